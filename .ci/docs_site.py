@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 # Page of the site by file of the project's root.
 ROOT_FILES = {"CHANGELOG.md": "project/changelog.md", "CONTRIBUTING.md": "project/contributing.md"}
 
-# Factor of a decision's scores in the search. A title counts 1000 times: even that of a decision ranks below a text.
+# Factor of a decision's scores in the search. A title counts 1000 times: even a decision's title ranks below a text.
 DECISION_BOOST = 1e-6
 # A table with a longer cell, in characters, is stacked on phones, where its columns would be as narrow as a word.
 _LONGEST_COLUMN = 40

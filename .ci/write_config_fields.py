@@ -28,7 +28,7 @@ RELEASES = (
     " 5.7.0 5.8.1 5.9.0 5.10.4 5.11.0 5.12.1 5.13.1 5.14.1 5.15.1 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2"
     " 5.23.0"
 ).split()
-# Parts of transformers, beside its models, that compute no hidden state and no logit of a text, and those of quantized
+# Parts of transformers, beside its models, that compute no hidden state and no logit of a text, and parts of quantized
 # weights, which are refused.
 _OTHER_PARTS = (
     "benchmark cli commands data exporters kernels onnx pipelines quantizers sagemaker"

@@ -152,7 +152,7 @@ def save_checkpoint(
             is byte-level.
         words: vocabulary of an encoder's tokenizer, after the special tokens.
         files: JSON files to add, by path; see `pooling_files`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         model, save: more arguments of the class and of save_pretrained.
         config: fields of its configuration that differ from `SMALL` and the like.
     """

@@ -32,10 +32,10 @@ def assert_close(
       judged by the largest magnitude in `expected`. NaN and infinities must be equal.
 
     Args:
-        actual, expected: of one shape. `expected` may have a higher precision than `dtype`.
-        roundings: how many follow each other between the inputs and one element of the result, where a
+        actual, expected: arrays of one shape. `expected` may have a higher precision than `dtype`.
+        roundings: number that follow each other between the inputs and one element of the result, where a
             sum of n products counts as n; see `encoder_roundings`.
-        dtype: of the computation, or of the less precise one of two.
+        dtype: dtype of the computation, or the less precise one of two.
     """
     actual, expected = _float64(actual), _float64(expected)
     assert actual.shape == expected.shape

@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401  # the ops
 """Every op of `reference` for CUDA GPUs.
 
 An op is a Triton kernel, or plain torch where torch runs it in one fast kernel. Names and signatures are
@@ -29,35 +31,3 @@ from varlen_kernels.triton.pooling import first_tokens, pool
 from varlen_kernels.triton.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.triton.sampling import sample_tokens
 from varlen_kernels.triton.vocabulary import term_weights
-
-__all__ = [
-    "activate",
-    "activate_gate",
-    "add_layer_norm",
-    "append_kv",
-    "attention_paged",
-    "attention_tiles",
-    "attention_varlen",
-    "beam_step",
-    "concat",
-    "embed",
-    "embed_layer_norm",
-    "first_tokens",
-    "layer_norm",
-    "linear",
-    "linear_activate",
-    "norm_heads",
-    "normalize_rows",
-    "paged_tiles",
-    "pool",
-    "residual_layer_norm",
-    "residual_rms_norm",
-    "rms_norm",
-    "rotary",
-    "sample_tokens",
-    "select_rows",
-    "tanh",
-    "term_weights",
-    "to_fp32",
-    "top_terms",
-]

@@ -59,7 +59,7 @@ class Counters:
 
         Args:
             after: counters after all these requests.
-            endings: of the requests since these counters, by model.
+            endings: ends of the requests since these counters, by model.
             is_complete: whether `endings` has every request; mutated ones may have reached any model.
         """
         return [

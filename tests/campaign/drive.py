@@ -69,9 +69,9 @@ def send_all(
     Args:
         target: given to every request.
         mix: the kinds of requests.
-        bounds: of this stream.
+        bounds: limits of this stream.
         ledger: gets every end.
-        name: of the stream, with the seed. A request depends on it and on its own number alone.
+        name: name of the stream, with the seed. A request depends only on it and on its own number.
         threads: requests in flight.
         patience: seconds after the last request was sent; the ledger has those without an end then as open.
     """

@@ -38,11 +38,11 @@ class Ending:
     """The end of one request.
 
     Attributes:
-        end: how it ended.
+        end: kind of its end.
         model: that it was sent to; empty if it reached none.
         code: gRPC name of the code of an error.
-        message: of an error, or what is wrong.
-        rows: of the request.
+        message: text of an error, or what is wrong.
+        rows: number of rows of the request.
         is_ours: whether the backend gave this error, and not the server in front of it.
     """
 
@@ -59,8 +59,8 @@ class ModelEndings:
     """The requests that one model got, as clients saw their ends.
 
     Attributes:
-        requests, rows: by end.
-        errors: requests that were refused, by code; those of the backend alone in `our_errors`.
+        requests, rows: numbers by end.
+        errors: requests that were refused, by code; `our_errors` has only the backend's.
     """
 
     requests: Counter[End] = field(default_factory=Counter)
@@ -100,9 +100,9 @@ class Ledger:
         """Add the end of a request.
 
         Args:
-            name: of the request, from which it can be sent again.
-            kind: of the request.
-            ending: how it ended.
+            name: name of the request, from which it can be sent again.
+            kind: kind of the request.
+            ending: end of the request.
         """
         with self._lock:
             self.by_kind.setdefault(kind, Counter())[ending.end] += 1
@@ -124,7 +124,7 @@ class Ledger:
         """Report ends that too few requests of a kind had.
 
         Args:
-            least: by kind and end, the least share of the requests of that kind; one request at least.
+            least: least share, by kind and end, of the requests of that kind; one request at least.
         """
         for kind, shares in least.items():
             ends = self.by_kind.get(kind, Counter())

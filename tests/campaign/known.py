@@ -58,9 +58,9 @@ class Known:
     """What the models of a campaign answer.
 
     Attributes:
-        encoders: by model.
-        continuations: of prompts, the ids of `MAX_TOKENS` tokens.
-        translations: of texts, with `BEAMS`.
+        encoders: vectors by model.
+        continuations: ids of the `MAX_TOKENS` tokens behind each prompt.
+        translations: translations of texts, with `BEAMS`.
     """
 
     encoders: Mapping[str, Vectors]
@@ -74,7 +74,7 @@ def encoder_answers(
     """Return inputs of an encoder and its answers in fp32.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         draw: chooses the inputs.
         task: embed or hidden.
         texts: number of texts, and of rows of ids.

@@ -36,7 +36,7 @@ class Load:
     """How a load ended.
 
     Attributes:
-        end: of the load and of one request.
+        end: time limits of the load and of one request.
         text: the message of a refusal, the frames of a failure.
         answer: the vector that an encoder has answered.
     """
@@ -46,7 +46,7 @@ class Load:
     answer: tuple[float, ...] = ()
 
     def ending(self, what: str) -> Ending:
-        """Return the end as that of a request; `what` was loaded."""
+        """Return the end as the end of a request; `what` was loaded."""
         if self.end == "failed":
             return Ending("wrong", message=f"{what}: {self.text[-900:]}")
         return Ending("refused" if self.end == "refused" else "answered", message=self.text)
@@ -68,7 +68,7 @@ class Loader:
 
         Args:
             scratch: gets the folder of its cache.
-            compiled: folder of its compiled code; by default that of all processes.
+            compiled: folder of its compiled code; by default the folder of all processes.
         """
         self._cache, self._compiled = scratch / "loader-cache", compiled
         self._pool = self._new_pool()

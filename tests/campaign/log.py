@@ -16,7 +16,7 @@ def unexpected_lines(log: str, allowed: Sequence[str] = ()) -> list[str]:
     """Return lines that tell of a fault.
 
     Args:
-        log: of a server.
+        log: text of a server's log.
         allowed: patterns of lines that the attacks explain.
     """
     patterns = [re.compile(pattern) for pattern in (*_USUAL, *allowed)]

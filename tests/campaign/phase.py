@@ -35,9 +35,9 @@ class Campaign:
     Attributes:
         seed: decides every request.
         known: inputs and their answers.
-        checkpoints: of the models.
+        checkpoints: folders of the models.
         scratch: an empty folder.
-        requests: at most, of each phase.
+        requests: largest number of requests of each phase.
         progress: prints a line.
         logs: folder that gets the log of each server, if there is one.
     """
@@ -82,8 +82,8 @@ def attacked_server(
     """Yield a server of these models for a phase; check its log and its end.
 
     Args:
-        campaign, report: of the phase.
-        models: to serve.
+        campaign, report: campaign and report of the phase.
+        models: names of the models to serve.
         allowed_log: patterns of lines in the log that the attacks explain.
         loses_processes: whether the phase kills the process of a model, after which this server cannot end well.
         arguments: more ones of the server.
@@ -122,7 +122,7 @@ def _stop(target: Target, report: Report, *, loses_processes: bool) -> int | Non
 
     Args:
         target: the server.
-        report: of the phase.
+        report: report of the phase.
         loses_processes: whether the server may leave the processes that are in its group, or not end at all.
     """
     server, began = target.server, time.monotonic()
@@ -156,12 +156,12 @@ def send_mix(
     """Send a mix of requests; check counters, and what the server holds afterwards.
 
     Args:
-        campaign, report: of the phase.
+        campaign, report: campaign and report of the phase.
         target: the server.
         mix: the kinds of requests.
-        seconds: to send them.
+        seconds: duration of sending.
         is_complete: whether clients know every request that a model got.
-        beside: what happens to the server meanwhile, after the warm-up.
+        beside: action on the server meanwhile, after the warm-up.
     """
     server, ledger = target.server, report.ledger
     counters, _ = Counters.settled(server, target.models)

@@ -13,11 +13,11 @@ class Report:
     """What a phase did and found.
 
     Attributes:
-        name: of the phase.
+        name: name of the phase.
         ledger: its requests, and the invariants that were violated.
         seconds: that it took, starts of servers included.
-        before, after: what the server held, where the phase compares them.
-        notes: figures of this phase alone, by name.
+        before, after: state of the server, where the phase compares them.
+        notes: figures of only this phase, by name.
     """
 
     name: str

@@ -35,9 +35,9 @@ class State:
     Attributes:
         processes: number by role: server, stub, worker, watchdog, other.
         descriptors: open files, sockets and pipes.
-        threads: of all processes.
+        threads: threads of all processes.
         memory_mib: resident; pages that processes share count once.
-        shared_mib: of their regions in /dev/shm. The server never shrinks them.
+        shared_mib: MiB of their regions in /dev/shm. The server never shrinks them.
     """
 
     processes: Mapping[str, int]
@@ -116,7 +116,7 @@ def marked(mark: str) -> list[int]:
     entry, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            # one may end meanwhile, and those of other users cannot be read; a zombie has no environment
+            # one may end meanwhile, and processes of other users cannot be read; a zombie has no environment
             with suppress(OSError):
                 if entry in folder.joinpath("environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))

@@ -54,7 +54,7 @@ class Checkpoints:
 
     @classmethod
     def prepare(cls, repository: Path, scratch: Path) -> "Checkpoints":
-        """Return those of a model repository, and a random one in `scratch`.
+        """Return the checkpoints of a model repository, and a random one in `scratch`.
 
         Raises:
             FileNotFoundError: `make setup` did not run.
@@ -113,10 +113,10 @@ class Target:
 
     Attributes:
         server: the server.
-        mark: of its processes, see `state`.
+        mark: environment variable of its processes, see `state`.
         known: inputs and their answers.
         grpc, http: clients that check nothing.
-        channel: for gRPC messages of any bytes.
+        channel: channel for gRPC messages of any bytes.
         killed: the model whose process a phase kills, if it kills one: its requests may get no answer.
     """
 
@@ -164,7 +164,7 @@ def running(
     Args:
         repository: folder to serve.
         known: inputs and their answers.
-        models: to load.
+        models: names of the models to load.
         arguments: more ones of the server.
         command: see `LocalServer`.
     """

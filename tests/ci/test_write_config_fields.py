@@ -15,7 +15,7 @@ write_config_fields = load_script("write_config_fields")
 RULES = {name: family.fields for name, family in FAMILIES.items()} | {
     "T5EncoderModel": ENCODERS["T5EncoderModel"].fields
 }
-# Fields that no release reads: those of sentence-transformers, and those that the families' first releases read.
+# Fields that no release reads: fields of sentence-transformers, and fields that the families' first releases read.
 OWN_FIELDS = frozenset(
     "sbert_ce_default_activation_function sentence_transformers add_final_layer_norm normalize_before"
     " normalize_embedding static_position_embeddings".split()

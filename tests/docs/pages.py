@@ -29,9 +29,9 @@ class Block:
 
     Attributes:
         page: path from the project's folder.
-        line: of its first line of code.
-        language: after the fence, or nothing.
-        code: with all of its lines.
+        line: number of its first line of code.
+        language: word after the fence, or nothing.
+        code: all of its lines.
     """
 
     page: str

@@ -17,7 +17,7 @@ REQUEST_ERRORS = frozenset(
 )
 # Fields of a checkpoint have one row for all messages of these forms.
 FIELD = re.compile(r"; allowed: |; make them agree|, which disagree")
-# These are in the log alone.
+# These are only in the log.
 NOT_SENT = ("execution/worker_process.py",)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.closeness import assert_close
+from varlen_kernels.reference.attention import Distances
 
 # Roundings of the longest sum in these tests; in bfloat16, of the intermediate results of an op.
 ROUNDINGS = {torch.float32: 4096, torch.bfloat16: 16}
@@ -33,11 +34,11 @@ def check(actual, expected, dtype=torch.float32):
 def tables_of(heads, dim, dtype, reach, *, has_keys=True, has_queries=True):
     """Return rows that several distances share, in any order, and the tables."""
     rows = torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, 2 * reach + 1))
-    return {
-        "distance_rows": rows.int(),
-        "distance_keys": rand(ROWS, heads * dim, dtype=dtype, seed=1) if has_keys else None,
-        "distance_queries": rand(ROWS, heads * dim, dtype=dtype, seed=2) if has_queries else None,
-    }
+    return Distances(
+        rows.int(),
+        rand(ROWS, heads * dim, dtype=dtype, seed=1) if has_keys else None,
+        rand(ROWS, heads * dim, dtype=dtype, seed=2) if has_queries else None,
+    )
 
 
 def attention64(
@@ -45,8 +46,8 @@ def attention64(
 ):
     """Return attention whose scores have the tables' rows of each pair of tokens."""
     outs = []
-    tables = tables or {"distance_rows": torch.zeros(1, dtype=torch.int32)}
-    rows = tables["distance_rows"].numpy()
+    tables = tables or Distances(torch.zeros(1, dtype=torch.int32), None, None)
+    rows = tables.rows.numpy()
     key_lengths = lengths if key_lengths is None else key_lengths
     sequences = np.split(f64(qkv), np.cumsum(lengths)[:-1])
     for tokens, num_keys in zip(sequences, key_lengths, strict=True):
@@ -55,9 +56,9 @@ def attention64(
         distance = np.arange(length) - np.arange(length)[:, None]
         at = rows[np.clip(distance, -(len(rows) // 2), len(rows) // 2) + len(rows) // 2]
         scores = np.einsum("qhd,khd->hqk", q, k)
-        for name, by, indices in (("distance_keys", q, "qhd"), ("distance_queries", k, "khd")):
-            if tables.get(name) is not None:
-                of_pairs = f64(tables[name])[at].reshape(length, length, *q.shape[1:])
+        for table, by, indices in ((tables.keys, q, "qhd"), (tables.queries, k, "khd")):
+            if table is not None:
+                of_pairs = f64(table)[at].reshape(length, length, *q.shape[1:])
                 scores += np.einsum(f"{indices},qkhd->hqk", by, of_pairs)
         scores *= scale
         if bias is not None:

@@ -51,7 +51,7 @@ def test_queries_read_the_first_keys(ops, reads, dtype):
 def test_distances_are_those_of_the_first_keys(ops, reads):
     qkv, tables = rand(sum(LENGTHS), 3 * HEADS * DIM), tables_of(HEADS, DIM, torch.float32, 40)
 
-    actual = attend(ops, qkv, KEY_LENGTHS, **tables, **reads)
+    actual = attend(ops, qkv, KEY_LENGTHS, distances=tables, **reads)
 
     expected = attention64(qkv, LENGTHS, HEADS, 0.2, tables, key_lengths=KEY_LENGTHS, **reads)
     check(actual, expected)

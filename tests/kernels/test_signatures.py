@@ -4,13 +4,8 @@ from inspect import isfunction, signature
 
 import pytest
 
-from varlen_kernels import fused, reference
-
-OPS = {
-    name: op
-    for name, op in vars(reference).items()
-    if isfunction(op) and not name.startswith("_") and op.__module__.startswith("varlen_kernels")
-}
+from tests.kernels.ops import OPS
+from varlen_kernels import fused
 
 
 @pytest.mark.parametrize("name", OPS)

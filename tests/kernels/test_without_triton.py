@@ -14,7 +14,7 @@ BLOCKED = "import sys; sys.modules['triton'] = None\n"
         "import varlen_kernels.reference",
         "import varlen.execution.runner, varlen.service.service",
         "import varlen_client.cli.main",
-        "import torch; from varlen_kernels.dispatch import kernels_for\n"
+        "import torch; from varlen_kernels.ops import kernels_for\n"
         "assert kernels_for(torch.device('cpu')).__name__ == 'varlen_kernels.cpu'",
     ],
     ids=["reference", "backend", "client", "dispatch"],

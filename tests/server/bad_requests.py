@@ -15,10 +15,10 @@ class BadRequest:
     """A bad request.
 
     Attributes:
-        description: what is wrong with it, for the test's id.
+        description: mistake, for the test's id.
         word: part of the error's message. Ours are tested in tests/backend/intake and tests/backend/wire.
-        inputs: by name, as on the wire.
-        parameters: of the request.
+        inputs: arrays by name, as on the wire.
+        parameters: parameters of the request.
     """
 
     description: str

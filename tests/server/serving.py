@@ -24,9 +24,9 @@ def add_model(
     """Add a model that serves `checkpoint` to a repository.
 
     Args:
-        text: of config.pbtxt, besides backend and parameters.
-        parameters: of the engine; one CPU thread and fp32 unless given, whose answers do not depend on the machine,
-            and no measuring of costs.
+        text: lines of config.pbtxt, besides backend and parameters.
+        parameters: settings of the engine; one CPU thread and fp32 unless given, whose answers do not depend on the
+            machine, and no measuring of costs.
     """
     folder = repository / name
     folder.mkdir(parents=True)
@@ -190,7 +190,7 @@ def _is_watchdog(arguments: list[str], stub_pid: int) -> bool:
 
 
 def worker_processes(stub_pid: int) -> tuple[int, list[int]]:
-    """Return the process id of a stub's host of workers, and those of the workers."""
+    """Return the process ids of a stub's host of workers and of the workers."""
     (host,) = _children(stub_pid)
     return host, _children(host)
 

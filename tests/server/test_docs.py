@@ -31,7 +31,12 @@ TASK_PAGES = (
     "translation",
     "gateway",
 )
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", "migration", *TASK_PAGES)))
+PAGES = (
+    "README.md",
+    "docs/start/install.md",
+    "docs/start/migration.md",
+    *(f"docs/tasks/{name}.md" for name in TASK_PAGES),
+)
 # Models of the pages that the shared server has under other names.
 STAND_INS = {
     "e5": "minilm",

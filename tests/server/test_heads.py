@@ -97,7 +97,7 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(
     finally:
         unload(server, name)
 
-    # a row of skipped tokens alone
+    # a row of only skipped tokens
     assert [each.shape for each in nothing] == [(0, 5)]
     roundings = encoder_roundings(folder) + 100
     expected = oracle.encode_query(TEXTS, convert_to_numpy=True)

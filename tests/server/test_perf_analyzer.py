@@ -22,7 +22,7 @@ STREAM = ("-i", "grpc", "--async", "--streaming")
 BOTH = (("-i", "grpc"), ("-i", "http"))
 PROMPTS = ("--input-data", "prompts.json")
 
-# Models with inputs of one kind, beside those of `TASK_MODELS`: token ids, prompts that stream, and
+# Models with inputs of one kind, beside `TASK_MODELS`: token ids, prompts that stream, and
 # source texts that get one response each.
 ONE_KIND = ("only_ids", "only_prompts", "only_sources")
 # Options by model, beside its protocols. Random texts hold no mask, and random integers are no token ids.

@@ -389,8 +389,10 @@ def test_the_backend_of_a_commit_is_extracted_once(tmp_path):
     backends = server.backends_at("HEAD", tmp_path)
 
     assert str(tmp_path / "HEAD" / "backend") in (backends / "varlen" / "model.py").read_text()
-    assert (tmp_path / "HEAD" / "backend" / "varlen" / "engine.py").is_file()
-    assert (tmp_path / "HEAD" / "kernels" / "varlen_kernels" / "reference.py").is_file()
+    assert (tmp_path / "HEAD" / "backend" / "varlen" / "scheduling" / "engine.py").is_file()
+    assert (
+        tmp_path / "HEAD" / "kernels" / "varlen_kernels" / "reference" / "__init__.py"
+    ).is_file()
     assert server.backends_at("HEAD", tmp_path) == backends
     with pytest.raises(RuntimeError, match="no-such-commit"):
         server.backends_at("no-such-commit", tmp_path)

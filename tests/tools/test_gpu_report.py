@@ -264,7 +264,7 @@ tests/kernels/gpu/test_served_shapes.py::test_b ERROR              [100%]
 @pytest.mark.parametrize(
     "text, counts, failed",
     [
-        (XDIST_LOG, {"passed": 1, "failed": 1, "skipped": 1}, ["fused/test_pooling.py::test_b"]),
+        (XDIST_LOG, {"passed": 1, "failed": 1, "skipped": 1}, ["triton/test_pooling.py::test_b"]),
         (PLAIN_LOG, {"passed": 1, "error": 1}, ["gpu/test_served_shapes.py::test_b"]),
         ("no tests ran", {}, []),
     ],

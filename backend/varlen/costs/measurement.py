@@ -28,7 +28,7 @@ _REFERENCE_LENGTH = 0.25
 # Share of the time that the reference takes. It runs every 0.3 s if it takes 30 ms, and speeds a second apart hardly
 # resemble each other.
 _REFERENCE_SHARE = 0.1
-# The speed at a moment is the median of this many references around it; one alone may have been interrupted.
+# The speed at a moment is the median of this many references around it; a single one may have been interrupted.
 _REFERENCES_AROUND = 3
 
 
@@ -37,9 +37,9 @@ class Measurement:
     """Measured batches.
 
     Attributes:
-        batches: at least one.
+        batches: shapes to measure, at least one.
         is_complete: whether all planned batches were measured.
-        seconds: how long measuring took.
+        seconds: duration of measuring.
         spread: 90th percentile of the reference batch's time, divided by the 10th; about 1.1 on an idle machine.
     """
 
@@ -92,8 +92,8 @@ def measure(
 
     Args:
         run: runs a batch of sequences of these lengths, in tokens.
-        limits: of a batch.
-        max_length: of a sequence, in tokens; a batch may hold one.
+        limits: bounds of a batch.
+        max_length: longest sequence, in tokens; a batch may hold one.
         seconds: the time limit.
         clock: returns the time in seconds.
         report: gets a line of progress now and then.

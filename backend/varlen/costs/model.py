@@ -31,7 +31,7 @@ class MeasuredBatch:
     """A batch that ran.
 
     Attributes:
-        lengths: of its sequences, in tokens.
+        lengths: tokens of each sequence.
         seconds: measured duration.
     """
 

@@ -53,8 +53,8 @@ class StoredCosts:
     """A measurement and its key.
 
     Attributes:
-        key: what decides these costs.
-        measured_at: when, with its time zone.
+        key: facts that decide these costs.
+        measured_at: time of the measurement, with its time zone.
         allowed_seconds: the bound of the measurement.
         measurement: the measured batches.
     """

@@ -20,7 +20,7 @@ from varlen.decoding.token_counts import TokenCounts
 from varlen.errors import EngineError, VarlenError
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.sequence import GeneratedSequence, SampledToken
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from varlen.decoding.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array
 from varlen.scheduling.sequence import BeamStep, GeneratedSequence
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam import BeamEdits
 
 _log = logging.getLogger(__name__)

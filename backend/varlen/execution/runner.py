@@ -33,7 +33,7 @@ from varlen.request.request import (
 from varlen.scheduling.sequence import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_kernels.cpu.compiled_ops import compiling
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 
 class DeviceRunner(Protocol):

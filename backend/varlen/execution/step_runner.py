@@ -32,7 +32,7 @@ from varlen.scheduling.sequence import (
     StepBatch,
 )
 from varlen_kernels.cpu import copy_blocks
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 # Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
 Choose: TypeAlias = Callable[

@@ -16,7 +16,7 @@ from varlen.memory.usage import Dims
 
 # Memory that no batch of a window needed is released. In batches; docs/decisions/0011-arena.md compares sizes.
 _WINDOW = 64
-# Alignment of offsets in bytes: a cache line; on a GPU, that of its allocator.
+# Alignment of offsets in bytes: a cache line; on a GPU, the alignment of its allocator.
 _ALIGNMENT = {"cpu": 64, "cuda": 256}
 
 
@@ -69,7 +69,7 @@ class Arena:
         layout: plans for it.
         largest: upper bound of each dimension; a batch within it always fits.
         max_tokens: upper bound of the dimension `tokens`.
-        device: where the memory is.
+        device: device that holds the memory.
         capacity: largest size of the arena, in bytes: the footprint of the largest batch.
     """
 
@@ -77,7 +77,7 @@ class Arena:
         """Reserve space for the largest batch: address space on a CPU, memory on a GPU.
 
         Args:
-            layout: of the program that runs here.
+            layout: plan of the program that runs here.
             largest: dimensions of the largest batch.
             device: CPU or CUDA.
 
@@ -126,7 +126,7 @@ class Arena:
         Regions of earlier batches become invalid. Batches of one shape get the same region.
 
         Raises:
-            ValueError: a dimension is larger than that of the largest batch.
+            ValueError: a dimension is larger than the same one of the largest batch.
         """
         for name, most in self.largest.items():
             if dims[name] > most:

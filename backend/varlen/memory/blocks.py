@@ -4,8 +4,8 @@ A block is free, used by one or several block tables, or cached: unused, but a s
 share its keys and values. Cached blocks are evicted, least recently used first, when no block is free. A reservation
 guarantees a number of blocks to a sequence, not their ids.
 
-Source: block tables, sharing and copy-on-write are those of PagedAttention (Kwon et al. 2023, arXiv:2309.06180),
-reservations those of Orca (Yu et al. 2022, OSDI).
+Source: block tables, sharing and copy-on-write as in PagedAttention (Kwon et al. 2023, arXiv:2309.06180),
+reservations as in Orca (Yu et al. 2022, OSDI).
 """
 
 import heapq
@@ -173,7 +173,7 @@ class BlockPool:
 
         Args:
             block_ids: the block table; changed.
-            reserved: as in `allocate`.
+            reserved: number of blocks, as in `allocate`.
         """
         source = block_ids[-1]
         assert self.is_shared(source)

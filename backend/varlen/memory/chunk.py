@@ -20,7 +20,7 @@ class Chunk(Protocol):
 
     Attributes:
         memory: `[capacity]` uint8, on its device. Only what is reserved may be touched.
-        reserved_bytes: how much of it is allocated, from its start.
+        reserved_bytes: allocated bytes, from its start.
     """
 
     memory: Tensor

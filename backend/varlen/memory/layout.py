@@ -31,7 +31,7 @@ class Layout:
     """Plans for one program's batches. A plan depends only on the batch's shape.
 
     Attributes:
-        buffers: what is planned.
+        buffers: tensors that are planned.
         dim_names: the dimensions that change a plan.
         plan_seconds: time spent planning since the start.
     """
@@ -40,7 +40,7 @@ class Layout:
         """Start without plans.
 
         Args:
-            buffers: of the program.
+            buffers: tensors of the program.
             alignment: every offset is a multiple of it, in bytes.
         """
         self.buffers = tuple(buffers)
@@ -69,7 +69,7 @@ class Layout:
         """Return the largest batch that fits into `size` bytes, in tokens; 0 if none.
 
         Args:
-            size: in bytes.
+            size: number of bytes.
             most: upper bound of the result.
             largest: returns the largest dimensions of a batch of this number of tokens. No size falls when a
                 dimension grows, so the offsets of this batch serve all batches of its tokens.

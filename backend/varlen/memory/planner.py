@@ -29,7 +29,7 @@ def plan(sizes: Sequence[int], conflicts: Sequence[int], alignment: int) -> Plan
 
     Args:
         sizes: size of each buffer, in bytes.
-        conflicts: for each buffer, a mask of the buffers that are live when it is; see `usage.conflicts`.
+        conflicts: a mask for each buffer, of the buffers that are live when it is; see `usage.conflicts`.
         alignment: every offset is a multiple of it, in bytes.
     """
     offsets = [0] * len(sizes)

@@ -82,7 +82,7 @@ class Usage:
     Attributes:
         name: name of the first of these results.
         first_op, last_op: the op that writes it first, and the last that reads or writes it; inclusive.
-        size: in bytes.
+        size: number of bytes.
     """
 
     name: str
@@ -98,8 +98,8 @@ class Buffer:
     The same tensor of each layer becomes one buffer, so the plan of one layer serves all.
 
     Attributes:
-        usages: in order of time.
-        size: of each, in bytes.
+        usages: usage records in order of time.
+        size: bytes of each.
     """
 
     usages: tuple[Usage, ...]
@@ -117,7 +117,7 @@ def fold(usages: Sequence[Usage]) -> tuple[Buffer, ...]:
     Each usage goes to the first buffer of its size that is free.
 
     Args:
-        usages: in the order of `first_op`.
+        usages: usage records in the order of `first_op`.
     """
     rows: list[list[Usage]] = []
     for usage in usages:

@@ -30,11 +30,13 @@ from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.deberta_layers import Deberta, DebertaLayer
-from varlen.program.heads import AttentionHeads, DistanceTables
+from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from varlen_kernels.reference.attention import Distances
 
 
 # What a distance is multiplied with: a query (content to position), or a key (position to content).
@@ -250,23 +252,20 @@ class _Reader:
         embeddings = self._distance_embeddings()
         rows = self._read.computed(lambda: distance_rows(config).to(tokens.device))
 
-        def distances(at: str, term: DistanceTerm) -> Tensor | None:
+        def table(at: str, term: DistanceTerm) -> Tensor | None:
             if term not in config.terms:
                 return None
             name = f"{at}.attention.self.{config.projection_of(term)}"
             layer = self._read.fp32.linear([name], config.hidden, [config.hidden])
             return self._read.computed(lambda: _projected(embeddings, layer).to(tokens.dtype))
 
-        return tuple(
-            self._layer(
-                at,
-                DistanceTables(rows, keys=distances(at, "c2p"), queries=distances(at, "p2c")),
-                is_last=at == names[-1],
-            )
-            for at in names
-        )
+        def distances(at: str) -> Distances:
+            keys, queries = table(at, "c2p"), table(at, "p2c")
+            return self._read.computed(lambda: _distances(rows, keys, queries))
 
-    def _layer(self, at: str, distances: DistanceTables | None, *, is_last: bool) -> DebertaLayer:
+        return tuple(self._layer(at, distances(at), is_last=at == names[-1]) for at in names)
+
+    def _layer(self, at: str, distances: Distances | None, *, is_last: bool) -> DebertaLayer:
         hidden, inner, read = self._config.hidden, self._config.inner, self._read
         qkv = [f"{at}.attention.self.{name}_proj" for name in ("query", "key", "value")]
         return DebertaLayer(
@@ -301,6 +300,12 @@ class _Reader:
             activation=self._config.classifier_activation,
             classifier=read.linear(["classifier"], hidden, [head.num_labels]),
         )
+
+
+def _distances(rows: Tensor, keys: Tensor | None, queries: Tensor | None) -> Distances:
+    from varlen_kernels.reference.attention import Distances
+
+    return Distances(rows, keys, queries)
 
 
 def _normed(x: Tensor, norm: Norm, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.checkpoint.layers import Linear, Norm
-from varlen.program.heads import AttentionHeads, DistanceTables
+from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
+    from varlen_kernels.reference.attention import Distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class DebertaLayer:
     """One layer; queries, keys and values are side by side."""
 
     qkv: Linear
-    distances: DistanceTables | None
+    distances: Distances | None
     attention_output: Linear
     attention_norm: Norm
     up: Linear

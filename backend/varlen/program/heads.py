@@ -1,12 +1,6 @@
-"""The heads of attention layers, and their tables of distances; imports no torch."""
-
-from __future__ import annotations
+"""The heads of attention layers, in a file that imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +8,7 @@ class AttentionHeads:
     """The heads of an attention layer, side by side in each row.
 
     Attributes:
-        queries: number of query heads; a multiple of `keys`. 0 for rows of keys and values alone.
+        queries: number of query heads; a multiple of `keys`. 0 for rows of only keys and values.
         keys: number of key heads, and of value heads.
         dim: features of a head.
     """
@@ -32,17 +26,3 @@ class AttentionHeads:
     def width(self) -> int:
         """Features of the queries of one token."""
         return self.queries * self.dim
-
-
-@dataclass(frozen=True, slots=True)
-class DistanceTables:
-    """Keys and queries of distances, whose products `attention_varlen` adds to those of tokens.
-
-    Attributes:
-        rows: `[2 * reach + 1]` int32, the row of each distance in the tables; None without tables.
-        keys, queries: `[rows, heads.width]`, one of them at least.
-    """
-
-    rows: Tensor | None
-    keys: Tensor | None
-    queries: Tensor | None

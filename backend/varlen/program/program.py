@@ -31,7 +31,7 @@ class Value:
     Attributes:
         name: unique in its program.
         shape: symbolic axes get their length from the batch.
-        dtype: of its elements.
+        dtype: dtype of its elements.
     """
 
     name: str
@@ -58,7 +58,7 @@ class State:
 
     Attributes:
         name: unique in its program.
-        shape, dtype: of the tensor that is bound to it.
+        shape, dtype: shape and dtype of the tensor that is bound to it.
     """
 
     name: str
@@ -66,8 +66,10 @@ class State:
     dtype: torch.dtype
 
 
-# A torch tensor is a weight; None stands for an optional operand that is left out.
-Operand: TypeAlias = Value | State | Tensor | None
+# A torch tensor is a weight; a named tuple holds the weights of one argument. None stands for an optional operand that
+# is left out.
+Weights: TypeAlias = Tensor | tuple[Tensor | int | None, ...]
+Operand: TypeAlias = Value | State | Weights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,9 @@ class Op:
         kernel: name of the function in the kernel module.
         operands: its positional arguments.
         attributes: its keyword arguments.
-        results: what it writes into `out`: one tensor, or a tuple of several; no `out` if there is none.
+        results: tensors that it writes into `out`: one tensor, or a tuple of several; no `out` if there is none.
         writes: the states among its operands that it changes.
-        in_place: for each result, the position of the operand that it may be written over; may be shorter.
+        in_place: position, for each result, of the operand that it may be written over; may be shorter.
     """
 
     kernel: str
@@ -122,7 +124,7 @@ class Program:
     """A recorded forward pass.
 
     Attributes:
-        ops: in the order in which they run.
+        ops: calls in the order in which they run.
         inputs: the values that a batch brings, in the order in which they are first read.
         states: the states that ops read or write, in the order of first use.
         outputs: the results that a run returns.
@@ -135,7 +137,7 @@ class Program:
         """Derive lifetimes and bindings.
 
         Args:
-            ops: in the order in which they run.
+            ops: calls in the order in which they run.
             outputs: results of some of them.
         """
         self.ops = tuple(ops)
@@ -162,13 +164,18 @@ class Program:
         """Bytes of all weights that it reads; views of one tensor count once."""
         weights = {
             # weights in a layout of oneDNN have no address
-            id(operand) if operand.is_mkldnn else operand.data_ptr(): operand.numel()
-            * operand.dtype.itemsize
-            for op in self.ops
-            for operand in op.operands
-            if isinstance(operand, Tensor)
+            id(weight) if weight.is_mkldnn else weight.data_ptr(): weight.numel()
+            * weight.dtype.itemsize
+            for weight in self.weights
         }
         return sum(weights.values())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights that each op reads, in order."""
+        operands = [operand for op in self.ops for operand in op.operands]
+        groups = [each if isinstance(each, tuple) else (each,) for each in operands]
+        return [each for group in groups for each in group if isinstance(each, Tensor)]
 
     def run(
         self,
@@ -182,7 +189,7 @@ class Program:
         """Return the outputs for `batch`: `out`, or new tensors; none is part of the region.
 
         Args:
-            batch: on the region's device.
+            batch: tensors on the region's device.
             kernels: has the functions that the ops name, such as a module.
             region: laid out for this program and a batch of these dimensions; overwritten.
             states: the tensor of each state, by name; those that ops write are changed.
@@ -230,7 +237,7 @@ class Program:
             id(operand): operand
             for op in self.ops
             for operand in op.operands
-            if operand is None or isinstance(operand, Tensor)
+            if not isinstance(operand, Value | State)
         }
         self._constants = list(by_id.values())
         keys = [*by_id, *self.inputs, *self.states, *self._views, *self.outputs]

@@ -6,20 +6,19 @@ import torch
 from torch import Tensor
 
 from varlen.memory.usage import Size
-from varlen.program.heads import AttentionHeads, DistanceTables
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import Activation, Pooling, TermPooling
-from varlen_kernels.reference import IN_EPILOGUE
+from varlen_kernels.ops import IN_EPILOGUE
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
-
-_NO_DISTANCES = DistanceTables(None, None, None)
 
 
 class Recorder(Recording):
     """The ops that a model may call. Each returns the values that it writes.
 
-    The meaning, shapes and precision of an op are those of the function of the same name in
+    An op has the meaning, shapes and precision of the function of the same name in
     `varlen_kernels.reference`.
     """
 
@@ -168,7 +167,7 @@ class Recorder(Recording):
         cu_seqlens: Value,
         heads: AttentionHeads,
         bias: Tensor | None = None,
-        distances: DistanceTables | None = None,
+        distances: Distances | None = None,
         *,
         scale: float,
         causal: bool = False,
@@ -177,18 +176,16 @@ class Recorder(Recording):
         tiles = key_lengths = None
         if self._has_key_lengths:
             key_lengths = self.input("key_lengths", ("sequences",), torch.int32)
-        tables = distances or _NO_DISTANCES
         if self._for_gpu:
             tiles = self._tiles(
                 "attention_tiles",
-                (qkv, cu_seqlens, bias, tables.rows, key_lengths),
+                (qkv, cu_seqlens, bias, distances, key_lengths),
                 cu_seqlens,
                 (1, 3 if key_lengths is None else 4),
                 **heads.counts,
                 causal=causal,
             )
-        distance_operands = tables.rows, tables.keys, tables.queries
-        operands = (qkv, cu_seqlens, bias, tiles, *distance_operands, key_lengths)
+        operands = (qkv, cu_seqlens, bias, tiles, distances, key_lengths)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
         return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
@@ -240,7 +237,8 @@ class Recorder(Recording):
         """
         qkv = operands[0]
         assert isinstance(qkv, Value)
-        dtypes = [None if each is None else each.dtype for each in operands]
+        # of tables only their presence counts
+        dtypes = [getattr(each, "dtype", each is not None) for each in operands]
         key = (kernel, cu_seqlens.name, qkv.shape, *dtypes, *attributes.values())
         if key not in self._made_tiles:
             tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]

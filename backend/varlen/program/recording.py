@@ -11,7 +11,7 @@ import torch
 
 from varlen.memory.usage import Size
 from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
-from varlen_kernels.reference import IN_PLACE
+from varlen_kernels.ops import IN_PLACE
 
 # Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.
 Axes: TypeAlias = Sequence[int | str | Size]

@@ -29,8 +29,8 @@ class Metric(str, Enum):
     """A metric of the /metrics page; its value is its name there.
 
     Attributes:
-        kind: as the server names it.
-        label: of its series, beside those of every metric.
+        kind: the server's name of it.
+        label: name of the label that tells its series apart, beside the labels of every metric.
         label_values: the values of `label`; each has a series.
     """
 
@@ -251,10 +251,10 @@ class Exporter:
         """Register every series, so that each is on the page from the start.
 
         Args:
-            stats: drained by this object alone.
+            stats: counts that only this object drains.
             snapshot: returns the value of each gauge, and of each total since the start; 0 where it has none.
             make_series: registers one series with the server; raises when metrics are off.
-            labels: of every series.
+            labels: labels of every series.
         """
         self._stats = stats
         self._snapshot = snapshot

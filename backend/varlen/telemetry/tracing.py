@@ -40,10 +40,10 @@ class RequestTrace:
 
     Attributes:
         parent: the server's span.
-        arrival: when it came.
-        attributes: of its spans.
-        started: when its first batch started; None if it has not run.
-        finished: when its last output or its error came.
+        arrival: time of its arrival.
+        attributes: attributes of its spans.
+        started: start of its first batch; None if it has not run.
+        finished: time of its last output or error.
     """
 
     parent: Context
@@ -97,8 +97,8 @@ class RequestTracer:
         """Return the trace of a request; None if it is not sampled.
 
         Args:
-            context: of the server: the headers of W3C Trace Context as a JSON object; None if it traces nothing.
-            arrival: when the request came, in seconds of `time.monotonic`.
+            context: the server's headers of W3C Trace Context as a JSON object; None if it traces nothing.
+            arrival: time of the request's arrival, in seconds of `time.monotonic`.
         """
         if context is None:
             return None
@@ -119,8 +119,8 @@ class RequestTracer:
         """Make the spans of a request whose final response has been sent.
 
         Args:
-            trace: of the request.
-            outcome: as the metrics name it.
+            trace: trace of the request.
+            outcome: name of the outcome in the metrics.
             error: sent to the client, if it failed.
         """
         from opentelemetry.trace import Status, StatusCode

@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401  # the ops
 """Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
 Names and signatures are those of `reference`, which specifies each op.
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.cpu.compiled_ops import has_numba
-from varlen_kernels.cpu.linear_int8_ops import (
+from varlen_kernels.cpu.int8_ops import (
     linear_int8,
     linear_int8_packed,
     linear_int8_panels,
@@ -40,47 +42,9 @@ from varlen_kernels.reference import (
     to_fp32,
     top_terms,
 )
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference.sampling import check_sampling
-
-__all__ = [
-    "activate",
-    "activate_gate",
-    "add_layer_norm",
-    "append_kv",
-    "attention_paged",
-    "attention_tiles",
-    "attention_varlen",
-    "beam_step",
-    "concat",
-    "embed",
-    "embed_layer_norm",
-    "first_tokens",
-    "layer_norm",
-    "linear",
-    "linear_activate",
-    "linear_int8",
-    "linear_int8_packed",
-    "linear_int8_panels",
-    "linear_int8_panels_activate",
-    "linear_int8_panels_add_layer_norm",
-    "linear_packed",
-    "norm_heads",
-    "normalize_rows",
-    "paged_tiles",
-    "pool",
-    "residual_layer_norm",
-    "residual_rms_norm",
-    "rms_norm",
-    "rotary",
-    "sample_tokens",
-    "select_rows",
-    "tanh",
-    "term_weights",
-    "to_fp32",
-    "top_terms",
-]
-
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
@@ -129,9 +93,7 @@ def attention_varlen(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     tiles: Tensor | None = None,
-    distance_rows: Tensor | None = None,
-    distance_keys: Tensor | None = None,
-    distance_queries: Tensor | None = None,
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
@@ -142,36 +104,15 @@ def attention_varlen(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the attention inside each sequence, see `reference.attention_varlen`."""
-    if not has_numba() or qkv.dtype not in _COMPILED_DTYPES:
-        return reference.attention_varlen(
-            qkv,
-            cu_seqlens,
-            bias,
-            tiles,
-            distance_rows,
-            distance_keys,
-            distance_queries,
-            key_lengths,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            scale=scale,
-            causal=causal,
-            window=window,
-            out=out,
-        )
-    from varlen_kernels.cpu.attention import attend_sequences
-
-    num_kv_heads = num_kv_heads or num_heads
-    if out is None:
-        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-        out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    attend_sequences(
+    attend = reference.attention_varlen
+    if qkv.dtype in _COMPILED_DTYPES and has_numba():
+        from varlen_kernels.cpu.attention import attend_sequences as attend
+    return attend(
         qkv,
         cu_seqlens,
         bias,
-        distance_rows,
-        distance_keys,
-        distance_queries,
+        tiles,
+        distances,
         key_lengths,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -180,7 +121,6 @@ def attention_varlen(
         window=window,
         out=out,
     )
-    return out
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

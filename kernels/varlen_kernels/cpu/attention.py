@@ -29,6 +29,7 @@ from varlen_kernels.cpu.attention_weights import (
 )
 from varlen_kernels.cpu.lanes import LANES, as_array, load, splat, sum_of, transpose
 from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.reference.attention import Distances
 
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
@@ -322,25 +323,22 @@ def attend_sequences(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
-    distance_rows: Tensor | None = None,
-    distance_keys: Tensor | None = None,
-    distance_queries: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # read by GPUs
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
-    num_kv_heads: int,
+    num_kv_heads: int | None = None,
     scale: float,
-    causal: bool,
-    window: int,
-    out: Tensor,
-) -> None:
-    """Write the attention inside each sequence, see `reference.attention_varlen`.
-
-    Args:
-        qkv, out: fp32 or bf16, contiguous.
-        cu_seqlens, bias, key_lengths, num_heads, num_kv_heads, scale, causal, window: see the reference.
-        distance_rows, distance_keys, distance_queries: see the reference; contiguous.
-    """
+    causal: bool = False,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention inside each sequence of fp32 or bf16, see `reference.attention_varlen`."""
+    kv_heads = num_kv_heads or num_heads
+    if out is None:
+        head_dim = qkv.shape[1] // (num_heads + 2 * kv_heads)
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
     bounds = cu_seqlens.numpy()
     ends, first_key_end = bounds, 1
     if key_lengths is not None:
@@ -351,25 +349,26 @@ def attend_sequences(
         ends,
         first_key_end,
         (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
-        num_kv_heads,
+        kv_heads,
         np.float32(scale),
         causal,
         window,
         as_array(out),
     )
-    items = (len(bounds) - 1) * num_kv_heads
+    items = (len(bounds) - 1) * kv_heads
     parts = [0, items]
     cores = torch.get_num_threads()
     if cores > 1:
         squares = np.diff(bounds).astype(np.int64) ** 2
         if int(squares.sum()) * qkv.shape[1] >= _LEAST_SHARED_WORK:
-            repeat = np.repeat if distance_rows is None else np.tile
-            work = np.cumsum(repeat(squares, num_kv_heads))
+            repeat = np.repeat if distances is None else np.tile
+            work = np.cumsum(repeat(squares, kv_heads))
             parts[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
-    if distance_rows is None:
+    if distances is None:
         run_parts(_attend_items, parts, *arguments)
-        return
+        return out
     none = qkv.new_empty(0, 0)
-    keys, queries = (none if x is None else x for x in (distance_keys, distance_queries))
-    tables = distance_rows.numpy(), as_array(keys), as_array(queries)
+    keys, queries = (none if x is None else x for x in (distances.keys, distances.queries))
+    tables = distances.rows.numpy(), as_array(keys), as_array(queries)
     run_parts(_attend_items_with_distances, parts, tables, *arguments)
+    return out

@@ -27,11 +27,7 @@ def has_numba() -> bool:
                 torch.zeros(1, 3),
                 torch.tensor([0, 1], dtype=torch.int32),
                 num_heads=1,
-                num_kv_heads=1,
                 scale=1.0,
-                causal=False,
-                window=0,
-                out=torch.empty(1, 1),
             )
     except Exception as error:
         # numba is absent or of another version, or no folder can hold compiled code

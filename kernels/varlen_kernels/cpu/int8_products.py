@@ -1,6 +1,6 @@
 """The fastest int8 linear layer on this CPU, and its exact range of codes.
 
-Two products are torch's (`linear_int8_cpu`), one is compiled by numba (`linear_int8_panels_cpu`).
+Two products are torch's (`int8_torch`), one is compiled by numba (`int8_panels`).
 """
 
 import math
@@ -13,15 +13,16 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu import linear_int8_ops
+from varlen_kernels.cpu import int8_ops
 from varlen_kernels.cpu.attention import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.int8_tile import has_dot_products, pack_panels
-from varlen_kernels.cpu.linear_int8 import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
+from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
     OUTLIERS,
     REDUCED_LEVELS,
+    Int8Weight,
     quantize_weight,
 )
 
@@ -49,11 +50,14 @@ class Int8Product:
     kernel: Int8Kernel
     levels: int
 
-    def pack(self, codes: Tensor) -> Tensor:
-        """Return the codes of a weight, `[hidden, features]` int8, in the layout that the op reads."""
+    def quantize(self, weight: Tensor, bias: Tensor | None, outliers: Tensor) -> Int8Weight:
+        """Return `quantize_weight`, with its codes in the layout that the op reads."""
+        layer = quantize_weight(weight, bias, outliers, self.levels)
         if self.kernel == "linear_int8_panels":
-            return pack_panels(codes)
-        return pack_codes(codes) if self.kernel == "linear_int8_packed" else codes
+            return layer._replace(codes=pack_panels(layer.codes))
+        if self.kernel == "linear_int8_packed":
+            return layer._replace(codes=pack_codes(layer.codes))
+        return layer
 
 
 class NoInt8ProductError(RuntimeError):
@@ -133,14 +137,14 @@ def exact_levels(product: _Product, pack: Callable[[Tensor], Tensor], lowest: in
 
 def _seconds(product: Int8Product) -> float:
     """Return the shortest time of a few linear layers, after one that compiles."""
-    op = getattr(linear_int8_ops, product.kernel)
-    weight = quantize_weight(torch.ones(_WIDTH, _WIDTH), None, torch.arange(OUTLIERS))
-    x, packed = torch.ones(_TIMED_ROWS, _WIDTH), product.pack(weight.codes)
+    op = getattr(int8_ops, product.kernel)
+    layer = product.quantize(torch.ones(_WIDTH, _WIDTH), None, torch.arange(OUTLIERS))
+    x = torch.ones(_TIMED_ROWS, _WIDTH)
     times = []
     with compile_lock(cache_folder()):
-        op(x, packed, *weight[1:], levels=product.levels)
+        op(x, layer)
     for _ in range(_TIMED_RUNS):
         began = time.perf_counter()
-        op(x, packed, *weight[1:], levels=product.levels)
+        op(x, layer)
         times.append(time.perf_counter() - began)
     return min(times)

@@ -35,12 +35,14 @@ class Int8Weight(NamedTuple):
         fp32_rows: `[2 + OUTLIERS, features]` fp32: the sum of the weights that the codes stand for, the bias, and the
             weights of each outlier.
         outliers: `[OUTLIERS]` int64, columns of the input.
+        levels: largest code of a token.
     """
 
     codes: Tensor
     scale: Tensor
     fp32_rows: Tensor
     outliers: Tensor
+    levels: int
 
 
 class Int8Rows(NamedTuple):
@@ -59,13 +61,16 @@ class Int8Rows(NamedTuple):
     factors: Tensor
 
 
-def quantize_weight(weight: Tensor, bias: Tensor | None, outliers: Tensor) -> Int8Weight:
+def quantize_weight(
+    weight: Tensor, bias: Tensor | None, outliers: Tensor, levels: int
+) -> Int8Weight:
     """Return a weight and a bias in the form that `linear_int8` takes.
 
     Args:
         weight: `[hidden, features]` fp32, as `reference.linear` takes it.
         bias: `[features]` fp32.
         outliers: `[OUTLIERS]` int64, ascending columns of the input.
+        levels: largest code of a token.
     """
     inner = weight.index_fill(0, outliers, 0)
     scale = (inner.abs().amax(0) / _LARGEST_CODE).clamp_min(SMALLEST_SCALE)
@@ -73,7 +78,7 @@ def quantize_weight(weight: Tensor, bias: Tensor | None, outliers: Tensor) -> In
     sums = codes.sum(0, dtype=torch.int32) * scale
     bias = torch.zeros_like(sums) if bias is None else bias
     fp32_rows = torch.cat([sums[None], bias[None], weight[outliers]])
-    return Int8Weight(codes, scale, fp32_rows, outliers)
+    return Int8Weight(codes, scale, fp32_rows, outliers, levels)
 
 
 def quantize_rows(x: Tensor, outliers: Tensor, levels: int) -> Int8Rows:
@@ -94,69 +99,46 @@ def quantize_rows(x: Tensor, outliers: Tensor, levels: int) -> Int8Rows:
     return Int8Rows(codes, scale, torch.cat([low, torch.ones_like(low), x[:, outliers]], 1))
 
 
-def linear_int8(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
-    *,
-    levels: int,
-    out: Tensor | None = None,
-) -> Tensor:
+def linear_int8(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
     """Return x @ weight + bias, `[tokens, features]` fp32, of a weight that `quantize_weight` made.
 
     The products of codes are summed in integers, without rounding and without saturation.
 
     Args:
         x: `[tokens, hidden]` fp32.
-        codes, scale, fp32_rows, outliers: see `Int8Weight`.
-        levels: largest code of a token.
+        layer: its weight and bias.
     """
-    rows = quantize_rows(x, outliers, levels)
+    rows = quantize_rows(x, layer.outliers, layer.levels)
     # sums stay below 2**53, so float64 holds them exactly
-    sums = (rows.codes.double() @ codes.double()).float()
-    result = sums * rows.scale * scale + rows.factors @ fp32_rows
+    sums = (rows.codes.double() @ layer.codes.double()).float()
+    result = sums * rows.scale * layer.scale + rows.factors @ layer.fp32_rows
     return result if out is None else out.copy_(result)
 
 
 def linear_int8_activate(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
-    *,
-    levels: int,
-    kind: Activation,
-    out: Tensor | None = None,
+    x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of `linear_int8`, see `reference.activate`."""
-    product = linear_int8(x, codes, scale, fp32_rows, outliers, levels=levels)
-    return reference.activate(product, kind=kind, out=out)
+    return reference.activate(linear_int8(x, layer), kind=kind, out=out)
 
 
 def linear_int8_add_layer_norm(
     x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
+    layer: Int8Weight,
     residual: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
-    levels: int,
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return layer_norm(linear_int8 + residual) * weight + bias, `[tokens, features]` fp32.
 
     Args:
-        x, codes, scale, fp32_rows, outliers, levels: see `linear_int8`.
+        x, layer: see `linear_int8`.
         residual: `[tokens, features]` fp32.
         weight, bias: `[features]`. None for the bias: it is not added.
         eps: added to the variance.
     """
-    product = linear_int8(x, codes, scale, fp32_rows, outliers, levels=levels)
-    return reference.layer_norm(product + residual, weight, bias, eps=eps, out=out)
+    total = linear_int8(x, layer) + residual
+    return reference.layer_norm(total, weight, bias, eps=eps, out=out)

@@ -8,7 +8,8 @@ Source: He et al. 2020, arXiv:2006.03654, section 3.1.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from varlen_kernels.reference.attention import Distances
 
 # Largest heads whose tiles fit the registers, by bytes per element.
 _MAX_HEAD_DIM = {2: 128, 4: 64}
@@ -68,9 +69,7 @@ def add_distance_products(
 
 
 def check_distances(
-    rows: Tensor | None,
-    keys: Tensor | None,
-    queries: Tensor | None,
+    distances: Distances | None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -80,18 +79,14 @@ def check_distances(
     """Check the tables of distances of an attention op, if there are any.
 
     Raises:
-        ValueError: there are rows without a table or a table without rows, one has another shape, dtype or layout,
-            heads share key heads, or head_dim is over the limit of the dtype.
+        ValueError: there is no table, one has another shape, dtype or layout, heads share key heads, or head_dim is
+            over the limit of the dtype.
     """
-    tables = {"distance_keys": keys, "distance_queries": queries}
-    given = {name: table for name, table in tables.items() if table is not None}
-    if rows is None and not given:
+    if distances is None:
         return
-    if rows is None or not given:
-        raise ValueError(
-            f"distance_rows is {'absent' if rows is None else 'given'}, with {' and '.join(given) or 'no table'};"
-            " allowed: rows with distance_keys, distance_queries or both"
-        )
+    rows, keys, queries = distances
+    if keys is None and queries is None:
+        raise ValueError("distances has no table; allowed: keys, queries or both")
     if num_kv_heads != num_heads:
         raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed with distances: {num_heads}")
     limit = _MAX_HEAD_DIM[dtype.itemsize]
@@ -99,13 +94,17 @@ def check_distances(
         raise ValueError(f"head_dim is {head_dim}; allowed with distances in {dtype}: 1 to {limit}")
     if rows.ndim != 1 or len(rows) % 2 == 0 or rows.dtype != torch.int32 or rows.stride(0) != 1:
         raise ValueError(
-            f"distance_rows is {list(rows.shape)} {rows.dtype}; it must be [an odd number] torch.int32, contiguous"
+            f"distances.rows is {list(rows.shape)} {rows.dtype}; it must be [an odd number] torch.int32, contiguous"
         )
     width = num_heads * head_dim
-    for name, table in given.items():
+    for name, table in (("keys", keys), ("queries", queries)):
+        if table is None:
+            continue
         if table.ndim != 2 or table.shape[1] != width or table.dtype != dtype:
             raise ValueError(
-                f"{name} is {list(table.shape)} {table.dtype}; it must be [rows, {width}] {dtype}"
+                f"distances.{name} is {list(table.shape)} {table.dtype}; it must be [rows, {width}] {dtype}"
             )
         if not table.is_contiguous():
-            raise ValueError(f"{name} has strides {table.stride()}; it must be contiguous")
+            raise ValueError(
+                f"distances.{name} has strides {table.stride()}; it must be contiguous"
+            )

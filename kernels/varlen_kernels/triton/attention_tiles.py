@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.triton.attention_checks import check_bias, check_heads, check_key_lengths
 from varlen_kernels.triton.checks import check_cu_seqlens
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
@@ -240,7 +241,7 @@ def attention_tiles(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
-    distance_rows: Tensor | None = None,
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
@@ -266,7 +267,7 @@ def attention_tiles(
     check_tiles(out, qkv, cu_seqlens, has_key_lengths=has_key_lengths)
     if tokens == 0 or batch == 0:
         return out
-    forms = causal, bias is not None, distance_rows is not None
+    forms = causal, bias is not None, distances is not None
     launch = attention_launch(head_dim, qkv.dtype, *forms, tokens, batch)
     tiles = num_tiles(tokens, batch, launch["BLOCK_M"])
     _attention_tiles_kernel[(triton.cdiv(tiles, TABLE_LAUNCH["BLOCK_TILES"]),)](

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.triton.attention_blocks import (
     LOG2_E,
     add_bias,
@@ -261,9 +262,7 @@ def attention_varlen(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     tiles: Tensor | None = None,
-    distance_rows: Tensor | None = None,
-    distance_keys: Tensor | None = None,
-    distance_queries: Tensor | None = None,
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
@@ -295,9 +294,7 @@ def attention_varlen(
     if bias is not None and head_dim > 128 and qkv.dtype == torch.float32:
         raise ValueError(f"head_dim is {head_dim}; allowed with bias in torch.float32: 1 to 128")
     check_distances(
-        distance_rows,
-        distance_keys,
-        distance_queries,
+        distances,
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -308,11 +305,12 @@ def attention_varlen(
         return out
     if tiles is not None:
         check_tiles(tiles, qkv, cu_seqlens, has_key_lengths=key_lengths is not None)
-    forms = causal, bias is not None, distance_rows is not None
+    forms = causal, bias is not None, distances is not None
     launch = attention_launch(head_dim, qkv.dtype, *forms, tokens, batch)
     # keys and values of the tail must fit the registers beside the queries
     is_plain = not any(forms) and window == 0
     heads = math.gcd(num_heads, launch["HEADS"])
+    rows, keys, queries = distances or (None, None, None)
     programs = num_tiles(tokens, batch, launch["BLOCK_M"]) * (num_heads // heads)
     _attention_varlen_kernel[(programs,)](
         qkv,
@@ -320,13 +318,13 @@ def attention_varlen(
         cu_seqlens if key_lengths is None else key_lengths,
         qkv if bias is None else bias,
         cu_seqlens if tiles is None else tiles,
-        cu_seqlens if distance_rows is None else distance_rows,
-        qkv if distance_keys is None else distance_keys,
-        qkv if distance_queries is None else distance_queries,
+        cu_seqlens if rows is None else rows,
+        qkv if keys is None else keys,
+        qkv if queries is None else queries,
         out,
         batch,
         0 if bias is None else bias.shape[1],
-        0 if distance_rows is None else len(distance_rows),
+        0 if rows is None else len(rows),
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
         OUT_STRIDE=out.stride(0),
@@ -337,8 +335,8 @@ def attention_varlen(
         WINDOW=window,
         HAS_KEY_LENGTHS=key_lengths is not None,
         HAS_BIAS=bias is not None,
-        HAS_DISTANCE_KEYS=distance_keys is not None,
-        HAS_DISTANCE_QUERIES=distance_queries is not None,
+        HAS_DISTANCE_KEYS=keys is not None,
+        HAS_DISTANCE_QUERIES=queries is not None,
         HAS_TILES=tiles is not None,
         TAIL_FIRST=is_plain and head_dim <= 64 and qkv.dtype.itemsize == 2,
         BLOCK_BATCH=BLOCK_BATCH,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import Activation
-from varlen_kernels.reference import IN_EPILOGUE, linear
+from varlen_kernels.ops import IN_EPILOGUE
+from varlen_kernels.reference import linear
 from varlen_kernels.triton.activation import activate
 
 

@@ -7,7 +7,7 @@ from varlen.errors import ConfigError
 from varlen.execution import device as module
 from varlen.execution.device import choose_device, choose_dtype
 from varlen_kernels import cpu
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

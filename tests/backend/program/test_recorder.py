@@ -12,10 +12,11 @@ from tests.plain_run import run_without_arena
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size
-from varlen.program.heads import AttentionHeads, DistanceTables
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import reference
+from varlen_kernels.reference.attention import Distances
 
 from ..memory.plan_checker import overlaps, peak_live
 from . import toy_kernels
@@ -330,7 +331,7 @@ def test_the_bias_of_attention_is_an_operand(has_bias):
 
 @pytest.mark.parametrize("for_gpu", [False, True], ids=["cpu", "gpu"])
 def test_the_tables_of_distances_are_operands_of_attention(for_gpu):
-    tables = DistanceTables(torch.tensor([1, 0, 2]).int(), torch.randn(3, 8), torch.randn(3, 8))
+    tables = Distances(torch.tensor([1, 0, 2]).int(), torch.randn(3, 8), torch.randn(3, 8))
     ops, heads = Recorder(for_gpu=for_gpu), AttentionHeads(2, 2, 4)
     qkv = ops.input("qkv", ("tokens", 24), torch.float32)
     bounds = ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
@@ -345,7 +346,7 @@ def test_the_tables_of_distances_are_operands_of_attention(for_gpu):
         PackedBatch(inputs, dims), reference, make_arena(program, dims).allocate(dims)
     )
 
-    operands = (None, None, tables.rows, tables.keys, tables.queries)
+    operands = (None, None, tables)
     for answer, more in zip(answers, (operands, ()), strict=True):
         expected = reference.attention_varlen(*inputs.values(), *more, **heads.counts, scale=0.5)
         torch.testing.assert_close(answer, expected)

@@ -44,7 +44,7 @@ def parent_and_child():
 # Opens sockets of its own, closes those of its parent, and says what is left.
 CLOSE_SOCKETS = """
 import socket, sys
-from varlen.server_process import close_inherited_sockets
+from varlen.server.process import close_inherited_sockets
 
 own, other = socket.socketpair()
 close_inherited_sockets()
@@ -150,7 +150,7 @@ def test_the_watchdog_spares_another_process_of_the_same_id(watch, tmp_path):
 
 def test_a_process_that_cannot_end_by_itself_is_ended():
     script = (
-        "from varlen import server_process as s; s._END_SECONDS = 1; s.end_process_soon()\n"
+        "from varlen.server import process as s; s._END_SECONDS = 1; s.end_process_soon()\n"
         "while True: pass"
     )
 
@@ -177,7 +177,7 @@ from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
 from varlen.memory.heap import return_large_memory
-from varlen.server_process import MemoryTrimmer
+from varlen.server.process import MemoryTrimmer
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -99,7 +99,7 @@ def stream(draw: random.Random, target: Target) -> Ending:
 
 
 def sample(draw: random.Random, target: Target) -> Ending:
-    """Several samples with log probabilities; their length alone is known."""
+    """Several samples with log probabilities; only their length is known."""
     prompt = draw.choice(list(target.known.continuations))
     client = target.client(DECODER, draw.choice(PROTOCOLS))
     count, tokens = draw.randint(1, 4), draw.randint(1, MAX_TOKENS)

@@ -34,7 +34,7 @@ _TEXTS = ("the cat", "a", "river, the river! is it 42?", "x" * 40, "is the cat i
 _TOGETHER = 20
 # Models: most of the time goes into loads, which keep one core busy.
 _LOADED_TOGETHER = 2
-# Least cosine of a bf16 answer to that of transformers in fp32.
+# Least cosine of a bf16 answer to the answer of transformers in fp32.
 _BF16_COSINE = 0.999
 
 

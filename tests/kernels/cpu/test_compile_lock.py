@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from varlen_kernels.cpu import compiled_ops
-from varlen_kernels.cpu import linear_int8 as linear_int8_cpu
+from varlen_kernels.cpu import compiled_ops, int8_torch
 from varlen_kernels.cpu.attention import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
 
@@ -65,5 +64,5 @@ def test_compiling_locks_the_folder_of_compiled_code():
 
 
 def test_sums_of_equal_size_are_dequantized_by_functions_of_their_own():
-    for function in (linear_int8_cpu._dequantize_rows, linear_int8_cpu._dequantize_integers):
+    for function in (int8_torch._dequantize_rows, int8_torch._dequantize_integers):
         assert len(function.signatures) <= 1

@@ -1,5 +1,6 @@
 """The ops that CPUs run in another way than the reference give its results."""
 
+import pkgutil
 from inspect import signature
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.float64 import DTYPES, bounds_of, check, rand
+from tests.kernels.ops import OPS
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import paged as paged_cpu
 from varlen_kernels.cpu.packed import can_pack, pack_weight
@@ -16,8 +18,9 @@ from varlen_kernels.reference.linear_int8 import (
     linear_int8_add_layer_norm,
 )
 
-# The references of ops that `reference` has under another name, or not at all.
+# The reference of each op: some have another name there, or are not among its ops.
 REFERENCES = {
+    **OPS,
     "linear_packed": reference.linear,
     "linear_int8": linear_int8,
     "linear_int8_packed": linear_int8,
@@ -27,11 +30,16 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("name", cpu.__all__)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_an_op_has_the_signature_of_its_reference(name):
-    expected = REFERENCES.get(name) or getattr(reference, name)
+    assert signature(getattr(cpu, name)) == signature(REFERENCES[name])
 
-    assert signature(getattr(cpu, name)) == signature(expected)
+
+def test_no_file_has_the_name_of_an_op():
+    """The import of `cpu/linear_int8.py` replaced the op of that name by the module."""
+    files = {module.name for module in pkgutil.iter_modules(cpu.__path__)}
+
+    assert not files & set(REFERENCES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -5,8 +5,7 @@ import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
-from varlen_kernels.cpu import int8_products as int8_products_cpu
-from varlen_kernels.cpu import linear_int8 as linear_int8_cpu
+from varlen_kernels.cpu import int8_products, int8_torch
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.cpu.int8_tile import has_dot_products
 from varlen_kernels.reference.linear_int8 import (
@@ -22,6 +21,7 @@ from varlen_kernels.reference.linear_int8 import (
 
 SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200)]
 LEVELS = pytest.mark.parametrize("levels", [FULL_LEVELS, REDUCED_LEVELS], ids=["8bit", "7bit"])
+PANELS = Int8Product("linear_int8_panels", FULL_LEVELS)
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -50,11 +50,6 @@ PRODUCTS = pytest.mark.parametrize(
 )
 
 
-def packed_operands(kernel, quantized):
-    """Return the operands of an op after its input."""
-    return Int8Product(kernel, REDUCED_LEVELS).pack(quantized.codes), *quantized[1:]
-
-
 @LEVELS
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
@@ -62,11 +57,12 @@ def test_the_error_is_at_most_half_a_step_of_each_factor(
     tokens, hidden, features, has_bias, levels
 ):
     weight, bias, outliers = layer(hidden, features, has_bias=has_bias)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    x = inputs(tokens, hidden, outliers)
+    quantized = quantize_weight(weight, bias, outliers, levels)
     kept = [column for column in range(hidden) if column not in outliers.tolist()]
     steps = quantize_rows(x, outliers, levels).scale.double() / 2, quantized.scale.double() / 2
 
-    actual = linear_int8(x, *quantized, levels=levels)
+    actual = linear_int8(x, quantized)
 
     inner, rows = x[:, kept].double().abs(), weight[kept].double().abs()
     bound = steps[0] * rows.sum(0) + inner.sum(1, keepdim=True) * steps[1]
@@ -87,7 +83,7 @@ def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, s
     x[0] = 3.25
     expected = quantize_rows(x, outliers, levels)
 
-    codes, factors = linear_int8_cpu.quantize(x, outliers, levels, signed=signed)
+    codes, factors = int8_torch.quantize(x, outliers, levels, signed=signed)
 
     kept = [column for column in range(hidden) if column not in outliers.tolist()]
     lowest = -128 if signed else 0
@@ -103,15 +99,16 @@ def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, s
 @pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, is_full):
-    levels = int8_products_cpu._levels(kernel) if is_full else REDUCED_LEVELS
+    levels = int8_products._levels(kernel) if is_full else REDUCED_LEVELS
     weight, bias, outliers = layer(hidden, features)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    x = inputs(tokens, hidden, outliers)
+    packed = Int8Product(kernel, levels).quantize(weight, bias, outliers)
     out = torch.full((tokens, features), torch.nan)
 
-    actual = getattr(cpu, kernel)(x, *packed_operands(kernel, quantized), levels=levels, out=out)
+    actual = getattr(cpu, kernel)(x, packed, out=out)
 
     assert actual is out
-    expected = linear_int8(x, *quantized, levels=levels)
+    expected = linear_int8(x, quantize_weight(weight, bias, outliers, levels))
     # codes are the same; the offset of signed ones adds a product of this size
     size = (x.abs().max() * weight.abs().max() * hidden).item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=8 * EPS * size)
@@ -120,24 +117,22 @@ def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, 
 @PRODUCTS
 def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
     weight, bias, outliers = layer(100, 33)
-    x, quantized = inputs(40, 100, outliers), quantize_weight(weight, bias, outliers)
-    op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
-    levels = int8_products_cpu._levels(kernel)
+    x, op = inputs(40, 100, outliers), getattr(cpu, kernel)
+    product = Int8Product(kernel, int8_products._levels(kernel))
+    packed = product.quantize(weight, bias, outliers)
 
-    together = op(x, *operands, levels=levels)
+    together = op(x, packed)
 
     for token in (0, 17, 39):
-        alone = op(x[token : token + 1].contiguous(), *operands, levels=levels)
+        alone = op(x[token : token + 1].contiguous(), packed)
         assert torch.equal(alone[0], together[token])
 
 
 @PRODUCTS
 def test_no_tokens_give_no_rows(kernel):
-    quantized = quantize_weight(*layer(8, 3))
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*layer(8, 3))
 
-    actual = getattr(cpu, kernel)(
-        torch.empty(0, 8), *packed_operands(kernel, quantized), levels=REDUCED_LEVELS
-    )
+    actual = getattr(cpu, kernel)(torch.empty(0, 8), packed)
 
     assert actual.shape == (0, 3)
 
@@ -146,15 +141,13 @@ def test_no_tokens_give_no_rows(kernel):
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden, features):
-    weight, bias, outliers = layer(hidden, features)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
-    operands = packed_operands("linear_int8_panels", quantized)
-    options = {"levels": FULL_LEVELS, "kind": kind}
+    weights = layer(hidden, features)
+    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
     out = torch.full((tokens, features), torch.nan)
 
-    assert cpu.linear_int8_panels_activate(x, *operands, **options, out=out) is out
+    assert cpu.linear_int8_panels_activate(x, packed, kind=kind, out=out) is out
 
-    check(out, linear_int8_activate(x, *quantized, **options))
+    check(out, linear_int8_activate(x, quantize_weight(*weights, FULL_LEVELS), kind=kind))
 
 
 @NEEDS_VNNI
@@ -163,32 +156,30 @@ def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden
 def test_a_norm_behind_a_layer_matches_the_reference_in_a_new_out_and_in_its_residual(
     has_bias, tokens, hidden, features
 ):
-    weight, bias, outliers = layer(hidden, features)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
-    operands = packed_operands("linear_int8_panels", quantized)
+    weights = layer(hidden, features)
+    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
+    quantized = quantize_weight(*weights, FULL_LEVELS)
     residual = rand(tokens, features, seed=3) * x.abs().max()
     norm = rand(features, seed=4), rand(features, seed=5) if has_bias else None
-    options = {"levels": FULL_LEVELS, "eps": 1e-5}
-    expected = linear_int8_add_layer_norm(x, *quantized, residual, *norm, **options)
+    expected = linear_int8_add_layer_norm(x, quantized, residual, *norm, eps=1e-5)
     op = cpu.linear_int8_panels_add_layer_norm
     out = torch.full((tokens, features), torch.nan)
 
-    assert op(x, *operands, residual, *norm, **options, out=out) is out
+    assert op(x, packed, residual, *norm, eps=1e-5, out=out) is out
 
     check(out, expected)
-    assert torch.equal(op(x, *operands, residual, *norm, **options, out=residual), out)
+    assert torch.equal(op(x, packed, residual, *norm, eps=1e-5, out=residual), out)
 
 
 @NEEDS_VNNI
 def test_threads_give_the_bits_of_one(monkeypatch):
-    quantized = quantize_weight(*layer(100, 33))
-    x, operands = rand(301, 100), packed_operands("linear_int8_panels", quantized)
-    norm, options = (rand(301, 33), rand(33), rand(33)), {"levels": FULL_LEVELS, "eps": 1e-5}
-    expected = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
-    monkeypatch.setattr("varlen_kernels.cpu.linear_int8_panels._LEAST_SHARED_WORK", 1)
+    x, packed = rand(301, 100), PANELS.quantize(*layer(100, 33))
+    norm = rand(301, 33), rand(33), rand(33)
+    expected = cpu.linear_int8_panels_add_layer_norm(x, packed, *norm, eps=1e-5)
+    monkeypatch.setattr("varlen_kernels.cpu.int8_panels._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
-    actual = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
+    actual = cpu.linear_int8_panels_add_layer_norm(x, packed, *norm, eps=1e-5)
 
     assert torch.equal(actual, expected)
 
@@ -198,9 +189,10 @@ def test_threads_give_the_bits_of_one(monkeypatch):
 @pytest.mark.parametrize("hidden", [100, 128])
 def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value):
     weight, bias, outliers = layer(hidden, 33)
-    x, quantized = inputs(9, hidden, outliers), quantize_weight(weight, bias, outliers)
-    op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
-    expected = op(x, *operands, levels=REDUCED_LEVELS)
+    x, op = inputs(9, hidden, outliers), getattr(cpu, kernel)
+    quantized = quantize_weight(weight, bias, outliers, REDUCED_LEVELS)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers)
+    expected = op(x, packed)
     # an outlier; the first and the last of the others
     inner = [column for column in range(hidden) if column not in outliers.tolist()]
     places = torch.tensor([1, 4, 7]), torch.tensor([int(outliers[1]), inner[0], inner[-1]])
@@ -208,19 +200,16 @@ def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value
     damaged = x.index_put(places, torch.tensor(value))
 
     expected[places[0]] = torch.nan
-    for actual in (
-        op(damaged, *operands, levels=REDUCED_LEVELS),
-        linear_int8(damaged, *quantized, levels=REDUCED_LEVELS),
-    ):
+    for actual in (op(damaged, packed), linear_int8(damaged, quantized)):
         assert actual[places[0]].isnan().all()
         assert actual.isfinite().all(1).sum() == 6
-    actual = op(damaged, *operands, levels=REDUCED_LEVELS)
+    actual = op(damaged, packed)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_another_number_of_outliers_is_refused():
     with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
-        linear_int8_cpu.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
+        int8_torch.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
 
 
 def test_outliers_do_not_change_the_codes_of_other_columns():
@@ -251,23 +240,23 @@ def unpacked(codes):
 
 @pytest.fixture
 def small_products(monkeypatch):
-    monkeypatch.setattr(int8_products_cpu, "_WIDTH", 32)
+    monkeypatch.setattr(int8_products, "_WIDTH", 32)
 
 
 @pytest.fixture
 def without_vnni(monkeypatch, small_products):
-    monkeypatch.setattr(int8_products_cpu, "has_dot_products", lambda: False)
+    monkeypatch.setattr(int8_products, "has_dot_products", lambda: False)
 
 
 @pytest.mark.usefixtures("small_products")
 def test_sums_that_saturate_in_16_bits_get_7_bits():
-    assert int8_products_cpu.exact_levels(saturating_product, unpacked, 0) == REDUCED_LEVELS
+    assert int8_products.exact_levels(saturating_product, unpacked, 0) == REDUCED_LEVELS
 
 
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("lowest", [0, -128], ids=["unsigned", "signed"])
 def test_exact_sums_get_8_bits(lowest):
-    assert int8_products_cpu.exact_levels(exact_product, unpacked, lowest) == FULL_LEVELS
+    assert int8_products.exact_levels(exact_product, unpacked, lowest) == FULL_LEVELS
 
 
 @pytest.mark.usefixtures("small_products")
@@ -275,7 +264,7 @@ def test_a_product_that_is_never_exact_is_not_used():
     def wrong(row_codes, codes):
         return exact_product(row_codes, codes) + 1
 
-    assert int8_products_cpu.exact_levels(wrong, unpacked, 0) == 0
+    assert int8_products.exact_levels(wrong, unpacked, 0) == 0
 
 
 @pytest.mark.usefixtures("without_vnni")
@@ -283,9 +272,9 @@ def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
     def missing(codes):
         raise AttributeError("no qlinear_prepack")
 
-    monkeypatch.setattr(int8_products_cpu, "pack_codes", missing)
+    monkeypatch.setattr(int8_products, "pack_codes", missing)
 
-    assert int8_products_cpu.choose_product.__wrapped__().kernel == "linear_int8"
+    assert int8_products.choose_product.__wrapped__().kernel == "linear_int8"
 
 
 @pytest.mark.usefixtures("without_vnni")
@@ -293,9 +282,9 @@ def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
     def wrong(row_codes, codes):
         return exact_product(row_codes, codes) + 1
 
-    monkeypatch.setattr(int8_products_cpu, "signed_sums", wrong)
+    monkeypatch.setattr(int8_products, "signed_sums", wrong)
 
-    chosen = int8_products_cpu.choose_product.__wrapped__()
+    chosen = int8_products.choose_product.__wrapped__()
 
     assert chosen.kernel == "linear_int8_packed"
     assert chosen.levels in (FULL_LEVELS, REDUCED_LEVELS)
@@ -304,11 +293,11 @@ def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
 @NEEDS_VNNI
 @pytest.mark.usefixtures("small_products")
 def test_a_cpu_with_vnni_uses_panels_where_torch_has_no_exact_product(monkeypatch):
-    monkeypatch.setattr(int8_products_cpu, "exact_levels", lambda *args: 0)
+    monkeypatch.setattr(int8_products, "exact_levels", lambda *args: 0)
 
-    chosen = int8_products_cpu.choose_product.__wrapped__()
+    chosen = int8_products.choose_product.__wrapped__()
 
-    assert chosen == Int8Product("linear_int8_panels", FULL_LEVELS)
+    assert chosen == PANELS
 
 
 @pytest.mark.usefixtures("without_vnni")
@@ -316,8 +305,8 @@ def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
     def missing(*args):
         raise NotImplementedError("aten::_int_mm")
 
-    monkeypatch.setattr(int8_products_cpu, "signed_sums", missing)
-    monkeypatch.setattr(int8_products_cpu, "unsigned_sums", missing)
+    monkeypatch.setattr(int8_products, "signed_sums", missing)
+    monkeypatch.setattr(int8_products, "unsigned_sums", missing)
 
-    with pytest.raises(int8_products_cpu.NoInt8ProductError, match="inexactly, or not at all"):
-        int8_products_cpu.choose_product.__wrapped__()
+    with pytest.raises(int8_products.NoInt8ProductError, match="inexactly, or not at all"):
+        int8_products.choose_product.__wrapped__()

@@ -10,6 +10,14 @@ from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
 
+# Modules of ops on CPUs that import no numba.
+PLAIN = {"compile_lock", "compiled_files", "compiled_ops", "int8_ops", "packed"}
+
+
+def is_compiled(name):
+    package, _, module = name.rpartition(".")
+    return package == "varlen_kernels.cpu" and module not in PLAIN
+
 
 @pytest.fixture(
     params=[ImportError("No module named 'numba'"), RuntimeError("no locator")], ids=str
@@ -19,12 +27,11 @@ def without_numba(request, monkeypatch):
 
     class Refuses:
         def find_spec(self, name, path=None, target=None):
-            if name.startswith("varlen_kernels.") and name.endswith("_cpu"):
+            if is_compiled(name):
                 raise request.param
 
-    for name in [name for name in sys.modules if name.startswith("varlen_kernels.")]:
-        if name.endswith("_cpu"):
-            monkeypatch.delitem(sys.modules, name)
+    for name in filter(is_compiled, [*sys.modules]):
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
     compiled_ops.has_numba.cache_clear()
     yield

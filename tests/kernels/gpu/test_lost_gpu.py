@@ -21,12 +21,12 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.device_timeout import TimedExecutor
+from varlen.execution.cuda.timeout import TimedExecutor
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import Prompt, Request
-from varlen.sequence import Batch, RequestState
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Prompt, Request
+from varlen.scheduling.sequence import Batch, RequestState
 
 config = EngineConfig(device="cuda", dtype="fp32", max_batch_tokens=64, max_sequence_tokens=32)
 runner = Runner(Checkpoint.open(Path(sys.argv[1])), config)

@@ -36,7 +36,7 @@ def test_distances_have_keys_and_queries(ops, dim, reach, has_keys, has_queries,
     scale = (3 * dim) ** -0.5
 
     actual = ops.attention_varlen(
-        qkv, bounds_of(LENGTHS), **tables, num_heads=2, scale=scale, out=out
+        qkv, bounds_of(LENGTHS), distances=tables, num_heads=2, scale=scale, out=out
     )
 
     assert actual is out
@@ -49,7 +49,7 @@ def test_distances_go_with_hidden_keys_and_a_bias(ops, reads):
     qkv, tables = rand(sum(lengths), 3 * 3 * 16), tables_of(3, 16, torch.float32, 100)
 
     actual = ops.attention_varlen(
-        qkv, bounds_of(lengths), **tables, **reads, num_heads=3, scale=0.3
+        qkv, bounds_of(lengths), distances=tables, **reads, num_heads=3, scale=0.3
     )
 
     check(actual, attention64(qkv, lengths, 3, 0.3, tables, **reads))
@@ -59,7 +59,7 @@ def test_distances_go_with_hidden_keys_and_a_bias(ops, reads):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(threads, dtype, monkeypatch):
     qkv, tables = rand(sum(LENGTHS), 3 * 12 * 16, dtype=dtype), tables_of(12, 16, dtype, 90)
-    options = {"num_heads": 12, "scale": 0.2, **tables}
+    options = {"num_heads": 12, "scale": 0.2, "distances": tables}
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     together = cpu.attention_varlen(qkv, bounds_of(LENGTHS), **options)
@@ -74,7 +74,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(threads, dtype, monke
 
 def test_nan_in_a_key_reaches_no_other_sequence():
     qkv, tables = rand(40, 3 * 2 * 16), tables_of(2, 16, torch.float32, 20)
-    options = {"num_heads": 2, "scale": 0.2, **tables}
+    options = {"num_heads": 2, "scale": 0.2, "distances": tables}
     before = cpu.attention_varlen(qkv, bounds_of([17, 6, 17]), **options)
     qkv[17:23] = torch.nan
 

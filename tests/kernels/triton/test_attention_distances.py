@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from varlen_kernels import reference
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.triton.attention_tiles import (
     attention_tiles,
     candidate_launches,
@@ -18,10 +19,10 @@ from .guards import write_guarded
 HEADS, ROWS = 2, 30
 TABLES = pytest.mark.parametrize(
     "names",
-    [("distance_keys", "distance_queries"), ("distance_keys",), ("distance_queries",)],
+    [("keys", "queries"), ("keys",), ("queries",)],
     ids=["both", "keys", "queries"],
 )
-BOTH = ("distance_keys", "distance_queries")
+BOTH = ("keys", "queries")
 
 
 def tables_of(head_dim, dtype, device, reach, names=BOTH):
@@ -32,17 +33,15 @@ def tables_of(head_dim, dtype, device, reach, names=BOTH):
         name: rand(ROWS, HEADS * head_dim, dtype=dtype, device=device, seed=seed)
         for seed, name in enumerate(names, 1)
     }
-    return {"distance_rows": rows.to(device), **tables}
+    return Distances(rows.to(device), tables.get("keys"), tables.get("queries"))
 
 
 def reference64(qkv, bounds, tables, **settings):
     """Return attention in fp64; tokens past the last sequence are NaN."""
     out = qkv.new_full((len(qkv), qkv.shape[1] // 3), torch.nan, dtype=torch.float64)
-    tables = {
-        name: table.double() if table.is_floating_point() else table
-        for name, table in tables.items()
-    }
-    return reference.attention_varlen(qkv.double(), bounds, out=out, **tables, **settings)
+    keys, queries = (None if table is None else table.double() for table in tables[1:])
+    tables = Distances(tables.rows, keys, queries)
+    return reference.attention_varlen(qkv.double(), bounds, out=out, distances=tables, **settings)
 
 
 def check_against_reference(lengths, head_dim, dtype, device, reach=50, names=BOTH, **settings):
@@ -52,7 +51,7 @@ def check_against_reference(lengths, head_dim, dtype, device, reach=50, names=BO
     tables = tables_of(head_dim, dtype, device, reach, names)
 
     actual = write_guarded(
-        lambda out: attention_varlen(qkv, bounds, out=out, **tables, **settings),
+        lambda out: attention_varlen(qkv, bounds, out=out, distances=tables, **settings),
         (tokens, HEADS * head_dim),
         dtype,
         device,
@@ -116,7 +115,7 @@ def test_every_candidate_launch_matches_the_reference(mean, device):
     # in the interpreter a launch takes a second
     for launch in launches if device.type == "cuda" else launches[:1]:
         with forced_launch("attention_varlen", (*key, mean_length_bucket(73, 2)), launch):
-            actual = attention_varlen(qkv, bounds, **tables, **settings)
+            actual = attention_varlen(qkv, bounds, distances=tables, **settings)
         assert_close(actual, expected, torch.float16)
 
 
@@ -127,7 +126,7 @@ def test_padding_of_a_captured_batch_is_neither_read_nor_written(device):
     tables, settings = tables_of(16, torch.float16, device, 9), {"num_heads": HEADS, "scale": 0.2}
 
     actual = write_guarded(
-        lambda out: attention_varlen(qkv, bounds, out=out, **tables, **settings),
+        lambda out: attention_varlen(qkv, bounds, out=out, distances=tables, **settings),
         (40, HEADS * 16),
         torch.float16,
         device,
@@ -144,10 +143,12 @@ def test_has_the_same_bits_with_and_without_tiles(device):
         cu_seqlens_of(lengths, device),
     )
     tables = tables_of(16, torch.float16, device, 9)
-    tiles = attention_tiles(qkv, bounds, None, tables["distance_rows"], num_heads=HEADS)
+    tiles = attention_tiles(qkv, bounds, None, tables, num_heads=HEADS)
 
-    searched = attention_varlen(qkv, bounds, num_heads=HEADS, scale=0.2, **tables)
-    actual = attention_varlen(qkv, bounds, None, tiles, num_heads=HEADS, scale=0.2, **tables)
+    searched = attention_varlen(qkv, bounds, num_heads=HEADS, scale=0.2, distances=tables)
+    actual = attention_varlen(
+        qkv, bounds, None, tiles, num_heads=HEADS, scale=0.2, distances=tables
+    )
 
     assert torch.equal(actual[:53], searched[:53])
 
@@ -155,21 +156,14 @@ def test_has_the_same_bits_with_and_without_tiles(device):
 @pytest.mark.parametrize(
     "change, message",
     [
+        ({"keys": None}, "distances has no table; allowed: keys, queries or both"),
+        ({"rows": torch.zeros(8).int()}, r"distances.rows is \[8\] .* be \[an odd number\]"),
+        ({"rows": torch.zeros(9)}, r"distances.rows is \[9\] torch.float32"),
+        ({"keys": torch.zeros(5, 31)}, r"distances.keys is \[5, 31\] .* be \[rows, 32\]"),
+        ({"keys": torch.zeros(5, 32).half()}, r"is \[5, 32\] torch.float16; it must be"),
+        ({"keys": torch.zeros(32, 5).t()}, "distances.keys has strides .1, 5."),
         (
-            {"distance_rows": None},
-            "distance_rows is absent, with distance_keys; allowed: rows with",
-        ),
-        ({"distance_keys": None}, "distance_rows is given, with no table"),
-        (
-            {"distance_rows": torch.zeros(8).int()},
-            r"distance_rows is \[8\] .* be \[an odd number\]",
-        ),
-        ({"distance_rows": torch.zeros(9)}, r"distance_rows is \[9\] torch.float32"),
-        ({"distance_keys": torch.zeros(5, 31)}, r"distance_keys is \[5, 31\] .* be \[rows, 32\]"),
-        ({"distance_keys": torch.zeros(5, 32).half()}, r"is \[5, 32\] torch.float16; it must be"),
-        ({"distance_keys": torch.zeros(32, 5).t()}, "distance_keys has strides .1, 5."),
-        (
-            {"qkv": torch.zeros(4, 6 * 65), "distance_keys": torch.zeros(5, 130)},
+            {"qkv": torch.zeros(4, 6 * 65), "keys": torch.zeros(5, 130)},
             "head_dim is 65; allowed with distances in torch.float32: 1 to 64",
         ),
         (
@@ -183,13 +177,15 @@ def test_rejects_invalid_tables(change, message, device):
     arguments = {
         "qkv": torch.zeros(4, 96),
         "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),
-        "distance_rows": torch.zeros(9, dtype=torch.int32),
-        "distance_keys": torch.zeros(5, 32),
+        "rows": torch.zeros(9, dtype=torch.int32),
+        "keys": torch.zeros(5, 32),
     }
     arguments = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in (arguments | change).items()
     }
 
+    distances = Distances(arguments.pop("rows"), arguments.pop("keys"), None)
+
     with pytest.raises(ValueError, match=message):
-        attention_varlen(**arguments, num_heads=HEADS, scale=0.25)
+        attention_varlen(**arguments, distances=distances, num_heads=HEADS, scale=0.25)

@@ -24,7 +24,7 @@ from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, SystemName
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
 from varlen_bench.peers.checkpoints import load_encoder
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 # Returns the vector of each sequence of a request.
 EmbedIds: TypeAlias = Callable[[Ids], Vectors]
@@ -106,10 +106,8 @@ def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:
 
 
 def _loaded(name: SystemName, program: Program, arena: Arena, runner: DeviceRunner) -> LoadedSystem:
-    operands = (operand for op in program.ops for operand in op.operands)
-    weights = [operand for operand in operands if isinstance(operand, Tensor)]
     embed, measured = _embedder(runner), arena if name == OURS else None
-    return LoadedSystem(name, embed, weights, arena.device, measured)
+    return LoadedSystem(name, embed, program.weights, arena.device, measured)
 
 
 def _embedder(runner: DeviceRunner) -> EmbedIds:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varlen.memory.arena import Arena, Region
 from varlen.memory.usage import Dims
-from varlen.program.program import PackedBatch, Program
+from varlen.program.program import PackedBatch, Program, State, Value
 
 
 class UnplannedProgram(Program):
@@ -39,9 +39,7 @@ class UnplannedProgram(Program):
         bound: dict[str, Tensor] = {**batch.inputs, **(states or {})}
         placed = dict(zip(self.outputs, out or (), strict=False))
         for op, unused in zip(self.ops, self._unused_after, strict=True):
-            operands = [
-                x if x is None or isinstance(x, Tensor) else bound[x.name] for x in op.operands
-            ]
+            operands = [bound[x.name] if isinstance(x, Value | State) else x for x in op.operands]
             # every op of an encoder has one result
             (result,) = op.results
             into = {"out": placed[result]} if result in placed else {}

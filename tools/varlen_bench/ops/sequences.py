@@ -9,6 +9,7 @@ from torch import Tensor
 
 from varlen_bench.ops.call import Inputs, OpCall, Tensors, as_tensor
 from varlen_kernels import Pooling, TermPooling
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 
@@ -46,8 +47,7 @@ def attention_varlen(
     def attended(
         qkv: Tensor,
         bias: Tensor | None,
-        distance_keys: Tensor | None,
-        distance_queries: Tensor | None,
+        distances: Distances | None,
     ) -> Tensor:
         length = len(qkv)
         parts = torch.split(qkv.view(length, -1, head_dim), [heads, key_heads, key_heads], dim=1)
@@ -57,11 +57,12 @@ def attention_varlen(
         scores = q @ k.transpose(1, 2) * head_dim**-0.5
         position = torch.arange(length, device=qkv.device)
         distance = position - position[:, None]
-        if distance_keys is not None and distance_queries is not None:
-            # [queries, keys, heads, head_dim]
+        if distances is not None:
+            # [queries, keys, heads, head_dim]; each distance has its own row
             keys, queries = (
-                table[distance + span - 1].view(length, length, heads, head_dim)
-                for table in (distance_keys, distance_queries)
+                table[distance + span - 1].to(qkv.dtype).view(length, length, heads, head_dim)
+                for table in (distances.keys, distances.queries)
+                if table is not None
             )
             products = torch.einsum("hqd,qkhd->hqk", q, keys)
             products += torch.einsum("hkd,qkhd->hqk", k, queries)
@@ -81,22 +82,15 @@ def attention_varlen(
         cu_seqlens: Tensor,  # noqa: ARG001
         bias: Tensor | None,
         tiles: Tensor | None = None,  # noqa: ARG001
-        distance_rows: Tensor | None = None,  # noqa: ARG001  # each distance has its own
-        distance_keys: Tensor | None = None,
-        distance_queries: Tensor | None = None,
+        distances: Distances | None = None,
         key_lengths: Tensor | None = None,  # noqa: ARG001
     ) -> Tensor:
-        return torch.cat(
-            [
-                attended(rows, bias, distance_keys, distance_queries)
-                for rows in torch.split(qkv, lengths)
-            ]
-        )
+        return torch.cat([attended(rows, bias, distances) for rows in torch.split(qkv, lengths)])
 
     def distance_tables(make: Tensors) -> Inputs:
         rows = torch.arange(2 * span - 1, dtype=torch.int32, device=make.device)
-        names = ("distance_keys", "distance_queries")
-        return {"distance_rows": rows} | {name: make.random(len(rows), hidden) for name in names}
+        keys, queries = (make.random(len(rows), hidden) for _ in range(2))
+        return {"distances": Distances(rows, keys, queries)}
 
     def halves(make: Tensors) -> Inputs:
         counts = [-(-length // 2) for length in lengths] + [0] * (slots - len(lengths))
@@ -105,7 +99,7 @@ def attention_varlen(
     def fill_tiles(ops: Any, inputs: Inputs) -> None:
         ops.attention_tiles(
             *(inputs[name] for name in ("qkv", "cu_seqlens", "bias")),
-            inputs.get("distance_rows"),
+            inputs.get("distances"),
             inputs.get("key_lengths"),
             num_heads=heads,
             num_kv_heads=kv_heads,

@@ -42,7 +42,7 @@ for name in list(sys.modules):
     if name.partition(".")[0] in ("varlen", "varlen_kernels"):
         del sys.modules[name]
 
-from varlen.server_model import TritonPythonModel
+from varlen.model import TritonPythonModel
 """
 
 

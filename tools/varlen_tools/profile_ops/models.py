@@ -23,7 +23,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 
 _CPU = torch.device("cpu")

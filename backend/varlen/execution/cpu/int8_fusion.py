@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from varlen.program.program import Op, Program, Value
+from varlen_kernels.ops import IN_PLACE
 
 # For each op of a layer: the op that runs it and what follows it, by the name of what follows.
 _FUSED: Mapping[str, Mapping[str, str]] = {
@@ -16,8 +17,6 @@ _FUSED: Mapping[str, Mapping[str, str]] = {
         "add_layer_norm": "linear_int8_panels_add_layer_norm",
     }
 }
-# The result may overwrite the residual, the first operand behind those of the layer.
-_IN_PLACE = {"linear_int8_panels_add_layer_norm": (5,)}
 
 
 def fuse_int8(program: Program) -> Program:
@@ -55,6 +54,5 @@ def _fused(layer: Op, op: Op) -> Op:
         op,
         kernel=kernel,
         operands=(*layer.operands, *op.operands[1:]),
-        attributes={**layer.attributes, **op.attributes},
-        in_place=_IN_PLACE.get(kernel, ()),
+        in_place=IN_PLACE.get(kernel, ()),
     )

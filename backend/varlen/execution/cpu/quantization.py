@@ -12,7 +12,7 @@ from torch import Tensor
 from varlen.execution.cpu.int8_fusion import fuse_int8
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
-from varlen_kernels.reference.linear_int8 import OUTLIERS, quantize_weight
+from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
 
 # Ids of a layer's weight and bias.
 LayerKey: TypeAlias = tuple[int, int]
@@ -24,17 +24,15 @@ class QuantizedLayer:
 
     Attributes:
         kernel: name of its op.
-        operands: after the input; see `Int8Weight`.
-        levels: largest code of a token.
+        weight: the op's operand after the input.
     """
 
     kernel: str
-    operands: tuple[Tensor, ...]
-    levels: int
+    weight: Int8Weight
 
     def run(self, x: Tensor) -> Tensor:
         """Return its output, `[tokens, features]` fp32, for `[tokens, hidden]` fp32."""
-        result: Tensor = getattr(cpu, self.kernel)(x, *self.operands, levels=self.levels)
+        result: Tensor = getattr(cpu, self.kernel)(x, self.weight)
         return result
 
 
@@ -68,12 +66,11 @@ def quantize_layers(
     """
     from varlen_kernels.cpu.int8_products import choose_product
 
-    product, layers, quantized = choose_product(), linear_weights(program), {}
-    for key, columns in outliers.items():
-        weight = quantize_weight(*layers[key], columns)
-        weight = weight._replace(codes=product.pack(weight.codes))
-        quantized[key] = QuantizedLayer(product.kernel, tuple(weight), product.levels)
-    return quantized
+    product, layers = choose_product(), linear_weights(program)
+    return {
+        key: QuantizedLayer(product.kernel, product.quantize(*layers[key], columns))
+        for key, columns in outliers.items()
+    }
 
 
 def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:
@@ -90,11 +87,6 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
         layer = layers.get(layer_key(*op.operands[1:])) if op.kernel == "linear" else None
         if layer is None:
             return op
-        return replace(
-            op,
-            kernel=layer.kernel,
-            operands=(op.operands[0], *layer.operands),
-            attributes={"levels": layer.levels},
-        )
+        return replace(op, kernel=layer.kernel, operands=(op.operands[0], layer.weight))
 
     return fuse_int8(Program([replaced(op) for op in program.ops], program.outputs))

@@ -83,14 +83,14 @@ class LayerReader(Container[str]):
 
     @property
     def fp32(self) -> LayerReader:
-        """A reader of the same checkpoint in fp32."""
+        """A reader of it in fp32."""
         import torch
 
         return LayerReader(self._weights, torch.float32, self._device)
 
     @property
     def last(self) -> LayerReader:
-        """A reader of the same checkpoint in the dtype of the last norm and of the head."""
+        """A reader of it in the dtype of the last norm and of the head."""
         return LayerReader(self._weights, self._last_dtype, self._device)
 
     def tensor(self, name: str, *shape: int) -> Tensor:

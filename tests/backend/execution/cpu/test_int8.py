@@ -30,7 +30,7 @@ from varlen.execution.runner import Runner
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
 from varlen.request.request import Prompt
-from varlen_kernels.cpu import int8_products as int8_products_cpu
+from varlen_kernels.cpu import int8_products
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.cpu.int8_tile import has_dot_products
 from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS
@@ -88,7 +88,7 @@ def linear_program(hidden=40, features=24, layers=2):
 
 @PRODUCTS
 def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch, product):
-    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: product)
+    monkeypatch.setattr(int8_products, "choose_product", lambda: product)
     program, weights = linear_program(hidden=400, features=240)
     before = program.weight_bytes
     outliers = {layer_key(weight(), None): torch.arange(OUTLIERS) for weight in weights[:1]}
@@ -96,7 +96,7 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     program = use_int8(program, quantize_layers(program, outliers))
 
     assert [op.kernel for op in program.ops] == [product.kernel, "linear"]
-    assert program.ops[0].attributes == {"levels": product.levels}
+    assert program.ops[0].operands[1].levels == product.levels
     assert [weight() is None for weight in weights] == [True, False]
     assert program.weight_bytes < 0.65 * before
 
@@ -132,7 +132,7 @@ def recorded_layers(follow):
     ids=["activation", "norm", "another-op", "output", "two-readers", "residual"],
 )
 def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, follow, kernels):
-    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: PANELS)
+    monkeypatch.setattr(int8_products, "choose_product", lambda: PANELS)
 
     assert recorded_layers(follow) == kernels
 
@@ -147,8 +147,8 @@ def test_layers_that_share_a_weight_keep_their_biases():
     program = use_int8(program, quantize_layers(program, outliers))
 
     for op, bias in zip(program.ops, biases, strict=True):
-        # operands: x, codes, scale, fp32_rows
-        assert torch.equal(op.operands[3][1], bias)
+        _, layer = op.operands
+        assert torch.equal(layer.fp32_rows[1], bias)
 
 
 def test_the_largest_columns_are_the_outliers(folder):
@@ -175,7 +175,7 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
     runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
     kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
     # four layers of the encoder twice, then pooler and classifier
-    product = int8_products_cpu.choose_product().kernel
+    product = int8_products.choose_product().kernel
     assert all(kernel.startswith(product) for kernel in kernels[:8])
     assert kernels[8:] == ["linear"] * 2
     assert runner.info.cost_fields["int8"] == product
@@ -184,7 +184,7 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
 
 @PRODUCTS
 def test_every_product_serves_an_encoder(folder, monkeypatch, product):
-    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: product)
+    monkeypatch.setattr(int8_products, "choose_product", lambda: product)
 
     assert cosines(embeddings(folder, "int8"), embeddings(folder, "fp32")).min() > 0.99
 
@@ -409,9 +409,9 @@ def test_int8_needs_numba(monkeypatch):
 
 def test_int8_needs_an_exact_product(monkeypatch):
     def none():
-        raise int8_products_cpu.NoInt8ProductError("no product")
+        raise int8_products.NoInt8ProductError("no product")
 
-    monkeypatch.setattr(int8_products_cpu, "choose_product", none)
+    monkeypatch.setattr(int8_products, "choose_product", none)
 
     with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
         int8_encoder.check_int8()

@@ -253,8 +253,8 @@ def test_errors_of_a_load_are_raised_here(small_bert, tmp_path):
 ORPHANS = """
 import os, signal, sys
 from varlen.config import EngineConfig
-from varlen.metrics import Stats
-from varlen.service import Service
+from varlen.telemetry.metrics import Stats
+from varlen.service.service import Service
 
 config = EngineConfig(device="cpu", threads=1, warmup_seconds=0)
 workers = Service.load(sys.argv[1], config, Stats(), isolated=True).workers

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation
 from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
+from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.int8_tile import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
 from varlen_kernels.cpu.lanes import (
     LANES,
@@ -29,8 +30,8 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
-from varlen_kernels.cpu.linear_int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.reference.linear_int8 import Int8Weight
 
 # Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
 _BLOCK = 96
@@ -67,12 +68,8 @@ class LayerNorm:
 
 def multiply_panels(
     x: Tensor,
-    panels: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
+    layer: Int8Weight,
     *,
-    levels: int,
     kind: Activation | None = None,
     norm: LayerNorm | None = None,
     out: Tensor | None,
@@ -80,34 +77,34 @@ def multiply_panels(
     """Return `linear_int8`, its activation, or its layer norm after a residual sum.
 
     Args:
-        panels: codes that `int8_tile_cpu.pack_panels` made.
-        x, scale, fp32_rows, outliers, levels, kind: see the reference.
+        x, kind: see the reference.
+        layer: weight and bias; `int8_tile.pack_panels` made the codes.
         norm: what follows, if there is no activation.
     """
     tokens = x.shape[0]
     if out is None:
-        out = torch.empty(tokens, scale.shape[0])
+        out = torch.empty(tokens, layer.scale.shape[0])
     residual = weight = bias = _NONE
     if norm is not None:
         residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
         bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
     bounds = [0, tokens]
-    if tokens * panels.numel() >= _LEAST_SHARED_WORK:
+    if tokens * layer.codes.numel() >= _LEAST_SHARED_WORK:
         parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS))
         bounds = [tokens * part // parts for part in range(parts + 1)]
     run_parts(
         _multiply_rows,
         bounds,
         x.numpy(),
-        panels.numpy(),
-        scale.numpy()[None],
-        fp32_rows.numpy(),
-        outliers.numpy(),
+        layer.codes.numpy(),
+        layer.scale.numpy()[None],
+        layer.fp32_rows.numpy(),
+        layer.outliers.numpy(),
         residual,
         weight,
         bias,
         out.numpy(),
-        levels,
+        layer.levels,
         _ACTIVATIONS[kind],
         np.float32(norm.eps if norm else 0),
     )
@@ -222,7 +219,7 @@ def _multiply_rows(
     first_token,
     last_token,
     x,  # [tokens, hidden]
-    panels,  # see int8_tile_cpu.pack_panels
+    panels,  # see int8_tile.pack_panels
     scale,  # [1, features]
     fp32_rows,  # [2 + OUTLIERS, features]
     outliers,  # [OUTLIERS], ascending

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.lanes import LANES
-from varlen_kernels.cpu.linear_int8_rows import FACTORS, kept_columns, quantize_row
-from varlen_kernels.reference.linear_int8 import OUTLIERS
+from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
 
 # Lowest code of the signed form.
 LOWEST_SIGNED = -128
@@ -33,32 +33,16 @@ def pack_codes(codes: Tensor) -> Tensor:
     return packed
 
 
-def multiply_signed(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
-    levels: int,
-    out: Tensor | None,
-) -> Tensor:
-    """Return `linear_int8` by `torch._int_mm`; `codes` is `[hidden, features]`."""
-    row_codes, factors = quantize(x, outliers, levels, signed=True)
-    return _dequantize(signed_sums(row_codes, codes), factors, scale, fp32_rows, out)
+def multiply_signed(x: Tensor, layer: Int8Weight, out: Tensor | None) -> Tensor:
+    """Return `linear_int8` by `torch._int_mm`; codes are `[hidden, features]`."""
+    row_codes, factors = quantize(x, layer.outliers, layer.levels, signed=True)
+    return _dequantize(signed_sums(row_codes, layer.codes), factors, layer, out)
 
 
-def multiply_packed(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
-    levels: int,
-    out: Tensor | None,
-) -> Tensor:
-    """Return `linear_int8` by oneDNN's linear layer; `codes` is made by `pack_codes`."""
-    row_codes, factors = quantize(x, outliers, levels, signed=False)
-    return _dequantize(unsigned_sums(row_codes, codes), factors, scale, fp32_rows, out)
+def multiply_packed(x: Tensor, layer: Int8Weight, out: Tensor | None) -> Tensor:
+    """Return `linear_int8` by oneDNN's linear layer; `pack_codes` made the codes."""
+    row_codes, factors = quantize(x, layer.outliers, layer.levels, signed=False)
+    return _dequantize(unsigned_sums(row_codes, layer.codes), factors, layer, out)
 
 
 def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -93,14 +77,12 @@ def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple
     return codes.view(torch.int8) if signed else codes, factors
 
 
-def _dequantize(
-    sums: Tensor, factors: Tensor, scale: Tensor, fp32_rows: Tensor, out: Tensor | None
-) -> Tensor:
+def _dequantize(sums: Tensor, factors: Tensor, layer: Int8Weight, out: Tensor | None) -> Tensor:
     """Return the values of sums of codes, `[tokens, features]` fp32."""
     if out is None:
         out = torch.empty(sums.shape)
     dequantize = _dequantize_integers if sums.dtype == torch.int32 else _dequantize_rows
-    dequantize(*(each.numpy() for each in (sums, factors, scale, fp32_rows, out)))
+    dequantize(*(each.numpy() for each in (sums, factors, layer.scale, layer.fp32_rows, out)))
     return out
 
 

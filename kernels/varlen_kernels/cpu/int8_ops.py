@@ -1,0 +1,55 @@
+"""The int8 ops of CPUs; numba is loaded when the first one runs.
+
+Names and signatures are those of `reference.linear_int8`, with the product's name added.
+"""
+
+from torch import Tensor
+
+from varlen_kernels import Activation
+from varlen_kernels.reference.linear_int8 import Int8Weight
+
+
+def linear_int8(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
+    """Return x @ weight + bias in int8, see `reference.linear_int8.linear_int8`."""
+    from varlen_kernels.cpu.int8_torch import multiply_signed
+
+    return multiply_signed(x, layer, out)
+
+
+def linear_int8_packed(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
+    """Return `linear_int8` of codes that `int8_torch.pack_codes` made."""
+    from varlen_kernels.cpu.int8_torch import multiply_packed
+
+    return multiply_packed(x, layer, out)
+
+
+def linear_int8_panels(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
+    """Return `linear_int8` of codes that `int8_tile.pack_panels` made."""
+    from varlen_kernels.cpu.int8_panels import multiply_panels
+
+    return multiply_panels(x, layer, out=out)
+
+
+def linear_int8_panels_activate(
+    x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of `linear_int8_panels`."""
+    from varlen_kernels.cpu.int8_panels import multiply_panels
+
+    return multiply_panels(x, layer, kind=kind, out=out)
+
+
+def linear_int8_panels_add_layer_norm(
+    x: Tensor,
+    layer: Int8Weight,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
+    from varlen_kernels.cpu.int8_panels import LayerNorm, multiply_panels
+
+    return multiply_panels(x, layer, norm=LayerNorm(residual, weight, bias, eps), out=out)
