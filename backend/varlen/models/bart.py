@@ -82,7 +82,7 @@ class Options:
 
     @property
     def fixed_fields(self) -> Mapping[str, object]:
-        """Fields that are served with one value; only the first releases saved the last four."""
+        """Fields that only the first releases saved, each with the value that is served."""
         return {
             "add_final_layer_norm": self.is_pre_norm,
             "normalize_before": self.is_pre_norm,

@@ -19,6 +19,7 @@ from varlen.models import (
     roberta,
     t5,
 )
+from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.family import Family
 from varlen.models.post_norm_family import PostNormFamily
@@ -35,17 +36,17 @@ POST_NORM_FAMILIES: Mapping[str, PostNormFamily] = {
     "gte": gte.GTE,
 }
 
-FAMILIES: Mapping[str, Family[object]] = {
+ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "modernbert": modernbert.FAMILY,
     "deberta-v2": deberta.FAMILY,
-    "gpt2": gpt2.FAMILY,
-    **llama.FAMILIES,
-    **bart.FAMILIES,
-    **t5.FAMILIES,
 }
-# Encoders of encoder-decoder models, by their architecture.
-ENCODERS: Mapping[str, Family[object]] = t5.ENCODERS
+DECODERS: Mapping[str, Family[DecoderModel]] = {"gpt2": gpt2.FAMILY, **llama.FAMILIES}
+ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
+# Their encoders, which are models too, by their architecture.
+ENCODERS_OF_PAIRS: Mapping[str, Family[EncoderModel]] = t5.ENCODERS
+
+FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
 
 def family_of(config: Json) -> Family[object]:
@@ -55,7 +56,7 @@ def family_of(config: Json) -> Family[object]:
         raise CheckpointError(
             f'config.json has model_type "{name}"; this version serves: {", ".join(FAMILIES)}'
         )
-    return ENCODERS.get(str(first_name(architectures)), FAMILIES[name])
+    return ENCODERS_OF_PAIRS.get(str(first_name(architectures)), FAMILIES[name])
 
 
 def first_name(names: object) -> object:
