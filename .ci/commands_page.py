@@ -26,7 +26,7 @@ _MODULES = {
     "simulate": "simulate.__main__",
     "simulate.grid": "simulate.grid",
     "simulate.partition": "simulate.partition",
-    "simulate.generate": "simulate.generate.__main__",
+    "simulate.generate": "simulate.generate",
 }
 # Names of the options that all commands with requests have.
 _SHARED = {field.name for field in fields(RowOptions)}

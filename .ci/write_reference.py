@@ -1,6 +1,7 @@
-"""Write configuration.md, metrics.md and commands.md of docs/reference: `python .ci/write_reference.py`.
+"""Write configuration.md, metrics.md, commands.md and wire.md of docs/reference: `python .ci/write_reference.py`.
 
-The tables are made from `EngineConfig`, the metric catalogue and the commands, so they always agree with the code.
+The tables are made from `EngineConfig`, the metric catalogue, the commands, the tasks and the parameters of requests,
+so they always agree with the code.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,11 +10,12 @@ from pathlib import Path
 from string import Template
 
 from commands_page import commands_page
+from wire_tables import wire_page
 
 from varlen.config import SETTINGS
 from varlen.encoder import Encoder
 from varlen.generator import Generator
-from varlen.setting import Setting
+from varlen.parameter import Parameter
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
 from varlen.telemetry.metrics import METRICS, Metric
 from varlen.wire.rows import DEFAULT_MAX_ROWS
@@ -177,7 +179,7 @@ def _setting_text(name: str) -> str:
     )
 
 
-def _tasks_note(setting: Setting) -> str:
+def _tasks_note(setting: Parameter) -> str:
     """Return a sentence on the tasks that ignore a setting, if there are any."""
     iterative = " and ".join(f"`{task}`" for task in ITERATIVE_TASKS)
     notes = {
@@ -212,6 +214,7 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration_page(),
         "metrics.md": metrics_page(),
         "commands.md": commands_page(COMMAND),
+        "wire.md": wire_page(DOCS / "wire.md"),
     }
 
 

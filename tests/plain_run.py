@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
+from varlen.execution.packing import dims_of, packed_batch
 from varlen.program.program import PackedBatch, Program, State, Value
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import reference
@@ -15,10 +15,7 @@ from varlen_kernels import reference
 def pack(program: Program, prompts: Sequence[Prompt], options: RequestOptions) -> PackedBatch:
     """Return a batch of prompts, all with the same options."""
     dims = dims_of([prompt.num_tokens for prompt in prompts])
-    buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
-    inputs = input_views(buffer, program.inputs, dims)
-    fill_inputs(inputs, prompts, [options] * len(prompts))
-    return PackedBatch(inputs, dims)
+    return packed_batch(program.inputs, dims, prompts, [options] * len(prompts))
 
 
 @torch.inference_mode()

@@ -4,12 +4,11 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from varlen.errors import ConfigError, shorten
-from varlen.setting import Setting, setting_field
+from varlen.errors import ConfigError
+from varlen.parameter import FLAG, parameter_field, parameters_of, unknown_parameter
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
 
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8"]
@@ -39,19 +38,19 @@ class EngineConfig:
     """
 
     # What runs
-    task: Task | None = setting_field(
+    task: Task | None = parameter_field(
         None,
         "Task of the model, which decides its inputs and outputs. The default is the checkpoint's own task.",
         when="Set it to serve a checkpoint for another task than its own, such as `hidden` for an embedding model.",
         choices=get_args(Task),
     )
-    device: Device = setting_field(
+    device: Device = parameter_field(
         "auto",
         "Device that runs the model. `auto` is a CUDA GPU if there is one, else the CPU.",
         when="Set `cpu` to keep a model off the GPUs of its machine.",
         choices=get_args(Device),
     )
-    dtype: DType = setting_field(
+    dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
         " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU and a task of one step: linear layers run in int8, the"
@@ -60,7 +59,7 @@ class EngineConfig:
         " of another system.",
         choices=get_args(DType),
     )
-    threads: int = setting_field(
+    threads: int = parameter_field(
         0,
         "CPU cores that the model uses: each runs batches of its own, or, in generation, all run one step. 0 is all"
         " cores that the process may use, a container's limit included.",
@@ -69,7 +68,7 @@ class EngineConfig:
         # each is a process or a thread: a slip of the pen must not start a million
         highest=1024,
     )
-    execution: Execution = setting_field(
+    execution: Execution = parameter_field(
         "packed",
         "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch,"
         " for comparison.",
@@ -77,24 +76,24 @@ class EngineConfig:
         choices=get_args(Execution),
         tasks=ONE_SHOT_TASKS,
     )
-    approximate_gelu: bool = setting_field(
+    approximate_gelu: bool = parameter_field(
         False,
         "Whether a GPU computes the exact (erf) GELU by its tanh form, inside the matrix product. It saves a pass over"
         " the largest activations of each layer. Each of them changes by at most 0.000474. CPUs ignore this setting.",
         when="Set it once you have compared the answers to texts of your own.",
-        choices=("true", "false"),
+        choices=FLAG,
     )
-    ignore_config_fields: str = setting_field(
+    ignore_config_fields: str = parameter_field(
         "none",
         "Fields of the checkpoint's config.json that a load leaves out, separated by commas. Without this setting, a"
         " load ignores the fields that no release of transformers reads, and refuses others that it does not serve.",
         when="Set it if a load refuses a field, and you know that the field changes no result.",
         pattern=r"[^\s,\"\\]+(, ?[^\s,\"\\]+)*",
-        allowed="none, or names separated by commas",
+        allowed_text="none, or names separated by commas",
     )
 
     # Batching
-    policy: PolicyName = setting_field(
+    policy: PolicyName = parameter_field(
         "dp",
         "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
         " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `dp` lets short requests pass long ones,"
@@ -104,7 +103,7 @@ class EngineConfig:
         choices=get_args(PolicyName),
         tasks=ONE_SHOT_TASKS,
     )
-    dp_pressure: int | str = setting_field(
+    dp_pressure: int | str = parameter_field(
         9,
         "Number of requests that the policy `dp` expects to come, while the queue drains, for each request that waits:"
         " load / (1 - load). Higher values make larger batches. `infinite` is the published form of TurboTransformers:"
@@ -113,10 +112,10 @@ class EngineConfig:
         lowest=0,
         highest=1000,
         pattern="infinite",
-        allowed="whole numbers from 0 to 1000, and infinite",
+        allowed_text="whole numbers from 0 to 1000, and infinite",
         tasks=ONE_SHOT_TASKS,
     )
-    trigger: Trigger = setting_field(
+    trigger: Trigger = parameter_field(
         "hungry",
         "When a batch starts. `hungry` starts it as soon as the model is free. `lazy` waits for a full batch,"
         " at most `max_delay_ms`.",
@@ -124,21 +123,21 @@ class EngineConfig:
         choices=get_args(Trigger),
         tasks=ONE_SHOT_TASKS,
     )
-    max_delay_ms: int = setting_field(
+    max_delay_ms: int = parameter_field(
         10,
         "Longest wait of the trigger `lazy` for a full batch, in milliseconds.",
         when="Lower it if the trigger `lazy` adds too much latency.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
-    max_batch_sequences: int = setting_field(
+    max_batch_sequences: int = parameter_field(
         64,
         "Largest batch, in sequences. Ignored when policy is `token_budget`.",
         when="Raise it if many very short texts wait. A GPU then captures larger graphs, which takes memory.",
         lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
-    max_batch_tokens: int = setting_field(
+    max_batch_tokens: int = parameter_field(
         DEFAULT_MAX_BATCH_TOKENS,
         "Largest batch of a worker, in tokens, padding included.",
         when="Raise it to accept longer sequences, or on a GPU that larger batches use better. Lower it to save"
@@ -148,7 +147,7 @@ class EngineConfig:
     )
 
     # Limits
-    arena_bytes: int | str = setting_field(
+    arena_bytes: int | str = parameter_field(
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
         " a CPU have equal shares. None takes more than `max_batch_tokens` need. In a smaller share batches are"
@@ -157,9 +156,9 @@ class EngineConfig:
         when="Set it where memory is short, or where several models share a device or a container.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
-        allowed=_ALLOWED_BYTES,
+        allowed_text=_ALLOWED_BYTES,
     )
-    max_sequence_tokens: int | None = setting_field(
+    max_sequence_tokens: int | None = parameter_field(
         None,
         "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or max_batch_tokens if that"
         " is less.",
@@ -167,13 +166,13 @@ class EngineConfig:
         " limit that its files name.",
         lowest=1,
     )
-    max_queued_requests: int = setting_field(
+    max_queued_requests: int = parameter_field(
         4096,
         "Largest queue, in requests. Requests beyond it get UNAVAILABLE.",
         when="Lower it if clients prefer an early refusal to a long wait.",
         lowest=1,
     )
-    max_queued_tokens: int = setting_field(
+    max_queued_tokens: int = parameter_field(
         131_072,
         "Largest queue, in tokens, of prompts alone for a model that generates. Requests beyond it get UNAVAILABLE. A"
         " full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
@@ -181,19 +180,19 @@ class EngineConfig:
         " one with more tokens than this is refused.",
         lowest=1,
     )
-    max_text_bytes: int = setting_field(
+    max_text_bytes: int = parameter_field(
         65_536,
         "Longest text accepted, in bytes of UTF-8, checked before tokenization.",
         when="Raise it for longer texts that are truncated. Lower it if no client sends such texts.",
         lowest=1,
     )
-    max_queued_text_bytes: int = setting_field(
+    max_queued_text_bytes: int = parameter_field(
         33_554_432,
         "Largest amount of text that waits for tokenization, in bytes of UTF-8. Requests beyond it get UNAVAILABLE.",
         when="Raise it if clients that send many long texts get UNAVAILABLE while memory is free.",
         lowest=1,
     )
-    device_timeout_seconds: int = setting_field(
+    device_timeout_seconds: int = parameter_field(
         60,
         "Longest time that a GPU may take to end a batch, in seconds. After that the GPU counts as hung: the model is"
         " not ready, its requests fail with INTERNAL, and a reload starts it in a fresh process. Batches take"
@@ -201,23 +200,23 @@ class EngineConfig:
         when="Raise it if a debugger or a profiler slows the GPU down. Lower it to notice a hung GPU earlier.",
         lowest=0,
     )
-    ignore_request_timeout: bool = setting_field(
+    ignore_request_timeout: bool = parameter_field(
         False,
         "Whether the `timeout` field of requests is ignored. It is a deadline in microseconds, as the server defines"
         " it; some clients send seconds.",
         when="Set it if clients send seconds and cannot be changed.",
-        choices=("true", "false"),
+        choices=FLAG,
     )
 
     # Generation
-    max_running_sequences: int = setting_field(
+    max_running_sequences: int = parameter_field(
         64,
         "Largest number of sequences that generate at the same time.",
         when="Raise it for throughput while KV blocks are free. Lower it for less time per token.",
         lowest=1,
         tasks=ITERATIVE_TASKS,
     )
-    max_step_tokens: int = setting_field(
+    max_step_tokens: int = parameter_field(
         0,
         "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
         " sequences that generate; a source text runs as a whole, beside a token of each of them. 0 is 128 on a CPU,"
@@ -227,7 +226,7 @@ class EngineConfig:
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )
-    kv_bytes: int | str = setting_field(
+    kv_bytes: int | str = parameter_field(
         "25%",
         "Memory of keys and values, in bytes or as a percentage of the device's memory. It never takes more than"
         " `max_running_sequences` of the longest sequences need.",
@@ -235,17 +234,17 @@ class EngineConfig:
         " other models share the memory.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
-        allowed=_ALLOWED_BYTES,
+        allowed_text=_ALLOWED_BYTES,
         tasks=ITERATIVE_TASKS,
     )
-    kv_block_tokens: int = setting_field(
+    kv_block_tokens: int = parameter_field(
         0,
         "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.",
         when="Leave it, except to measure.",
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )
-    kv_policy: KvPolicy = setting_field(
+    kv_policy: KvPolicy = parameter_field(
         "reserve",
         "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so it is never"
         " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
@@ -254,24 +253,24 @@ class EngineConfig:
         choices=get_args(KvPolicy),
         tasks=ITERATIVE_TASKS,
     )
-    prefix_cache: bool = setting_field(
+    prefix_cache: bool = parameter_field(
         True,
         "Whether prompts with an equal beginning share its KV blocks.",
         when="Turn it off if clients must not learn of each other's prompts: a fast first token shows that a"
         " prompt came before.",
-        choices=("true", "false"),
+        choices=FLAG,
         tasks=ITERATIVE_TASKS,
     )
 
     # Response cache
-    response_cache_bytes: int = setting_field(
+    response_cache_bytes: int = parameter_field(
         0,
         "Largest memory of the response cache, in bytes. 0 turns it off.",
         when="Set it if equal texts come often, and clients may learn of each other's texts from fast answers.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
-    response_cache_seconds: int = setting_field(
+    response_cache_seconds: int = parameter_field(
         0,
         "Longest time that a response is cached, in seconds. 0 is no limit.",
         when="Set it if answers have to be forgotten after some time.",
@@ -280,23 +279,23 @@ class EngineConfig:
     )
 
     # Cost measurement
-    warmup_seconds: int = setting_field(
+    warmup_seconds: int = parameter_field(
         20,
         "Longest measurement of batch costs, and of linear layers on a CPU, at the first load, in seconds. 0 measures"
         " nothing and assumes costs.",
         when="Set 0 for short tests, and on machines that are busy when a model loads.",
         lowest=0,
     )
-    cache_folder: str = setting_field(
+    cache_folder: str = parameter_field(
         "auto",
         "Folder of measurements. `auto` is `varlen` in the user's cache folder.",
         when="Set it in a container, to a folder of a volume: later starts then measure nothing.",
         pattern="(?s).+",
-        allowed="auto, or a folder",
+        allowed_text="auto, or a folder",
     )
 
     # Log
-    log_level: LogLevel = setting_field(
+    log_level: LogLevel = parameter_field(
         "info",
         "`debug` adds a line for every batch.",
         when="Set `debug` to see what runs together, and how long it was expected to take.",
@@ -305,10 +304,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            value = getattr(self, name)
-            if not setting.allows(value):
-                shown = f'"{shorten(value)}"' if isinstance(value, str) else shorten(repr(value))
-                raise ConfigError(f"{name} is {shown}; allowed: {setting.allowed}")
+            setting.check(name, getattr(self, name), ConfigError)
         if 0 < self.max_step_tokens < self.max_running_sequences:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
@@ -344,14 +340,12 @@ class EngineConfig:
         ours = {key: text for key, text in parameters.items() if key not in SERVER_PARAMETERS}
         for key in ours:
             if key not in SETTINGS:
-                raise ConfigError(_unknown_parameter(key))
-        values = {key: SETTINGS[key].parse(text) for key, text in ours.items()}
+                raise ConfigError(unknown_parameter(key, SETTINGS))
+        values = {key: SETTINGS[key].from_text(text) for key, text in ours.items()}
         return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks every value
 
 
-SETTINGS: dict[str, Setting] = {
-    each.name: each.metadata["setting"] for each in fields(EngineConfig)
-}
+SETTINGS = parameters_of(EngineConfig)
 
 
 def _bytes_of(setting: int | str, whole: int) -> int:
@@ -359,9 +353,3 @@ def _bytes_of(setting: int | str, whole: int) -> int:
     if isinstance(setting, str) and setting.endswith("%"):
         return whole * int(setting[:-1]) // 100
     return int(setting)
-
-
-def _unknown_parameter(key: str) -> str:
-    close = get_close_matches(key, SETTINGS, n=1)
-    hint = f' Did you mean "{close[0]}"?' if close else ""
-    return f'unknown parameter "{shorten(key)}".{hint} Allowed: {", ".join(SETTINGS)}'

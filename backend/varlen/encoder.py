@@ -1,85 +1,72 @@
 """The engine in process, without a server: a few lines in any Python program."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.config import DEFAULT_MAX_BATCH_TOKENS, NO_LIMIT, Device, DType, EngineConfig
 from varlen.errors import ConfigError, RequestError, shorten
+from varlen.in_process import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.intake.tokenization import Text
-from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, check_top_k, largest_top_k
+from varlen.parameter import check_count
+from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
-from varlen.request.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
+from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.service.service import Service
 from varlen.tasks import Task
 from varlen.telemetry.metrics import Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 
 _NO_ANSWER: Float32Array = np.empty(0, dtype=np.float32)
 
 
-class Encoder:
+class EncoderSettings(ModelSettings, total=False):
+    """Settings of an `Encoder`; docs/reference/configuration.md describes them."""
+
+    task: Task | None
+    max_batch_tokens: int
+    arena_bytes: int | str
+    response_cache_bytes: int
+    response_cache_seconds: int
+    warmup_seconds: int
+
+
+class Encoder(InProcess):
     """A loaded encoder. Thread-safe: sequences of several threads share batches.
 
     Inputs are texts, pairs of texts (tuples), or rows of token ids. A text that is too long is an
     error unless `truncate`.
     """
 
+    _service: Service
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        task: Task | None = None,
-        device: Device = "auto",
-        dtype: DType = "auto",
-        threads: int = 0,
-        ignore_config_fields: str = "none",
-        max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS,
-        max_sequence_tokens: int | None = None,
-        arena_bytes: int | str = "100%",
-        response_cache_bytes: int = 0,
-        response_cache_seconds: int = 0,
-        warmup_seconds: int = 0,
-    ) -> "Encoder":
+    def from_pretrained(cls, folder: str | Path, **settings: Unpack[EncoderSettings]) -> Encoder:
         """Return the encoder of a Hugging Face checkpoint folder, ready to run.
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
-            task, device, ...: settings; see docs/reference/configuration.md.
+            settings: see docs/reference/configuration.md.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
-        config = EngineConfig(
-            task=task,
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            ignore_config_fields=ignore_config_fields,
-            max_batch_tokens=max_batch_tokens,
-            max_sequence_tokens=max_sequence_tokens,
-            arena_bytes=arena_bytes,
-            warmup_seconds=warmup_seconds,
-            max_queued_requests=NO_LIMIT,
-            max_queued_tokens=NO_LIMIT,
-            max_text_bytes=NO_LIMIT,
-            response_cache_bytes=response_cache_bytes,
-            response_cache_seconds=response_cache_seconds,
-        )
-        return cls(Service.load(folder, config, Stats()))
+        return cls(Service.load(folder, config_of(settings, EncoderSettings), Stats()))
 
     @property
     def task(self) -> Task:
@@ -154,7 +141,8 @@ class Encoder:
             RequestError: see `embed`.
         """
         checkpoint = self._service.checkpoint
-        check_max_active_dims(max_active_dims, checkpoint.vocab_size)
+        if max_active_dims is not None:
+            check_count("max_active_dims", max_active_dims, checkpoint.vocab_size)
         most = max_active_dims or checkpoint.splade.max_active_dims
         rows = self._run(("sparse_embed",), inputs, truncate, prompt_name=prompt_name)
         return [sparse_vector(row, most) for row in rows]
@@ -172,7 +160,7 @@ class Encoder:
         Raises:
             RequestError: see `embed`.
         """
-        check_top_k(top_k, largest_top_k(self._service.checkpoint.vocab_size))
+        check_count("top_k", top_k, largest_top_k(self._service.checkpoint.vocab_size))
         text = self._service.intake.token_text
         return [
             [
@@ -196,21 +184,6 @@ class Encoder:
     def token_classify(self, inputs: Inputs, *, truncate: bool = False) -> list[Float32Array]:
         """Return the logits of each token of each input, `[tokens, labels]` fp32."""
         return self._run(("token_classify",), inputs, truncate)
-
-    def close(self) -> None:
-        """Finish what runs and stop the engine."""
-        self._service.close()
-
-    def __enter__(self) -> "Encoder":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _run(
         self,

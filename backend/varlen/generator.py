@@ -1,16 +1,19 @@
 """Generation in process, without a server: a few lines in any Python program."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from varlen.config import NO_LIMIT, Device, DType, EngineConfig, KvPolicy
+from varlen.config import KvPolicy
 from varlen.errors import RequestError
+from varlen.in_process import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import (
@@ -25,6 +28,9 @@ from varlen.request.request import (
 from varlen.scheduling.iteration import GenerationCounts
 from varlen.service.generation import GenerationService
 from varlen.telemetry.metrics import Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,61 +52,44 @@ class Generation:
     score: float | None = None
 
 
-class Generator:
+class GeneratorSettings(ModelSettings, total=False):
+    """Settings of a `Generator`; docs/reference/configuration.md describes them."""
+
+    max_running_sequences: int
+    max_step_tokens: int
+    kv_bytes: int | str
+    kv_block_tokens: int
+    kv_policy: KvPolicy
+    prefix_cache: bool
+
+
+class Generator(InProcess):
     """A loaded decoder. Thread-safe: sequences of several threads share steps.
 
     Prompts are texts or rows of token ids. Options are those of `GenerationOptions`, by name:
     `generator.generate(["Once"], max_tokens=32, temperature=0.0)`.
     """
 
+    _service: GenerationService
+
     def __init__(self, service: GenerationService) -> None:
         self._service = service
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        device: Device = "auto",
-        dtype: DType = "auto",
-        threads: int = 0,
-        ignore_config_fields: str = "none",
-        max_sequence_tokens: int | None = None,
-        max_running_sequences: int = 64,
-        max_step_tokens: int = 0,
-        kv_bytes: int | str = "25%",
-        kv_block_tokens: int = 0,
-        kv_policy: KvPolicy = "reserve",
-        prefix_cache: bool = True,
-    ) -> "Generator":
+        cls, folder: str | Path, **settings: Unpack[GeneratorSettings]
+    ) -> Generator:
         """Return the generator of a Hugging Face checkpoint folder, ready to run.
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
-            device, dtype, ...: settings; see docs/reference/configuration.md.
+            settings: see docs/reference/configuration.md.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
-        config = EngineConfig(
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            ignore_config_fields=ignore_config_fields,
-            max_sequence_tokens=max_sequence_tokens,
-            max_running_sequences=max_running_sequences,
-            max_step_tokens=max_step_tokens,
-            kv_bytes=kv_bytes,
-            kv_block_tokens=kv_block_tokens,
-            kv_policy=kv_policy,
-            prefix_cache=prefix_cache,
-            max_queued_requests=NO_LIMIT,
-            max_queued_tokens=NO_LIMIT,
-            max_text_bytes=NO_LIMIT,
-            warmup_seconds=0,
-        )
-        return cls(GenerationService.load(folder, config, Stats()))
+        return cls(GenerationService.load(folder, config_of(settings, GeneratorSettings), Stats()))
 
     def generate(
         self, prompts: Sequence[str] | Sequence[TokenIds], **options: object
@@ -142,7 +131,7 @@ class Generator:
         prompt: str | TokenIds,
         options: GenerationOptions,
         on_part: Callable[[int, GeneratedPart], None] | None = None,
-    ) -> "Future[list[Generation]]":
+    ) -> Future[list[Generation]]:
         """Start to generate; cancel the returned future to stop.
 
         Args:
@@ -162,21 +151,6 @@ class Generator:
         """Return how many sequences run and wait, the use of KV blocks, and totals."""
         return self._service.scheduler.snapshot()
 
-    def close(self) -> None:
-        """Finish what runs and stop the engine."""
-        self._service.close()
-
-    def __enter__(self) -> "Generator":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _prompt(self, prompt: str | TokenIds) -> Prompt:
         intake = self._service.intake
         if isinstance(prompt, str):
@@ -185,7 +159,7 @@ class Generator:
 
 
 def _parts(
-    parts: "SimpleQueue[GeneratedPart | None]", answer: "Future[list[Generation]]"
+    parts: SimpleQueue[GeneratedPart | None], answer: Future[list[Generation]]
 ) -> Iterator[GeneratedPart]:
     try:
         while (part := parts.get()) is not None:

@@ -1,6 +1,12 @@
-"""The tasks of models: what a request asks for."""
+"""The table of tasks: their tensors, and what else holds for one of them.
 
-from typing import Literal, TypeAlias, get_args
+Everything else that holds for some tasks only reads this table. The parameters of requests name their tasks themselves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 Task: TypeAlias = Literal[
     "embed",
@@ -14,12 +20,286 @@ Task: TypeAlias = Literal[
     "generate",
     "translate",
 ]
+Width: TypeAlias = Literal["embedding", "hidden", "labels", "vocabulary", "top_k"]
 
-# Tasks whose sequences run for many steps; the others answer each sequence with one batch.
-ITERATIVE_TASKS: tuple[Task, ...] = ("generate", "translate")
-ONE_SHOT_TASKS: tuple[Task, ...] = tuple(
-    task for task in get_args(Task) if task not in ITERATIVE_TASKS
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of requests or answers.
+
+    Attributes:
+        name: name on the wire.
+        datatype: type, as KServe v2 names it.
+        shape: names of the dimensions. `features` and `labels` are known for a model, others only for a request.
+        meaning: a text in Markdown, for the reference page.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[str, ...]
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFacts:
+    """What holds for one task.
+
+    Attributes:
+        inputs: tensors of a request, all optional.
+        outputs: tensors in the order in which a response has them.
+        answers: name of the answers in reports.
+        width: length of a row of the engine's output; None where its tokens are the answer.
+        has_token_rows: whether each token has a row of its own in the answer.
+        takes_prompts: whether a text may have a prompt of the checkpoint before it: sentence-transformers defines the
+            task.
+        needs_masked_lm: whether the model needs the head of a masked language model.
+        is_iterative: whether a sequence runs for many steps; else one batch answers it.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    answers: str
+    width: Width | None = None
+    has_token_rows: bool = False
+    takes_prompts: bool = False
+    needs_masked_lm: bool = False
+    is_iterative: bool = False
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its answers are logits, scores and labels of a classifier."""
+        return self.width == "labels"
+
+
+_TEXT = Tensor("text", "BYTES", ("rows", "1"), "UTF-8, not empty, without NUL")
+_TEXT_PAIR = Tensor(
+    "text_pair",
+    "BYTES",
+    ("rows", "1"),
+    "the second text of each row, such as a document to a query",
+)
+_TOKEN_IDS = (
+    Tensor(
+        "input_ids",
+        "INT64",
+        ("rows", "tokens"),
+        "ids of the checkpoint's tokenizer, special tokens included",
+    ),
+    Tensor(
+        "attention_mask",
+        "INT64",
+        ("rows", "tokens"),
+        "ones, then zeros over the padding on the right; without it no row has padding",
+    ),
+    Tensor("token_type_ids", "INT64", ("rows", "tokens"), "default: zeros"),
+)
+_TEXTS = (_TEXT, *_TOKEN_IDS)
+_TEXTS_OR_PAIRS = (_TEXT, _TEXT_PAIR, *_TOKEN_IDS)
+
+_NUM_TOKENS = Tensor(
+    "num_tokens",
+    "INT32",
+    ("rows", "1"),
+    "tokens of the row, special ones and those of expanded queries included, after truncation. Rows of `[tokens, …]`"
+    " are padded with zeros behind them",
+)
+_LOGITS = Tensor(
+    "logits", "FP32", ("rows", "labels"), "what the model gives, without an activation"
+)
+_SCORES = Tensor("scores", "FP32", ("rows", "labels"), "the logits after an activation")
+_LABELS = Tensor(
+    "labels",
+    "BYTES",
+    ("rows", "labels"),
+    "names of the labels, `id2label` of config.json, in the order of logits and scores",
+)
+_ROW_LABELS = TaskFacts(
+    inputs=_TEXTS_OR_PAIRS,
+    outputs=(_LOGITS, _SCORES, _LABELS, _NUM_TOKENS),
+    answers="logits",
+    width="labels",
+)
+_TOKEN_LABELS = ("rows", "tokens", "labels")
+_MASKS = ("rows", "masks", "top_k")
+
+_PROMPTS = (
+    Tensor("text_input", "BYTES", ("1",), "the prompt as a text; this, `input_ids` or `messages`"),
+    Tensor("input_ids", "INT64", ("tokens",), "the prompt as token ids"),
+    Tensor(
+        "messages",
+        "BYTES",
+        ("1",),
+        "the prompt as a JSON list of chat messages, for the checkpoint's chat template",
+    ),
+)
+# Outputs that a request asks for by the input `return_` and their name.
+_OPTIONAL_OUTPUTS = (
+    Tensor(
+        "finish_reason", "BYTES", ("n",), "`stop`, `length`, or `None` while the sample continues"
+    ),
+    Tensor("cumulative_logprob", "FP32", ("n",), "the sum of the log probabilities up to now"),
+    Tensor(
+        "logprobs",
+        "BYTES",
+        ("n",),
+        'JSON: per token, `{"id": {"logprob": …, "rank": …, "decoded_token": …}}`; `rank` is null for a chosen token'
+        " outside the most likely ones",
+    ),
+    Tensor(
+        "score",
+        "FP32",
+        ("n",),
+        "of a [beam search](../tasks/translation.md#options), the score of each answer, the best first. It has no log"
+        " probabilities",
+    ),
+    Tensor("num_input_tokens", "UINT32", ("1",), "length of the prompt, or of the source text"),
+    Tensor("num_output_tokens", "UINT32", ("n",), "tokens of each sample in this response"),
+    Tensor("output_ids", "INT64", ("tokens",), "these tokens, one sample after another"),
+)
+_GENERATED = TaskFacts(
+    inputs=(
+        *_PROMPTS,
+        Tensor(
+            "sampling_parameters",
+            "BYTES",
+            ("1",),
+            "a JSON object of [options](#options-of-generation), also `request_priority` and `deadline_ms`; an unknown"
+            " name is refused",
+        ),
+        Tensor("stream", "BOOL", ("1",), "whether the answer comes in parts"),
+        Tensor(
+            "exclude_input_in_output",
+            "BOOL",
+            ("1",),
+            "false puts the text of the prompt before the answer, the default without `stream`; a stream and a"
+            " translation have only the answer",
+        ),
+        *(
+            Tensor(f"return_{output.name}", "BOOL", ("1",), f"sends `{output.name}` too")
+            for output in _OPTIONAL_OUTPUTS
+        ),
+    ),
+    outputs=(
+        Tensor(
+            "text_output",
+            "BYTES",
+            ("n",),
+            "the text of each sample; in a stream, what came since the last response",
+        ),
+        *_OPTIONAL_OUTPUTS,
+    ),
+    answers="texts",
+    is_iterative=True,
 )
 
-# Tasks whose texts may have a prompt of the checkpoint before them.
-PROMPTED_TASKS: tuple[Task, ...] = ("embed", "sparse_embed", "token_embed")
+TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
+    {
+        "embed": TaskFacts(
+            inputs=_TEXTS,
+            outputs=(
+                Tensor("sentence_embedding", "FP32", ("rows", "features"), "the vector"),
+                _NUM_TOKENS,
+            ),
+            answers="vectors",
+            width="embedding",
+            takes_prompts=True,
+        ),
+        "sparse_embed": TaskFacts(
+            inputs=_TEXTS,
+            outputs=(
+                Tensor(
+                    "indices",
+                    "INT32",
+                    ("rows", "terms"),
+                    "numbers of terms in the vocabulary, the largest weight first. Rows with fewer terms are padded"
+                    " with zeros",
+                ),
+                Tensor("values", "FP32", ("rows", "terms"), "weights of these terms"),
+                Tensor("terms", "BYTES", ("rows", "terms"), "texts of these terms"),
+                Tensor("num_terms", "INT32", ("rows", "1"), "number of terms of the row"),
+                _NUM_TOKENS,
+            ),
+            answers="term weights",
+            width="vocabulary",
+            takes_prompts=True,
+            needs_masked_lm=True,
+        ),
+        "fill_mask": TaskFacts(
+            inputs=_TEXTS,
+            outputs=(
+                Tensor(
+                    "token_ids",
+                    "INT32",
+                    _MASKS,
+                    "the most likely tokens of each mask. Rows with fewer masks are padded with zeros",
+                ),
+                Tensor("scores", "FP32", _MASKS, "probabilities of the tokens of each mask"),
+                Tensor("tokens", "BYTES", _MASKS, "texts of these tokens"),
+                Tensor("num_masks", "INT32", ("rows", "1"), "number of masks of the row"),
+                _NUM_TOKENS,
+            ),
+            answers="filled masks",
+            width="top_k",
+            needs_masked_lm=True,
+        ),
+        "hidden": TaskFacts(
+            inputs=_TEXTS_OR_PAIRS,
+            outputs=(
+                Tensor(
+                    "last_hidden_state",
+                    "FP32",
+                    ("rows", "tokens", "features"),
+                    "a vector per token",
+                ),
+                _NUM_TOKENS,
+            ),
+            answers="hidden states",
+            width="hidden",
+            has_token_rows=True,
+        ),
+        "classify": _ROW_LABELS,
+        "rerank": _ROW_LABELS,
+        "token_classify": TaskFacts(
+            inputs=_TEXTS_OR_PAIRS,
+            outputs=(
+                replace(_LOGITS, shape=_TOKEN_LABELS),
+                replace(_SCORES, shape=_TOKEN_LABELS),
+                _LABELS,
+                Tensor(
+                    "tokens",
+                    "BYTES",
+                    ("rows", "tokens"),
+                    "tokens of the row as the tokenizer writes them, such as `##ing`",
+                ),
+                _NUM_TOKENS,
+            ),
+            answers="logits",
+            width="labels",
+            has_token_rows=True,
+        ),
+        "token_embed": TaskFacts(
+            inputs=_TEXTS,
+            outputs=(
+                Tensor(
+                    "token_embeddings",
+                    "FP32",
+                    ("rows", "vectors", "features"),
+                    "a vector per token that counts in scores. Rows with fewer vectors are padded with zeros",
+                ),
+                Tensor("num_vectors", "INT32", ("rows", "1"), "number of vectors of the row"),
+                _NUM_TOKENS,
+            ),
+            answers="vectors of tokens",
+            width="embedding",
+            has_token_rows=True,
+            takes_prompts=True,
+        ),
+        "generate": _GENERATED,
+        "translate": _GENERATED,
+    }
+)
+
+ITERATIVE_TASKS = tuple(task for task, facts in TASKS.items() if facts.is_iterative)
+ONE_SHOT_TASKS = tuple(task for task, facts in TASKS.items() if not facts.is_iterative)
+PROMPTED_TASKS = tuple(task for task, facts in TASKS.items() if facts.takes_prompts)
+LABEL_TASKS = tuple(task for task, facts in TASKS.items() if facts.has_labels)

@@ -18,13 +18,9 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.masks import FilledToken
-from varlen_client.row_outputs import LabelScore
-from varlen_client.sparse import SparseVector
+from varlen_client.generation import GeneratedPart, Generation, Translation
+from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
 from varlen_client.sync import Client
-from varlen_client.token_labels import TokenLabel
-from varlen_client.translation import Translation
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.transport.session import Status
 from varlen_client.transport.transport import ServerIdentity

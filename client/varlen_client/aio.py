@@ -7,20 +7,22 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import Unpack
 
+from varlen_client import tasks
 from varlen_client.generation import (
     GeneratedPart,
     Generation,
     GenerationPrompt,
+    Translation,
     generate_request,
+    search_options,
 )
 from varlen_client.generation_call import (
     check_one_sample,
@@ -28,8 +30,8 @@ from varlen_client.generation_call import (
     translations,
     whole_answers,
 )
-from varlen_client.masks import FilledToken, read_filled_masks
-from varlen_client.row_call import RowCall
+from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
+from varlen_client.row_call import RowCall, RowSender
 from varlen_client.row_options import (
     EmbedOptions,
     MaskOptions,
@@ -38,21 +40,8 @@ from varlen_client.row_options import (
     RowOptions,
     SparseOptions,
     TokenEmbedOptions,
-    classify_requests,
-    embed_requests,
-    mask_requests,
-    predict_requests,
-    rerank_requests,
-    sparse_requests,
-    token_embed_requests,
-    token_label_requests,
-    token_requests,
 )
-from varlen_client.row_outputs import LabelScore, Vectors, best_labels
-from varlen_client.row_sender import RowSender
-from varlen_client.sparse import SparseVector, read_sparse_vectors
-from varlen_client.token_labels import TokenLabel, read_token_labels
-from varlen_client.translation import Translation, search_options
+from varlen_client.row_outputs import Vectors
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.transport.session import Session, Status
@@ -62,8 +51,11 @@ from varlen_client.wire import (
     ModelInfo,
     ModelState,
     Pairs,
+    query_and_documents,
     read_inputs,
 )
+
+_Answer = TypeVar("_Answer")
 
 DEFAULT_CONCURRENCY = 4
 # A request of one text is small, and the server runs many at a time.
@@ -104,12 +96,8 @@ class AsyncClient:
         if rows_per_request is not None and rows_per_request < 1:
             raise ValueError(f"rows_per_request is {rows_per_request}; at least 1")
         self._concurrency = concurrency
-        self._session = Session(
-            Endpoint.parse(url),
-            model,
-            retry or RetryPolicy(),
-            None if ca_file is None else Path(ca_file),
-        )
+        trusted = None if ca_file is None else Path(ca_file)
+        self._session = Session(Endpoint.parse(url), model, retry or RetryPolicy(), trusted)
         self._rows = RowSender(self._session, rows_per_request, concurrency or DEFAULT_CONCURRENCY)
 
     async def embed(self, inputs: Inputs, **options: Unpack[EmbedOptions]) -> Vectors:
@@ -122,18 +110,7 @@ class AsyncClient:
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of rows in the failed request.
         """
-        [vectors] = await self._rows.matrices(embed_requests(inputs, options))
-        return vectors
-
-    async def embed_and_count(
-        self, inputs: Inputs, **options: Unpack[EmbedOptions]
-    ) -> tuple[Vectors, int | None]:
-        """Return the vectors of `embed`, and the number of tokens of all rows.
-
-        It is None if the model's config.pbtxt lacks the output num_tokens. Arguments and errors are those of `embed`.
-        """
-        [vectors], tokens = await self._rows.counted(embed_requests(inputs, options))
-        return vectors, tokens
+        return await self._answer(tasks.EMBED, inputs, options)
 
     async def sparse_embed(
         self, inputs: Inputs, **options: Unpack[SparseOptions]
@@ -142,15 +119,7 @@ class AsyncClient:
 
         Inputs and errors are those of `embed`; see `SparseOptions`.
         """
-        answers = await self._rows.answers(sparse_requests(inputs, options))
-        return [vector for answer in answers for vector in read_sparse_vectors(answer)]
-
-    async def sparse_embed_and_count(
-        self, inputs: Inputs, **options: Unpack[SparseOptions]
-    ) -> tuple[list[SparseVector], int | None]:
-        """Return the vectors of `sparse_embed`, and the number of tokens, as `embed_and_count`."""
-        answers, tokens = await self._rows.counted_answers(sparse_requests(inputs, options))
-        return [vector for answer in answers for vector in read_sparse_vectors(answer)], tokens
+        return await self._answer(tasks.SPARSE_EMBED, inputs, options)
 
     async def fill_mask(
         self, inputs: Inputs, **options: Unpack[MaskOptions]
@@ -164,16 +133,14 @@ class AsyncClient:
         Raises:
             VarlenClientError: see `embed`.
         """
-        answers = await self._rows.answers(mask_requests(inputs, options))
-        return [masks for answer in answers for masks in read_filled_masks(answer)]
+        return await self._answer(tasks.FILL_MASK, inputs, options)
 
     async def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
         """Return the logits of each row, [rows, labels] fp32.
 
         A row is a text, a pair of texts or a list of token ids. Errors are those of `embed`.
         """
-        [logits] = await self._rows.matrices(classify_requests(inputs, options))
-        return logits
+        return await self._answer(tasks.CLASSIFY, inputs, options)
 
     async def predict(
         self, inputs: Inputs | Pairs, **options: Unpack[PredictOptions]
@@ -182,15 +149,7 @@ class AsyncClient:
 
         Inputs are those of `classify`, errors those of `embed`; see `PredictOptions`.
         """
-        scores, labels = await self._rows.matrices(predict_requests(inputs, options))
-        return best_labels(scores, labels, options.get("top_k"))
-
-    async def predict_and_count(
-        self, inputs: Inputs | Pairs, **options: Unpack[PredictOptions]
-    ) -> tuple[list[list[LabelScore]], int | None]:
-        """Return the labels of `predict`, and the number of tokens, as `embed_and_count`."""
-        (scores, labels), tokens = await self._rows.counted(predict_requests(inputs, options))
-        return best_labels(scores, labels, options.get("top_k")), tokens
+        return await self._answer(tasks.PREDICT, inputs, options)
 
     async def rerank(
         self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
@@ -201,15 +160,7 @@ class AsyncClient:
         lets the checkpoint decide. Errors are those of `embed`; InvalidRequest also when the model has
         more than one label.
         """
-        [scores] = await self._rows.matrices(rerank_requests(query, documents, options))
-        return scores[:, 0]
-
-    async def rerank_and_count(
-        self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
-    ) -> tuple[Floats, int | None]:
-        """Return the scores of `rerank`, and the number of tokens, as `embed_and_count`."""
-        [scores], tokens = await self._rows.counted(rerank_requests(query, documents, options))
-        return scores[:, 0], tokens
+        return await self._answer(tasks.RERANK, query_and_documents(query, documents), options)
 
     async def token_classify(
         self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]
@@ -219,7 +170,7 @@ class AsyncClient:
         Each row is sent as its own request, since the server pads the rows of one request to the
         longest. Inputs are those of `classify`, errors those of `embed`.
         """
-        return await self._rows.arrays(token_requests("token_classify", "logits", inputs, options))
+        return await self._answer(tasks.TOKEN_CLASSIFY, inputs, options)
 
     async def predict_tokens(
         self, inputs: Inputs | Pairs, **options: Unpack[RerankOptions]
@@ -228,8 +179,7 @@ class AsyncClient:
 
         For models of `token_classify`. Inputs are those of `classify`, errors those of `embed`; see `RerankOptions`.
         """
-        answers = await self._rows.answers(token_label_requests(inputs, options))
-        return [row for answer in answers for row in read_token_labels(answer)]
+        return await self._answer(tasks.PREDICT_TOKENS, inputs, options)
 
     async def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return the last hidden states, one [tokens, hidden] fp32 per row.
@@ -237,9 +187,7 @@ class AsyncClient:
         Each row is sent as its own request, as in `token_classify`. Arguments and errors are those
         of `token_classify`.
         """
-        return await self._rows.arrays(
-            token_requests("hidden", "last_hidden_state", inputs, options)
-        )
+        return await self._answer(tasks.HIDDEN, inputs, options)
 
     async def token_embed(
         self, inputs: Inputs, **options: Unpack[TokenEmbedOptions]
@@ -250,10 +198,30 @@ class AsyncClient:
         `token_classify`. Arguments and errors are those of `embed`; `prompt_name` is "query" or
         "document".
         """
-        return await self._rows.arrays(token_embed_requests(inputs, options))
+        return await self._answer(tasks.TOKEN_EMBED, inputs, options)
+
+    async def counted(
+        self, task: tasks.RowTask[_Answer], inputs: Inputs | Pairs, /, **options: Any
+    ) -> tuple[_Answer, int | None]:
+        """Return the answer of a method above, and the number of tokens of all rows.
+
+        The number is None if the model's config.pbtxt lacks the output num_tokens.
+
+        Args:
+            task: of the method, such as `tasks.EMBED` for `embed`.
+            inputs: those of the method; pairs of the query and each document for `tasks.RERANK`.
+            options: those of the method.
+
+        Raises:
+            VarlenClientError: see `embed`.
+        """
+        answers = await self._rows.send(task, inputs, options, counts_tokens=True)
+        return task.read(answers), answers.num_tokens
 
     async def generate(
         self,
+        # so that `_sync` has its type: a sampling parameter might have this name
+        /,
         prompt: GenerationPrompt,
         *,
         deadline_ms: float | None = None,
@@ -283,6 +251,7 @@ class AsyncClient:
 
     async def samples(
         self,
+        /,
         prompt: GenerationPrompt,
         n: int,
         *,
@@ -344,6 +313,7 @@ class AsyncClient:
 
     async def translate(
         self,
+        /,
         texts: Inputs,
         *,
         num_beams: int | None = None,
@@ -375,20 +345,13 @@ class AsyncClient:
             VarlenClientError: see errors.py. `rows` is the range of the text that failed.
         """
         rows = len(read_inputs(texts))
+        call = RowCall("translate", rows, timeout=timeout, on_progress=on_progress)
         sampling = search_options(
             options, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens
         )
-        new_request = partial(
-            generate_request,
-            sampling=sampling,
-            stream=False,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            returns_score=True,
-        )
-        call = RowCall("translate", rows, timeout=timeout, on_progress=on_progress)
+        given = {"deadline_ms": deadline_ms, "priority": priority}
         concurrency = self._concurrency or DEFAULT_TEXT_CONCURRENCY
-        return await translations(self._session, call, texts, new_request, concurrency=concurrency)
+        return await translations(self._session, call, texts, sampling, concurrency, **given)
 
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.
@@ -429,3 +392,8 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _answer(
+        self, task: tasks.RowTask[_Answer], inputs: Inputs | Pairs, options: Mapping[str, Any]
+    ) -> _Answer:
+        return task.read(await self._rows.send(task, inputs, options))

@@ -1,4 +1,4 @@
-"""Generation on the wire: a prompt with sampling parameters, and the parts of an answer.
+"""Generation on the wire: a prompt with sampling parameters, and its answer or translations.
 
 A prompt is a text, token ids, or chat messages. Names and meanings of sampling parameters are the server's, which are
 those of vLLM, and the server checks them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -23,6 +23,8 @@ GenerationPrompt: TypeAlias = str | TokenIds | Messages
 # The outputs of one response by name, each with one value per element.
 Response: TypeAlias = Mapping[str, Sequence[Any]]
 
+# Names of the number of answers in the sampling parameters.
+_COUNTS = ("n", "num_return_sequences")
 _LARGEST_ID = 2**63 - 1
 _RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids")
 
@@ -64,6 +66,26 @@ class Generation:
     num_prompt_tokens: int
     logprobs: tuple[Mapping[int, float], ...] = ()
     token_texts: tuple[Mapping[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """The best translation of a text, and the next best ones.
+
+    Attributes:
+        text: the translation.
+        token_ids: its tokens.
+        score: sum of the log probabilities of its tokens, divided by the length penalty.
+        finish_reason: whether the translation ended, or `max_tokens` was reached.
+        alternatives: the next best translations, best first; without alternatives of their own. There are fewer than
+            asked for if the options leave fewer.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+    alternatives: tuple[Translation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +204,46 @@ def read_generations(responses: Sequence[Response], rows: int) -> list[Generatio
             )
         )
     return answers
+
+
+def search_options(
+    options: Mapping[str, Any], *, num_beams: int | None, n_best: int, max_tokens: int | None
+) -> dict[str, Any]:
+    """Return the sampling parameters of a translation.
+
+    Raises:
+        InvalidRequest: n_best is no number from 1, or another option has the number of answers too.
+    """
+    if not isinstance(n_best, int) or n_best < 1:
+        raise InvalidRequest(f"n_best is {n_best!r}; allowed: whole numbers from 1")
+    if given := [name for name in _COUNTS if name in options]:
+        raise InvalidRequest(f"{given[0]} is {options[given[0]]!r}; n_best is this number here")
+    limits = {"num_beams": num_beams, "max_tokens": max_tokens}
+    return {
+        **options,
+        **{name: value for name, value in limits.items() if value is not None},
+        "n": n_best,
+    }
+
+
+def read_translation(responses: Sequence[Response], n_best: int) -> Translation:
+    """Return the translation of a text, given all responses to its request.
+
+    Raises:
+        ServerError: a response cannot be read, or a translation has no end.
+    """
+    answers = read_generations(responses, n_best)
+    try:
+        scores = [float(score) for score in responses[-1]["score"]]
+        best, *others = [
+            Translation(each.text, each.token_ids, score, each.finish_reason)
+            for each, score in zip(answers, scores, strict=True)
+        ]
+    except (KeyError, ValueError, TypeError) as error:
+        raise ServerError(f"the response cannot be read: {error!r}") from error
+    # where the search found no more, the server sends answers without tokens that have no end
+    found = (each for each in others if each.token_ids or each.finish_reason == "stop")
+    return replace(best, alternatives=tuple(found))
 
 
 def _prompt(

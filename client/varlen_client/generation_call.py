@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,13 +13,15 @@ from varlen_client.generation import (
     GenerateRequest,
     Generation,
     Response,
+    Translation,
+    generate_request,
     read_generations,
     read_parts,
+    read_translation,
 )
 from varlen_client.row_call import RowCall, deadline_of
-from varlen_client.tasks import with_timeout
-from varlen_client.translation import Translation, read_translation
 from varlen_client.transport.session import Session
+from varlen_client.waits import with_timeout
 from varlen_client.wire import Inputs, TokenIds
 
 _T = TypeVar("_T")
@@ -75,9 +77,9 @@ async def translations(
     session: Session,
     call: RowCall,
     texts: Inputs,
-    new_request: Callable[[str | TokenIds], GenerateRequest],
-    *,
+    sampling: Mapping[str, Any],
     concurrency: int,
+    **options: Any,
 ) -> list[Translation]:
     """Return the translation of each text, in order.
 
@@ -85,7 +87,7 @@ async def translations(
         session: of the model.
         call: whose rows are the texts.
         texts: sent one by one.
-        new_request: returns the request of a text.
+        sampling, options: see `generate_request`.
         concurrency: maximum requests in flight.
     """
 
@@ -94,7 +96,7 @@ async def translations(
         info.check_translates()
 
         async def send(text: str | TokenIds) -> Translation:
-            request = new_request(text)
+            request = generate_request(text, sampling, stream=False, returns_score=True, **options)
             responses = await session.all_responses(info, request, call.deadline)
             return read_translation(responses, request.rows)
 

@@ -1,44 +1,23 @@
-"""The outputs of row calls: what a method requests, and the check of what comes.
-
-A method needs one output or several of a request; each has a row per row of the request.
-"""
+"""The outputs of row calls: what is requested, and the check of what comes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen_client.errors import InvalidRequest, ServerError
+from varlen_client.errors import ServerError
 from varlen_client.wire import ModelInfo
 
+# One output of a request, with a row per row of the request.
+Output: TypeAlias = npt.NDArray[Any]
 Vectors: TypeAlias = npt.NDArray[Any]
-OutputDType: TypeAlias = Literal["float32", "float16", "int8", "binary", "ubinary"]
-Activation: TypeAlias = Literal["auto", "softmax", "sigmoid", "none"]
-TruncationSide: TypeAlias = Literal["right", "left"]
 
-_NUMPY_DTYPES: Mapping[str, type[np.generic]] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "int8": np.int8,
-    "binary": np.int8,
-    "ubinary": np.uint8,
-}
 # The last dimension of an output whose rows decide it.
 ANY_WIDTH = -1
-# Features in an element of `binary` and `ubinary`.
-_BITS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class LabelScore:
-    """A label of a classifier and its score for a row."""
-
-    label: str
-    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +48,7 @@ class RowOutput:
         width = width if self.width is None else self.width
         return replace(self, width=width if width == ANY_WIDTH else -(-width // self.packs))
 
-    def checked(self, array: npt.NDArray[Any] | None, rows: int) -> npt.NDArray[Any]:
+    def checked(self, array: Output | None, rows: int) -> Output:
         """Return an array if it has the expected shape and dtype.
 
         Raises:
@@ -88,95 +67,37 @@ class RowOutput:
         return array
 
 
-_TOKEN_COUNTS = RowOutput("num_tokens", dtype=np.int32)
+TOKEN_COUNTS = RowOutput("num_tokens", dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class RowTask:
-    """What a method requests for each row.
+class RowAnswers:
+    """The outputs of all requests of a call.
 
     Attributes:
-        method: the client's method, for errors.
-        outputs: the requested ones.
-        needs_width: width of the first, if only one is served.
+        outputs: the requested ones, with the widths of the model.
+        options: of the call.
+        requests: the checked outputs of each request, by name and in order.
     """
 
-    method: str
     outputs: tuple[RowOutput, ...]
-    needs_width: int | None = None
+    options: Mapping[str, Any]
+    requests: Sequence[Mapping[str, Output]]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the outputs."""
-        return tuple(output.name for output in self.outputs)
+    def num_tokens(self) -> int | None:
+        """Number of tokens of all rows; None if it was not requested."""
+        if all(output.name != TOKEN_COUNTS.name for output in self.outputs):
+            return None
+        return sum(int(request[TOKEN_COUNTS.name].sum()) for request in self.requests)
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the last output is the number of tokens of each row."""
-        return self.outputs[-1].name == _TOKEN_COUNTS.name
+    def each(self, *names: str) -> Iterator[tuple[Output, ...]]:
+        """Yield these outputs of each request, whose rows are padded."""
+        for request in self.requests:
+            yield tuple(request[name] for name in names)
 
-    def counting_tokens(self, info: ModelInfo) -> RowTask:
-        """Return this task with the output `num_tokens` at the end, if the model has it."""
-        if _TOKEN_COUNTS.name not in info.outputs:
-            return self
-        return replace(self, outputs=(*self.outputs, _TOKEN_COUNTS))
-
-    def of_model(self, info: ModelInfo) -> RowTask:
-        """Return this task with the widths of a model.
-
-        Raises:
-            InvalidRequest: the model does not serve it.
-        """
-        outputs = tuple(output.of_model(self.method, info) for output in self.outputs)
-        if self.needs_width not in (None, outputs[0].width):
-            raise InvalidRequest(
-                f"model {info.name!r} gives {outputs[0].width} values per row; "
-                f"{self.method} needs {self.needs_width}"
-            )
-        return replace(self, outputs=outputs)
-
-    def checked(
-        self, arrays: Mapping[str, npt.NDArray[Any] | None], rows: int
-    ) -> tuple[npt.NDArray[Any], ...]:
-        """Return the outputs of a response, in their order; see `RowOutput.checked`."""
-        return tuple(output.checked(arrays.get(output.name), rows) for output in self.outputs)
-
-    def joined(self, answers: list[tuple[npt.NDArray[Any], ...]]) -> tuple[npt.NDArray[Any], ...]:
-        """Return the outputs of all requests, in arrays of all rows."""
-        if not answers:
-            return tuple(
-                np.empty((0, max(each.width or 0, 0)), each.dtype) for each in self.outputs
-            )
-        return tuple(np.concatenate(arrays) for arrays in zip(*answers, strict=True))
-
-
-def vector_output(dimensions: int | None, dtype: OutputDType | None) -> RowOutput:
-    """Return the output of `embed`.
-
-    Raises:
-        InvalidRequest: there is no such dtype.
-    """
-    if dtype is not None and dtype not in _NUMPY_DTYPES:
-        raise InvalidRequest(f"output_dtype is {dtype!r}; allowed: {', '.join(_NUMPY_DTYPES)}")
-    packs = _BITS if dtype in ("binary", "ubinary") else 1
-    numpy_dtype = _NUMPY_DTYPES[dtype or "float32"]
-    return RowOutput("sentence_embedding", 1, numpy_dtype, dimensions, packs)
-
-
-def best_labels(
-    scores: npt.NDArray[np.float32], labels: npt.NDArray[np.object_], top_k: int | None
-) -> list[list[LabelScore]]:
-    """Return the labels of each row with their scores, the best first.
-
-    Args:
-        scores, labels: `[rows, labels]`, strings as bytes.
-        top_k: labels of a row; None is all.
-    """
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-    return [
-        [
-            LabelScore(labels[row, at].decode(errors="replace"), float(scores[row, at]))
-            for at in best
-        ]
-        for row, best in enumerate(order)
-    ]
+    def joined(self, output: RowOutput) -> Output:
+        """Return an output of all rows in one array, [rows, width]."""
+        if not self.requests:
+            return np.empty((0, max(output.width or 0, 0)), output.dtype)
+        return np.concatenate([request[output.name] for request in self.requests])

@@ -184,42 +184,40 @@ def only_ready_model(models: Sequence[ModelState]) -> str | None:
     return names[0] if names else None
 
 
-def read_inputs(inputs: Inputs) -> Rows:
+def read_inputs(inputs: Inputs | Pairs, *, takes_pairs: bool = False) -> Rows:
     """Return the checked rows of texts or token ids.
 
+    Args:
+        inputs: rows that the caller gave.
+        takes_pairs: whether they may be pairs of texts.
+
     Raises:
-        InvalidRequest: a single string, a row that is neither text nor a list of integers, or a mix
-            of both.
+        InvalidRequest: a single string, a row that is neither text nor a list of integers, a mix of
+            both, or only some rows are pairs.
     """
     _check_not_a_string(inputs)
+    if takes_pairs and any(_is_pair(row) for row in inputs):
+        for index, row in enumerate(inputs):
+            if not _is_pair(row):
+                raise _invalid_row(index, "is not a pair of texts; other rows are")
+        return Rows(
+            texts=tuple(
+                (_text(row[0], index), _text(row[1], index)) for index, row in enumerate(inputs)
+            )
+        )
     if len(inputs) and isinstance(inputs[0], str):
         return Rows(texts=tuple((_text(row, index),) for index, row in enumerate(inputs)))
     return Rows(ids=tuple(_ids(row, index) for index, row in enumerate(inputs)))
 
 
-def read_inputs_or_pairs(inputs: Inputs | Pairs) -> Rows:
-    """Return the checked rows of texts, token ids or pairs of texts.
+def query_and_documents(query: str, documents: Sequence[str]) -> Pairs:
+    """Return one row per document, each a pair of the query and the document.
 
     Raises:
-        InvalidRequest: as `read_inputs`; or only some rows are pairs.
+        InvalidRequest: the documents are a single string.
     """
-    _check_not_a_string(inputs)
-    if not any(_is_pair(row) for row in inputs):
-        return read_inputs(inputs)  # type: ignore[arg-type]  # no row is a pair
-    for index, row in enumerate(inputs):
-        if not _is_pair(row):
-            raise _invalid_row(index, "is not a pair of texts; other rows are")
-    return Rows(
-        texts=tuple(
-            (_text(row[0], index), _text(row[1], index)) for index, row in enumerate(inputs)
-        )
-    )
-
-
-def read_query_and_documents(query: str, documents: Sequence[str]) -> Rows:
-    """Return one row per document, each a pair of the query and the document."""
     _check_not_a_string(documents)
-    return read_inputs_or_pairs([(query, document) for document in documents])
+    return [(query, document) for document in documents]
 
 
 def with_remaining_deadline(
@@ -233,14 +231,6 @@ def with_remaining_deadline(
     # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
     remaining = max(deadline_ms - elapsed_ms, min(deadline_ms, 1))
     return {**parameters, "deadline_ms": remaining}
-
-
-def infer_requests(
-    rows: Rows, ranges: Sequence[range], outputs: tuple[str, ...], parameters: Parameters
-) -> Iterator[InferRequest]:
-    """Yield one request per range; its tensors are built only then, to save memory."""
-    for rows_of_request in ranges:
-        yield InferRequest(rows_of_request, rows.tensors(rows_of_request), outputs, parameters)
 
 
 def _text_tensors(texts: Sequence[_Text]) -> Iterator[Tensor]:

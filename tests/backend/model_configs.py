@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from varlen.models.checkpoint.labels import NO_LABELS
+from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.server.config import tensor_entry, tensors_of
 
 
@@ -11,6 +12,8 @@ def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **change
     checkpoint = SimpleNamespace(
         hidden_size=hidden,
         embedding_size=hidden,
+        vocab_size=60,
+        splade=SpladeConfig(),
         num_labels=labels,
         labels=NO_LABELS,
         normalize=False,

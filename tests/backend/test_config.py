@@ -1,5 +1,6 @@
 """Settings: defaults, types, and errors that name key, value and allowed values."""
 
+import json
 from dataclasses import fields
 
 import pytest
@@ -31,7 +32,7 @@ MAY_BE_ZERO = {
 
 
 def shown(value):
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def test_no_parameters_are_the_defaults():
@@ -145,7 +146,7 @@ def test_refuses_more_threads_than_a_machine_has_cores():
 
 
 def test_refuses_a_number_too_long_to_read():
-    with refused('... (5000 characters)"; allowed: whole numbers from 1'):
+    with refused("... (5002 characters); allowed: whole numbers from 1"):
         EngineConfig.from_parameters({"max_batch_tokens": "9" * 5000})
 
 
@@ -214,7 +215,7 @@ def test_refuses_an_arena_of_no_size(value):
 
 def test_only_what_the_checkpoint_decides_may_be_none():
     assert EngineConfig(task=None, max_sequence_tokens=None) == EngineConfig()
-    with refused("dtype is None; allowed: auto, fp32, fp16, bf16"):
+    with refused("dtype is null; allowed: auto, fp32, fp16, bf16"):
         EngineConfig(dtype=None)
 
 

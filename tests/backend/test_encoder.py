@@ -288,3 +288,9 @@ def test_importing_varlen_does_not_import_torch():
     code = "import sys, varlen; sys.exit('torch' in sys.modules)"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["treads", "max_running_sequences"])
+def test_refuses_a_setting_that_is_not_its_own(small_bert, name):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        Encoder.from_pretrained(small_bert, **{name: 1})

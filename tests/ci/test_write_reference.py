@@ -1,4 +1,4 @@
-"""The pages of settings, metrics and commands say what the code says."""
+"""The pages of settings, metrics, commands and requests say what the code says."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def written() -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "metrics.md", "commands.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "metrics.md", "commands.md", "wire.md"])
 def test_the_committed_page_is_the_one_that_is_written(written: dict[str, str], name: str) -> None:
     committed = (PROJECT / "docs/reference" / name).read_text()
 

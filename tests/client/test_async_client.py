@@ -41,21 +41,6 @@ def test_a_cancelled_call_raises_cancelled_error_and_sends_no_further_request(se
     assert [received.texts for received in server.model.requests[2:]] == [["e"]]
 
 
-@pytest.mark.parametrize("counts_tokens", [True, False])
-def test_tokens_of_all_rows_are_counted_if_the_model_counts_them(server, vectors_of, counts_tokens):
-    texts = [f"{'x' * (n % 7)} {n}" for n in range(20)]
-    server.model.counts_tokens = counts_tokens
-
-    async def embed():
-        async with AsyncClient(server.url) as client:
-            return await client.embed_and_count(texts, dimensions=2)
-
-    vectors, tokens = asyncio.run(embed())
-
-    np.testing.assert_array_equal(vectors, vectors_of(texts)[:, :2])
-    assert tokens == (sum(map(len, texts)) if counts_tokens else None)
-
-
 def test_a_model_that_was_loaded_again_may_have_other_sizes(server, monkeypatch):
     monkeypatch.setattr(session, "_INFO_SECONDS", -1.0)
 

@@ -13,9 +13,9 @@ import pytest
 import typer
 
 from varlen.config import SETTINGS, EngineConfig
+from varlen.request.generation import OPTION_NAMES
+from varlen.request.row_parameters import ROW_PARAMETERS
 from varlen.telemetry.metrics import METRICS
-from varlen.wire import generate as wire_generate
-from varlen.wire import rows as wire
 from varlen_tools.program import app
 
 from .pages import PAGES, PROJECT, Block, blocks, commands
@@ -51,7 +51,7 @@ OTHER_OPTIONS = {
 }
 # Names that begin like metrics and are none.
 PACKAGES = {"varlen_bench", "varlen_client", "varlen_kernels", "varlen_tools"}
-PARAMETERS = {*wire._PARAMETERS, *wire_generate._GENERATION_PARAMETERS}
+PARAMETERS = {*ROW_PARAMETERS, *OPTION_NAMES}
 
 SHELL = [
     pytest.param(block, command, id=f"{block} {command[0]} {index}")

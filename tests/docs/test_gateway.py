@@ -9,7 +9,7 @@ from tests.ci.scripts import PROJECT
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.bodies import MAX_INPUTS
 from varlen_client.gateway.settings import GatewaySettings
-from varlen_client.row_sender import DEFAULT_ROWS_PER_REQUEST
+from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST
 
 GATEWAY = (PROJECT / "docs/tasks/gateway.md").read_text()
 MIGRATION = (PROJECT / "docs/start/migration.md").read_text()

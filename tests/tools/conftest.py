@@ -1,11 +1,14 @@
-"""The assembled server, a small backend for it, small checkpoints, and CSV files."""
+"""The server, a small backend, small checkpoints, CSV files, and workers in process."""
 
 import csv
+import importlib
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import pooling_files, save_checkpoint
+from varlen_bench.harness.worker import WorkerProcess
 from varlen_tools.setup_server import SERVER_FOLDER
 
 BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks"
@@ -99,3 +102,31 @@ def committed_columns(benchmark: str) -> list[str]:
     """Return the columns of a benchmark's CSV in docs/benchmarks."""
     with (BENCHMARKS / f"{benchmark}.csv").open(newline="", encoding="utf-8") as file:
         return next(csv.reader(file))
+
+
+class InProcess:
+    """A worker in this process, where transformers need not be imported once more."""
+
+    def __init__(self, module, argument, log, *, threads):
+        self.handle = importlib.import_module(module).start(json.loads(json.dumps(argument)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, **order):
+        return json.loads(json.dumps(self.handle(json.loads(json.dumps(order)))))
+
+
+def worker_of(module, argument, log, *, threads):
+    is_ours = argument["system"]["engine"] == "varlen"
+    return (WorkerProcess if is_ours else InProcess)(module, argument, log, threads=threads)
+
+
+@pytest.fixture
+def peers_in_process(monkeypatch):
+    """Run the workers of peers in this process, which keeps its number of threads."""
+    monkeypatch.setattr("varlen_bench.compare.turns.WorkerProcess", worker_of)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,23 +37,13 @@ def test_answers_that_differ_do_not_pass(monkeypatch, other):
         demo.compare(SERVER, "minilm")
 
 
-def test_a_request_that_fails_is_shown_with_the_log(monkeypatch):
-    def fail(*arguments):
-        raise VarlenClientError("no answer")
-
-    monkeypatch.setattr(demo, "embed", fail)
-
-    with pytest.raises(ServerError, match="no answer\nthe log"):
-        demo.compare(SERVER, "minilm")
-
-
-class StreamingClient:
-    """Streams three parts, or fails after the first."""
+class FakeClient:
+    """Streams three parts and answers each text with its length, or fails after the first part."""
 
     fails = False
 
     def __init__(self, url, model):
-        assert (url, model) == ("grpc", "tiny_gpt2")
+        assert (url, model) in (("grpc", "tiny_gpt2"), ("grpc", "tiny_dates"))
 
     def __enter__(self):
         return self
@@ -60,17 +51,27 @@ class StreamingClient:
     def __exit__(self, *_):
         pass
 
-    def stream(self, prompt, *, max_tokens, temperature, seed):
-        yield SimpleNamespace(text=" of a", token_ids=(5, 6))
+    def check(self):
         if self.fails:
             raise VarlenClientError("no answer")
+
+    def stream(self, prompt, *, max_tokens, temperature, seed):
+        yield SimpleNamespace(text=" of a", token_ids=(5, 6))
+        self.check()
         yield SimpleNamespace(text="", token_ids=(7,))
         yield SimpleNamespace(text=" list.", token_ids=(8, 9))
 
+    def translate(self, texts):
+        self.check()
+        return [SimpleNamespace(text=str(len(text))) for text in texts]
 
-def test_a_text_is_printed_as_it_comes_with_its_times(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "Client", StreamingClient)
 
+@pytest.fixture
+def client(monkeypatch):
+    monkeypatch.setattr(demo, "Client", FakeClient)
+
+
+def test_a_text_is_printed_as_it_comes_with_its_times(client, capsys):
     demo.stream(SERVER, "tiny_gpt2")
 
     text, times = capsys.readouterr().out.splitlines()
@@ -78,37 +79,7 @@ def test_a_text_is_printed_as_it_comes_with_its_times(monkeypatch, capsys):
     assert times.startswith("streamed 5 tokens in ")
 
 
-def test_a_stream_that_fails_is_shown_with_the_log(monkeypatch):
-    monkeypatch.setattr(demo, "Client", StreamingClient)
-    monkeypatch.setattr(StreamingClient, "fails", True)
-
-    with pytest.raises(ServerError, match="no answer\nthe log"):
-        demo.stream(SERVER, "tiny_gpt2")
-
-
-class TranslatingClient:
-    """Answers each text with its length, or fails."""
-
-    fails = False
-
-    def __init__(self, url, model):
-        assert (url, model) == ("grpc", "tiny_dates")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def translate(self, texts):
-        if self.fails:
-            raise VarlenClientError("no answer")
-        return [SimpleNamespace(text=str(len(text))) for text in texts]
-
-
-def test_dates_are_printed_with_their_answers(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "Client", TranslatingClient)
-
+def test_dates_are_printed_with_their_answers(client, capsys):
     demo.translate(SERVER, "tiny_dates")
 
     *lines, times = capsys.readouterr().out.splitlines()
@@ -116,12 +87,17 @@ def test_dates_are_printed_with_their_answers(monkeypatch, capsys):
     assert times.startswith(f"rewrote {len(DATES)} dates in ")
 
 
-def test_a_translation_that_fails_is_shown_with_the_log(monkeypatch):
-    monkeypatch.setattr(demo, "Client", TranslatingClient)
-    monkeypatch.setattr(TranslatingClient, "fails", True)
+@pytest.mark.parametrize(
+    "part, model",
+    [(demo.compare, "minilm"), (demo.stream, "tiny_gpt2"), (demo.translate, "tiny_dates")],
+    ids=["embed", "stream", "translate"],
+)
+def test_a_request_that_fails_is_shown_with_the_log(client, monkeypatch, part, model):
+    monkeypatch.setattr(FakeClient, "fails", True)
+    monkeypatch.setattr(demo, "embed", Mock(side_effect=VarlenClientError("no answer")))
 
     with pytest.raises(ServerError, match="no answer\nthe log"):
-        demo.translate(SERVER, "tiny_dates")
+        part(SERVER, model)
 
 
 @pytest.mark.server

@@ -41,6 +41,25 @@ def report_of(folder, *arguments):
     return json.loads(result.stdout)
 
 
+def agreeing(folder, *arguments):
+    """Return the report of a model that agrees with the original."""
+    report = report_of(folder, *arguments)
+    assert report["verdict"] == "agrees", report["examination"]["comparisons"]
+    return report
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The folder of a model that fills in words."""
+    return save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+
+
+@pytest.fixture
+def decoder(tmp_path):
+    """The folder of a GPT-2."""
+    return save_checkpoint(tmp_path / "model", "GPT2LMHeadModel")
+
+
 def use_tokenizer_as_it_is(folder):
     """Name the class of transformers that takes tokenizer.json without changes."""
     tokens = {"pad_token": "[PAD]"} if "[PAD]" in (folder / "tokenizer.json").read_text() else {}
@@ -66,10 +85,8 @@ def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, ar
     if not kind.startswith("Bert"):
         use_tokenizer_as_it_is(folder)
 
-    report = report_of(folder, *arguments)
+    comparisons = agreeing(folder, *arguments)["examination"]["comparisons"]
 
-    comparisons = report["examination"]["comparisons"]
-    assert report["verdict"] == "agrees", comparisons
     assert all(each["count"] > 3 for each in comparisons if each["agrees"])
 
 
@@ -77,8 +94,7 @@ def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, ar
 def test_other_token_types_of_pairs_are_found(tmp_path, monkeypatch, task):
     folder = save_checkpoint(tmp_path / "model", "BertForSequenceClassification", num_labels=1)
     use_tokenizer_as_it_is(folder)
-    agrees = report_of(folder, "--set", f"task={task}")
-    assert agrees["verdict"] == "agrees", agrees["examination"]["comparisons"]
+    agreeing(folder, "--set", f"task={task}")
     monkeypatch.setattr(tokenizer_files, "_gives_types", lambda *_: True)
 
     report = report_of(folder, "--set", f"task={task}")
@@ -95,10 +111,9 @@ def test_a_vector_for_each_token_agrees_in_both_roles(tmp_path):
     folder = tmp_path / "model"
     MultiVectorEncoder(modules=modules, device="cpu").save_pretrained(str(folder))
 
-    report = report_of(folder)
+    report = agreeing(folder)
 
     comparisons = report["examination"]["comparisons"]
-    assert report["verdict"] == "agrees", comparisons
     names = [each["what"].split(" in ")[0] for each in comparisons]
     assert names == ["token ids", "vectors of tokens", "vectors of tokens"][: len(names)]
     assert comparisons[1]["count"] == 2 * comparisons[0]["count"]
@@ -109,49 +124,36 @@ def test_a_vector_for_each_token_agrees_in_both_roles(tmp_path):
     }
 
 
-def test_a_model_that_generates_is_examined_in_its_dtype(tmp_path):
-    folder = save_checkpoint(tmp_path / "model", "GPT2LMHeadModel")
-    use_tokenizer_as_it_is(folder)
+def test_a_model_that_generates_is_examined_in_its_dtype(decoder):
+    use_tokenizer_as_it_is(decoder)
+    what = "greedy answers of up to 16 tokens"
 
-    report = report_of(folder, "--set", "dtype=bf16", "--set", "device=cpu")
+    report = agreeing(decoder, "--set", "dtype=bf16", "--set", "device=cpu")
 
     examination = report["examination"]
     in_fp32, in_bf16 = examination["comparisons"]
     assert examination["memory"][0][1].endswith(" MB in bf16")
-    assert (in_fp32["what"], in_fp32["agrees"]) == (
-        "greedy answers of up to 16 tokens in fp32",
-        True,
-    )
-    assert (in_bf16["what"], in_bf16["agrees"]) == (
-        "greedy answers of up to 16 tokens in bf16",
-        None,
-    )
+    assert (in_fp32["what"], in_fp32["agrees"]) == (f"{what} in fp32", True)
+    assert (in_bf16["what"], in_bf16["agrees"]) == (f"{what} in bf16", None)
     assert in_bf16["remark"].startswith("rounding may change tokens; ")
-    assert report["verdict"] == "agrees"
-    summary = (
-        "it agrees with the original library: greedy answers of up to 16 tokens in fp32;"
-        " not compared: greedy answers of up to 16 tokens in bf16"
+    assert report["summary"] == (
+        f"it agrees with the original library: {what} in fp32; not compared: {what} in bf16"
     )
-    assert report["summary"] == summary
 
 
 @pytest.mark.parametrize(
     "dtype, message",
     [("int8", "serves tasks of one step"), ("fp16", "needs a GPU; allowed on a CPU")],
 )
-def test_a_dtype_in_which_the_server_does_not_generate_is_refused(tmp_path, dtype, message):
-    folder = save_checkpoint(tmp_path / "model", "GPT2LMHeadModel")
-
-    report = report_of(folder, "--set", f"dtype={dtype}", "--set", "device=cpu")
+def test_a_dtype_in_which_the_server_does_not_generate_is_refused(decoder, dtype, message):
+    report = report_of(decoder, "--set", f"dtype={dtype}", "--set", "device=cpu")
 
     assert report["verdict"] == "refused"
     assert message in report["refused"]
 
 
-def test_the_summary_names_what_was_compared_instead(tmp_path):
-    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
-
-    result = doctor(folder, "--set", "task=fill_mask", "--set", "dtype=fp32")
+def test_the_summary_names_what_was_compared_instead(words):
+    result = doctor(words, "--set", "task=fill_mask", "--set", "dtype=fp32")
 
     first, *others = result.stdout.splitlines()
     assert first == (
@@ -193,15 +195,12 @@ def test_a_language_model_that_ranks_is_compared_with_cross_encoder(tmp_path):
         "{{ (messages | selectattr('role', 'eq', 'query') | first).content }}:"
         "{{ (messages | selectattr('role', 'eq', 'document') | first).content }}"
     )
+    base = "sentence_transformers.base.modules"
     kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     modality = {"method": "forward", "method_output_name": "logits"}
     files = {
         "modules.json": [
-            {
-                "name": "0",
-                "path": "",
-                "type": "sentence_transformers.base.modules.transformer.Transformer",
-            },
+            {"name": "0", "path": "", "type": f"{base}.transformer.Transformer"},
             {"name": "1", "path": "1_LogitScore", "type": kind},
         ],
         "1_LogitScore/config.json": {"true_token_id": 70, "false_token_id": 80},
@@ -214,16 +213,11 @@ def test_a_language_model_that_ranks_is_compared_with_cross_encoder(tmp_path):
         "chat_template.jinja": template,
     }
     folder = save_checkpoint(tmp_path / "reranker", "Qwen3ForCausalLM", files=files)
-    set_fields(
-        folder,
-        "tokenizer_config.json",
-        tokenizer_class="PreTrainedTokenizerFast",
-        pad_token="<|endoftext|>",
-    )
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>"}
+    set_fields(folder, "tokenizer_config.json", **tokenizer)
 
-    report = report_of(folder)
+    report = agreeing(folder)
 
-    assert report["verdict"] == "agrees", report["examination"]["comparisons"]
     assert report["findings"]["tasks"][0] == "rerank"
     assert report["examination"]["comparisons"][0]["original"].startswith("sentence-transformers")
 
@@ -239,9 +233,8 @@ def test_a_first_release_is_compared_with_transformers_own_model(tmp_path):
     use_tokenizer_as_it_is(folder)
     write_file(folder, "modeling.py", "raise SystemExit('code of the checkpoint ran')")
 
-    report = report_of(folder)
+    report = agreeing(folder)
 
-    assert report["verdict"] == "agrees", report["examination"]["comparisons"]
     assert report["findings"]["family"] == "gte"
 
 
@@ -305,13 +298,10 @@ def test_a_refusal_is_shown_and_fails(encoder, spoil, message):
     assert report_of(encoder)["verdict"] == "refused"
 
 
-def test_a_model_that_fills_in_words_gets_a_note(tmp_path):
-    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+def test_a_model_that_fills_in_words_gets_a_note(words):
+    notes = agreeing(words)["findings"]["notes"]
 
-    report = report_of(folder)
-
-    assert "BertForMaskedLM is trained to fill in words" in report["findings"]["notes"][0]
-    assert report["verdict"] == "agrees"
+    assert "BertForMaskedLM is trained to fill in words" in notes[0]
 
 
 def test_without_the_original_library_nothing_is_compared(encoder, monkeypatch):
@@ -364,27 +354,27 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
 
 
 @pytest.mark.parametrize("task, lengths", [("sparse_embed", 2), ("fill_mask", 0)])
-def test_speed_of_other_tasks(tmp_path, monkeypatch, task, lengths):
-    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+def test_speed_of_other_tasks(words, monkeypatch, task, lengths):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
-    result = CliRunner().invoke(app, ["doctor", str(folder), "--json", "--set", f"task={task}"])
+    result = CliRunner().invoke(app, ["doctor", str(words), "--json", "--set", f"task={task}"])
 
     assert len(json.loads(result.stdout)["examination"]["speeds"]) == lengths
 
 
-def test_a_wrong_setting_is_an_error_of_the_command(encoder):
-    result = doctor(encoder, "--set", "dtype=fp8")
+@pytest.mark.parametrize(
+    "folder, arguments, message",
+    [
+        ("Tiny-Encoder", ("--set", "dtype=fp8"), 'dtype is "fp8"; allowed'),
+        ("nowhere", (), "nowhere is not a folder; `fetch` downloads models of the hub"),
+    ],
+    ids=["a wrong setting", "no folder"],
+)
+def test_a_wrong_argument_is_an_error_of_the_command(encoder, folder, arguments, message):
+    result = doctor(encoder.parent / folder, *arguments)
 
     assert result.exit_code == 2
-    assert 'dtype is "fp8"; allowed' in result.stderr
-
-
-def test_a_folder_that_does_not_exist_is_an_error_of_the_command(tmp_path):
-    result = doctor(tmp_path / "nowhere")
-
-    assert result.exit_code == 2
-    assert "nowhere is not a folder; `fetch` downloads models of the hub" in result.stderr
+    assert message in result.stderr
 
 
 def test_damaged_weights_show_as_a_difference_or_a_refusal(encoder):

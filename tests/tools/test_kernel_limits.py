@@ -15,7 +15,6 @@ from varlen_bench.kernel_limits import (
     CeilingKey,
     ceiling_key,
     lowest_ceilings,
-    lowest_instructions,
     problems,
     read_ceilings,
     write_ceilings,
@@ -43,7 +42,9 @@ GOOD = MachineCode(
     wgmma=0,
     barriers=0,
 )
-CEILINGS = {ceiling_key(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
+CEILINGS = {
+    "registers": {ceiling_key(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
+}
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,9 @@ CEILINGS = {ceiling_key(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (
 def test_each_exceeded_limit_is_reported(change: dict[str, int], problem: str) -> None:
     code = replace(GOOD, **change)  # type: ignore[arg-type]
 
-    instructions = dict.fromkeys(CEILINGS, 448)
-    assert problems(CALL, DTYPE, [GOOD], CEILINGS, instructions) == []
-    assert problems(CALL, DTYPE, [code], CEILINGS, instructions) == [f"_norm_kernel: {problem}"]
+    ceilings = {**CEILINGS, "instructions": dict.fromkeys(CEILINGS["registers"], 448)}
+    assert problems(CALL, DTYPE, [GOOD], ceilings) == []
+    assert problems(CALL, DTYPE, [code], ceilings) == [f"_norm_kernel: {problem}"]
 
 
 def test_a_call_without_a_load_limit_may_have_narrow_loads() -> None:
@@ -95,7 +96,7 @@ def test_16_bit_kernels_must_use_the_tensor_cores_of_their_gpu(
 ) -> None:
     other = replace(GOOD, arch=arch)
     code = replace(other, mma=mma, wgmma=wgmma)
-    ceilings = {ceiling_key(CALL, dtype, code): 40}
+    ceilings = {"registers": {ceiling_key(CALL, dtype, code): 40}}
 
     found = problems(replace(CALL, tensor_cores=True), dtype, [other, code], ceilings)
 
@@ -106,14 +107,14 @@ def test_a_ceiling_is_the_largest_count_rounded_up_to_eight() -> None:
     key = ceiling_key(CALL, DTYPE, GOOD)
     codes = [(key, replace(GOOD, registers=registers)) for registers in (17, 41, 32)]
 
-    assert lowest_ceilings(codes) == {key: 48}
+    assert lowest_ceilings("registers", codes) == {key: 48}
 
 
 def test_a_ceiling_of_instructions_leaves_little_room() -> None:
     key = ceiling_key(CALL, DTYPE, GOOD)
     codes = [(key, replace(GOOD, instructions=count)) for count in (400, 449)]
 
-    assert lowest_instructions(codes) == {key: 512}
+    assert lowest_ceilings("instructions", codes) == {key: 512}
 
 
 def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import CheckpointError, ConfigError
 from varlen_tools.model_source import find_source
 from varlen_tools.profile_costs.__main__ import main
-from varlen_tools.profile_costs.page import render
-from varlen_tools.profile_costs.picture import draw
+from varlen_tools.profile_costs.picture import draw, render
 from varlen_tools.profile_costs.profile import Profile
 from varlen_tools.profile_costs.tables import BATCH_HEADINGS, batch_rows, three_digits
 

@@ -11,8 +11,7 @@ from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_tools.show_plan.__main__ import main
 from varlen_tools.show_plan.maps import paper_maps, program_map
-from varlen_tools.show_plan.page import render
-from varlen_tools.show_plan.picture import draw, in_units
+from varlen_tools.show_plan.picture import draw, in_units, render
 
 MIB = 2**20
 app = typer.Typer()

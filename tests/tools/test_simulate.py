@@ -7,6 +7,8 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from statistics import fmean
 
 import pytest
@@ -20,15 +22,9 @@ from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
 from varlen_tools.simulate import grid, partition
 from varlen_tools.simulate.__main__ import app
+from varlen_tools.simulate.batches import BatchStudy, full_load, simulate
 from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
-from varlen_tools.simulate.run import simulate
-from varlen_tools.simulate.study import full_load, measure, most_within
-from varlen_tools.workloads import (
-    Arrival,
-    burst_arrivals,
-    poisson_arrivals,
-    with_deadline,
-)
+from varlen_tools.workloads import Arrival, burst_arrivals, poisson_arrivals, with_deadline
 
 MIX, SHORT = range(5, 501), range(2, 101)
 SEQUENCES = 64
@@ -73,28 +69,46 @@ def large_arrivals(count, rate, seed):
     ]
 
 
+def study(count, lengths=MIX, seed=0, *, seconds=core_seconds, workers=1):
+    """Return the study of Poisson arrivals."""
+    return BatchStudy(
+        partial(table, seconds),
+        lambda rate: poisson_arrivals(count, rate, lengths, seed),
+        workers,
+    )
+
+
 def ratios(load, *, seconds=core_seconds, workers=1, lengths=MIX, count=1000):
     """Return mean latency and p99 of `dp` over those of a token budget."""
     rate = load * full(seconds, round(fmean(lengths)), workers)
-    found = {
-        policy: [
-            measure(
-                config(policy),
-                lambda: table(seconds),
-                poisson_arrivals(count, rate, lengths, seed),
-                offered=rate,
-                workers=workers,
-            )
-            for seed in range(3)
-        ]
-        for policy in ("dp", "token_budget")
-    }
-    assert all(one.lost == 0 for results in found.values() for one in results)
+    studies = [study(count, lengths, n, seconds=seconds, workers=workers) for n in range(3)]
     ours, budget = (
-        [fmean(getattr(one, name) for one in results) for name in ("mean", "p99")]
-        for results in found.values()
+        [each.measure(config(policy), rate) for each in studies]
+        for policy in ("dp", "token_budget")
     )
-    return ours[0] / budget[0], ours[1] / budget[1]
+    assert all(one.lost == 0 for one in (*ours, *budget))
+    return [
+        fmean(getattr(one, name) for one in ours) / fmean(getattr(one, name) for one in budget)
+        for name in ("mean", "p99")
+    ]
+
+
+def by_size(run):
+    """Return ascending latencies of answered requests of one row, and of those with several."""
+    return [
+        sorted(
+            o.seconds for o in run.outcomes if o.error is None and (o.arrival.rows > 1) == is_large
+        )
+        for is_large in (False, True)
+    ]
+
+
+def together(*arrivals):
+    return sorted(chain(*arrivals), key=lambda arrival: arrival.at)
+
+
+def p99(ascending):
+    return ascending[int(0.99 * len(ascending))]
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.95])
@@ -130,11 +144,10 @@ def test_requests_of_one_row_do_not_wait_for_large_ones(workers):
     rate = 0.6 * full(mean=51, workers=workers) / 5.8
     arrivals = large_arrivals(800, rate, seed=0)
 
-    def latencies(policy):
-        run = simulate(arrivals, config(policy), table(), workers=workers)
-        return [[o.seconds for o in run.outcomes if (o.arrival.rows > 1) == x] for x in (0, 1)]
-
-    (single, large), (budget_single, budget_large) = map(latencies, ("dp", "token_budget"))
+    (single, large), (budget_single, budget_large) = (
+        by_size(simulate(arrivals, config(policy), table(), workers=workers))
+        for policy in ("dp", "token_budget")
+    )
 
     assert fmean(single) <= 0.6 * fmean(budget_single)
     # their rows are spread over all workers
@@ -145,20 +158,15 @@ def test_long_rows_of_one_client_delay_others_by_one_row_at_most():
     """Nothing interrupts a batch, so it is kept small; the large request takes hardly longer."""
     short = poisson_arrivals(1200, 120.0, range(4, 35), seed=0)
     large = [Arrival(at, 256, rows=64) for at in (1.0, 4.0, 7.0)]
-    arrivals = sorted([*short, *large], key=lambda arrival: arrival.at)
     # a row and the request itself, which may wait for another one
     most = core_seconds(1, 256) + 2 * core_seconds(2, 34)
 
-    def latencies(policy):
-        run = simulate(arrivals, config(policy), table(), workers=2)
-        return [
-            sorted(o.seconds for o in run.outcomes if (o.arrival.rows > 1) == is_large)
-            for is_large in (False, True)
-        ]
+    (others, client), (_, client_alone) = (
+        by_size(simulate(together(short, large), config(policy), table(), workers=2))
+        for policy in ("dp", "token_budget")
+    )
 
-    (others, client), (_, client_alone) = map(latencies, ("dp", "token_budget"))
-
-    assert others[int(0.99 * len(others))] <= most
+    assert p99(others) <= most
     assert fmean(client) <= 1.15 * fmean(client_alone)
 
 
@@ -204,21 +212,13 @@ def test_it_is_not_worse_where_costs_are_known_badly(believed):
     ours, budget = run("dp"), run("token_budget")
 
     assert fmean(ours) <= fmean(budget)
-    assert ours[int(0.99 * len(ours))] <= 1.1 * budget[int(0.99 * len(budget))]
+    assert p99(ours) <= 1.1 * p99(budget)
 
 
 def test_padded_it_serves_more_at_overload_and_answers_much_sooner_below_it():
     def both(load):
         rate = load * full()
-        return [
-            measure(
-                config(policy, "padded"),
-                lambda: table(execution="padded"),
-                poisson_arrivals(1000, rate, MIX, 0),
-                offered=rate,
-            )
-            for policy in ("dp", "fifo")
-        ]
+        return [study(1000).measure(config(policy, "padded"), rate) for policy in ("dp", "fifo")]
 
     ours, fifo = both(2.0)
     assert ours.served >= 1.5 * fifo.served
@@ -299,21 +299,13 @@ def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_ove
     """The queue lets single rows pass a large request, but not for ever."""
     single = [Arrival(each.at, 64) for each in poisson_arrivals(9000, 900.0, [64], seed=0)]
     large = [Arrival(at, 64, rows=rows) for at in (2.0, 4.0, 6.0)]
-    arrivals = sorted([*single, *large], key=lambda arrival: arrival.at)
 
-    run = simulate(arrivals, config(policy, max_queued_requests=1000), table())
+    run = simulate(together(single, large), config(policy, max_queued_requests=1000), table())
 
-    seconds = {
-        is_large: [
-            outcome.seconds
-            for outcome in run.outcomes
-            if outcome.error is None and (outcome.arrival.rows > 1) == is_large
-        ]
-        for is_large in (True, False)
-    }
+    of_one_row, of_many = by_size(run)
     assert run.refused(QueueFullError) > 100
-    assert len(seconds[True]) >= 1
-    assert max(seconds[True]) <= 2.5 * max(seconds[False])
+    assert len(of_many) >= 1
+    assert of_many[-1] <= 2.5 * of_one_row[-1]
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -410,15 +402,11 @@ def test_whatever_comes_is_answered_once(stream, policy, trigger, execution, wor
 
 
 def test_the_most_within_a_latency_is_where_latency_passes_it():
-    def arrivals(rate):
-        return poisson_arrivals(1500, rate, MIX, 0)
+    load, policy = study(1500), config("token_budget")
 
-    most = most_within(config("token_budget"), table, arrivals, p99=0.3, upper=300.0)
+    most = load.most_within(policy, p99=0.3, upper=300.0)
 
-    below, above = (
-        measure(config("token_budget"), table, arrivals(rate), offered=rate)
-        for rate in (0.98 * most, 1.1 * most)
-    )
+    below, above = (load.measure(policy, factor * most) for factor in (0.98, 1.1))
     assert below.p99 <= 0.3 < above.p99
 
 
@@ -440,30 +428,6 @@ def test_the_command_prints_and_writes_every_policy(tmp_path):
     header, *rows = table.read_text().splitlines()
     assert header.startswith("policy,execution,workers,offered,served,")
     assert [row.split(",")[0] for row in rows] == ["token_budget", "dp"]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            ("--policies", "lifo"),
-            'policy is "lifo"; allowed: none, fifo, token_budget, dp',
-        ),
-        (("--lengths", "9"), 'lengths are "9"; allowed: two whole numbers, such as 5-500'),
-        (("--lengths", "5-9000"), "a batch has at most 4096"),
-        (("--loads", "0.5,much"), 'loads are "0.5,much"; allowed: numbers with commas between'),
-        (
-            ("--costs", "measured", "--cache-folder", "CACHE"),
-            "the cache has no costs of packed batches",
-        ),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
-    arguments = [str(tmp_path) if word == "CACHE" else word for word in arguments]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
-
-    assert done.exit_code == 2
-    assert message in done.output
 
 
 def test_the_grid_compares_policies_in_every_cell(tmp_path):
@@ -488,25 +452,6 @@ def test_the_grid_compares_policies_in_every_cell(tmp_path):
     assert all(0 < float(row[7]) <= float(row[8]) for row in rows)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--lengths", "long"), '"long" is not known; allowed: uniform, short, mixed, rows'),
-        (("--costs", "tpu"), '"tpu" is not known; allowed: cpu, gpu'),
-        (("--workers", "0"), 'workers are "0"; allowed: numbers above 0'),
-        (("--workers", "1.5"), 'workers are "1.5"; allowed: whole numbers from 1'),
-        (("--loads", "0"), 'loads are "0"; allowed: numbers above 0'),
-        (("--loads", "inf"), 'loads are "inf"; allowed: numbers above 0'),
-        (("--over", "lifo"), 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
-    ],
-)
-def test_the_grid_refuses_what_it_does_not_know(arguments, message):
-    done = CliRunner().invoke(grid.app, arguments, env={"COLUMNS": "300"})
-
-    assert done.exit_code == 2
-    assert message in done.output
-
-
 def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
     padded, packed = (CliRunner().invoke(partition.app, options) for options in ([], ["--packed"]))
 
@@ -514,9 +459,31 @@ def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
     assert re.search(r"best partition │ 17, 18, 52, 63, 77 .*│ 1.00x", packed.output)
 
 
-@pytest.mark.parametrize("lengths", ["17,0", "17.5", "inf", "nan", "a"])
-def test_the_example_refuses_lengths_that_are_none(lengths):
-    done = CliRunner().invoke(partition.app, [lengths], env={"COLUMNS": "300"})
+@pytest.mark.parametrize(
+    "command, arguments, message",
+    [
+        (app, "--policies lifo", 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
+        (app, "--lengths 9", 'lengths are "9"; allowed: two whole numbers, such as 5-500'),
+        (app, "--lengths 5-9000", "a batch has at most 4096"),
+        (app, "--loads 0.5,much", 'loads are "0.5,much"; allowed: numbers with commas between'),
+        (app, "--costs measured --cache-folder .", "the cache has no costs of packed batches"),
+        (grid.app, "--lengths long", '"long" is not known; allowed: uniform, short, mixed, rows'),
+        (grid.app, "--costs tpu", '"tpu" is not known; allowed: cpu, gpu'),
+        (grid.app, "--workers 0", 'workers are "0"; allowed: numbers above 0'),
+        (grid.app, "--workers 1.5", 'workers are "1.5"; allowed: whole numbers from 1'),
+        (grid.app, "--loads 0", 'loads are "0"; allowed: numbers above 0'),
+        (grid.app, "--loads inf", 'loads are "inf"; allowed: numbers above 0'),
+        (grid.app, "--over lifo", 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
+        *(
+            (partition.app, lengths, f'lengths are "{lengths}"; allowed: ')
+            for lengths in ("17,0", "17.5", "inf", "nan", "a")
+        ),
+    ],
+)
+def test_a_command_refuses_what_it_cannot_do(tmp_path, monkeypatch, command, arguments, message):
+    monkeypatch.chdir(tmp_path)
+
+    done = CliRunner().invoke(command, arguments, env={"COLUMNS": "300"})
 
     assert done.exit_code == 2
-    assert f'lengths are "{lengths}"; allowed: ' in done.output
+    assert message in done.output

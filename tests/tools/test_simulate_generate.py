@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
 from varlen.errors import RequestError
-from varlen_tools.simulate.generate.__main__ import main
-from varlen_tools.simulate.generate.costs import StepCosts, fit
-from varlen_tools.simulate.generate.costs import measure as measure_costs
-from varlen_tools.simulate.generate.run import Step, simulate
-from varlen_tools.simulate.generate.study import Setup, full_load, measure, most_within
+from varlen_tools.simulate.costs import StepCosts
+from varlen_tools.simulate.generate import main
+from varlen_tools.simulate.measured_steps import fit, measure
+from varlen_tools.simulate.steps import Step, StepStudy, simulate
 from varlen_tools.workloads import Arrival, generation_arrivals
 
 from .conftest import read_csv
@@ -43,8 +42,8 @@ def config(policy="reserve", max_step_tokens=128, **settings):
     )
 
 
-def setup(count=300, seed=0, blocks=BLOCKS, max_tokens=None):
-    return Setup(generation_arrivals(count, seed), COSTS, blocks, max_tokens)
+def study(count=300, seed=0, blocks=BLOCKS, max_tokens=None):
+    return StepStudy(generation_arrivals(count, seed), COSTS, blocks, max_tokens)
 
 
 def assert_idle(run):
@@ -54,10 +53,10 @@ def assert_idle(run):
 
 
 def test_a_run_is_a_function_of_its_seed():
-    one = measure(setup(100), config(), 3.0)
+    one = study(100).measure(config(), 3.0)
 
-    assert one == measure(setup(100), config(), 3.0)
-    assert one != measure(setup(100, seed=1), config(), 3.0)
+    assert one == study(100).measure(config(), 3.0)
+    assert one != study(100, seed=1).measure(config(), 3.0)
 
 
 @settings(deadline=None, max_examples=40)
@@ -90,7 +89,7 @@ def test_whatever_comes_is_answered_once_and_every_block_is_free_at_the_end(
 @both_policies
 @pytest.mark.parametrize("max_step_tokens", [32, 256])
 def test_steps_keep_to_their_limits_and_compute_every_token(policy, max_step_tokens):
-    load = setup(150, blocks=128)
+    load = study(150, blocks=128)
 
     run = load.run(config(policy, max_step_tokens), 4.0)
 
@@ -103,20 +102,20 @@ def test_steps_keep_to_their_limits_and_compute_every_token(policy, max_step_tok
 
 
 def test_reserve_never_preempts_and_optimistic_does_where_blocks_are_few():
-    load = setup(blocks=64, max_tokens=128)
+    load = study(blocks=64, max_tokens=128)
 
-    reserve = measure(load, config("reserve"), 4.0)
-    optimistic = measure(load, config("optimistic"), 4.0)
+    reserve = load.measure(config("reserve"), 4.0)
+    optimistic = load.measure(config("optimistic"), 4.0)
 
     assert reserve.preemptions == 0
     assert optimistic.preemptions > 0
 
 
 def test_optimistic_starts_answers_sooner_where_they_are_shorter_than_max_tokens():
-    load = setup(blocks=256, max_tokens=512)
+    load = study(blocks=256, max_tokens=512)
 
-    reserve = measure(load, config("reserve"), 3.0)
-    optimistic = measure(load, config("optimistic"), 3.0)
+    reserve = load.measure(config("reserve"), 3.0)
+    optimistic = load.measure(config("optimistic"), 3.0)
 
     assert optimistic.ttft_p50 < 0.5 * reserve.ttft_p50
     # what is reserved is not used
@@ -127,10 +126,10 @@ def test_optimistic_starts_answers_sooner_where_they_are_shorter_than_max_tokens
 def test_chunks_of_prompts_lower_the_largest_gap_between_tokens():
     short = [Arrival(0.0, 16, generated=60) for _ in range(8)]
     long = [Arrival(0.1 + number, 1000, generated=1) for number in range(3)]
-    load = Setup(sorted([*short, *long], key=lambda arrival: arrival.at), COSTS, BLOCKS)
+    load = StepStudy(sorted([*short, *long], key=lambda arrival: arrival.at), COSTS, BLOCKS)
     rate = len(load.arrivals) / 2.0
 
-    gaps = {size: measure(load, config("reserve", size), rate).gap for size in (64, 256, 1024)}
+    gaps = {size: load.measure(config("reserve", size), rate).gap for size in (64, 256, 1024)}
 
     assert gaps[64] < gaps[256] < gaps[1024]
     for size, gap in gaps.items():
@@ -146,7 +145,7 @@ def test_a_request_that_never_fits_is_refused_and_the_others_run():
 
     assert isinstance(run.outcomes[0].error, RequestError)
     assert len(run.outcomes[1].sent) == 3
-    assert measure(Setup(arrivals, COSTS, BLOCKS), config(), 1.0).refused == 1
+    assert StepStudy(arrivals, COSTS, BLOCKS).measure(config(), 1.0).refused == 1
 
 
 def test_an_answer_ends_at_max_tokens():
@@ -158,9 +157,9 @@ def test_an_answer_ends_at_max_tokens():
 
 
 def test_times_are_those_of_the_steps():
-    load = Setup([Arrival(0.0, 100, generated=4), Arrival(1e3, 1, generated=1)], COSTS, BLOCKS)
+    load = StepStudy([Arrival(0.0, 100, generated=4), Arrival(1e3, 1, generated=1)], COSTS, BLOCKS)
 
-    result = measure(load, config(), 0.001)
+    result = load.measure(config(), 0.001)
 
     decode = [COSTS.of(1, 100 + number) for number in (1, 2, 3)]
     assert result.ttft_p99 == pytest.approx(COSTS.of(100, 100), rel=1e-6)
@@ -169,11 +168,11 @@ def test_times_are_those_of_the_steps():
 
 
 def test_a_full_load_is_about_what_is_served_at_overload():
-    load, running = setup(count=1000, blocks=4096), config("reserve", 512)
+    load, running = study(count=1000, blocks=4096), config("reserve", 512)
 
-    one = full_load(load, running.max_running_sequences)
+    one = load.full_load(running.max_running_sequences)
 
-    result = measure(load, running, 2 * one)
+    result = load.measure(running, 2 * one)
     generated = sum(arrival.generated for arrival in load.arrivals) / 1000
     assert result.tokens == pytest.approx(one * generated, rel=0.1)
     assert result.kept_up < 0.6
@@ -181,11 +180,11 @@ def test_a_full_load_is_about_what_is_served_at_overload():
 
 @pytest.mark.parametrize("limits", [{"ttft": 0.5, "token": 0.2}, {"ttft": 5.0, "token": 0.06}])
 def test_the_highest_rate_is_where_a_limit_is_passed(limits):
-    load = setup(100)
+    load = study(100)
 
-    most = most_within(load, config(), **limits, upper=10.0)
+    most = load.most_within(config(), **limits, upper=10.0)
 
-    below, above = (measure(load, config(), factor * most) for factor in (1.0, 1.15))
+    below, above = (load.measure(config(), factor * most) for factor in (1.0, 1.15))
     assert below.ttft_p99 <= limits["ttft"]
     assert below.token_p99 <= limits["token"]
     assert above.ttft_p99 > limits["ttft"] or above.token_p99 > limits["token"]
@@ -213,7 +212,7 @@ def test_costs_are_read_as_they_are_written():
 def test_costs_of_a_model_are_measured(tmp_path):
     folder = save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel")
 
-    costs, error = measure_costs(folder, {"kv_bytes": "1%"})
+    costs, error = measure(folder, {"kv_bytes": "1%"})
 
     assert min(costs.step, costs.token, costs.kv_token) >= 0
     assert 0 < costs.of(1, 1) <= costs.of(512, 1000)

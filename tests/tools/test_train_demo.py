@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from tests.closeness import assert_close
 from varlen_tools.train_demo import __main__ as command
-from varlen_tools.train_demo.gpt2 import Shape
 from varlen_tools.train_demo.muon import orthogonalized
 from varlen_tools.train_demo.save import save_gpt2
 from varlen_tools.train_demo.text import python_documents
-from varlen_tools.train_demo.train import END_OF_TEXT, Training, encode, train, train_tokenizer
+from varlen_tools.train_demo.train import END_OF_TEXT, encode, train, train_tokenizer
+from varlen_tools.train_demo.transformer import Shape, Training
 
 TINY = Training(
-    Shape(vocabulary=300, positions=24, hidden=16, layers=2, heads=2), steps=12, sequences=2
+    Shape(vocabulary=300, positions=24, hidden=16, layers=2, heads=2), steps=12, samples=2
 )
 DOCUMENTS = ["The cat sat on the mat, and the dog sat on the cat." * 5, "A list is mutable. " * 9]
 

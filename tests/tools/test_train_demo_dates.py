@@ -24,19 +24,18 @@ from varlen_tools.train_demo.dates import (
     is_held_out,
     training_examples,
 )
-from varlen_tools.train_demo.marian import MarianShape
 from varlen_tools.train_demo.save import save_marian
 from varlen_tools.train_demo.train_dates import (
     END,
     PAD,
-    DateTraining,
     exact_matches,
     train_date_tokenizer,
     train_dates,
 )
+from varlen_tools.train_demo.transformer import Shape, Training
 
-TINY = DateTraining(
-    MarianShape(vocabulary=300, positions=40, hidden=16, layers=1, heads=2), steps=25, dates=16
+TINY = Training(
+    Shape(vocabulary=300, positions=40, hidden=16, layers=1, heads=2), steps=25, samples=16
 )
 
 # The first letters of each month, in three languages.

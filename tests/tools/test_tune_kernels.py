@@ -16,7 +16,7 @@ from varlen_bench import tune_kernels
 from varlen_bench.harness.summary import Spread
 from varlen_bench.kernels.machine import Budget
 from varlen_bench.launch_choices import collect_choices
-from varlen_bench.ops import beam, rows
+from varlen_bench.ops import chosen_tokens, rows
 from varlen_bench.tune_kernels import tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
@@ -89,7 +89,7 @@ def choices_of(calls, machine):
 
 
 def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported():
-    failing = beam.beam_step(8, 4, 320, torch.float32)
+    failing = chosen_tokens.beam_step(8, 4, 320, torch.float32)
     mixed = [failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)]
     failed = []
 

@@ -7,19 +7,20 @@ rounds it is the 20th percentile. Results are compared first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import product
 from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
 
 from varlen_bench.harness.command import Output, Quick, Run, csv_path
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, rounded, worst
 from varlen_bench.harness.tables import Table
+from varlen_bench.ops.call import Inputs, OpCall
+from varlen_bench.ops.rows import activate
+from varlen_bench.ops.sequences import attention_varlen
 from varlen_kernels import cpu, reference
 
 LENGTHS = {
@@ -42,49 +43,26 @@ _ROUND_SECONDS = 5e-3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of an op."""
+    """A call of an op, with the names of its row."""
 
     op: str
     name: str
     dtype: str
-    run: Callable[[object, Tensor], Tensor]
-    out: Tensor
+    call: OpCall
 
 
 def cases() -> list[Case]:
     """Return every call that is compared."""
-    return [
-        case
-        for dtype in _DTYPES
-        for case in (
-            *(_attention(name, dim, dtype) for dim in _HEAD_DIMS for name in LENGTHS),
-            *(_gelu(rows, dtype) for rows in _ROWS),
-        )
-    ]
-
-
-def _attention(name: str, head_dim: int, dtype: str) -> Case:
-    lengths = LENGTHS[name]
-    qkv = torch.randn(sum(lengths), 3 * _HEADS * head_dim).to(_DTYPES[dtype])
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-    def run(ops: object, out: Tensor) -> Tensor:
-        attend = vars(ops)["attention_varlen"]
-        result: Tensor = attend(qkv, bounds, num_heads=_HEADS, scale=head_dim**-0.5, out=out)
-        return result
-
-    out = qkv.new_empty(len(qkv), _HEADS * head_dim)
-    return Case("attention_varlen", f"{name}, {_HEADS} heads of {head_dim}", dtype, run, out)
-
-
-def _gelu(rows: int, dtype: str) -> Case:
-    x = torch.randn(rows, _FEATURES).to(_DTYPES[dtype])
-
-    def run(ops: object, out: Tensor) -> Tensor:
-        result: Tensor = vars(ops)["activate"](x, kind="gelu_tanh", out=out)
-        return result
-
-    return Case("activate gelu_tanh", f"{rows} x {_FEATURES}", dtype, run, torch.empty_like(x))
+    found = []
+    for name, dtype in _DTYPES.items():
+        for head_dim, (sizes, lengths) in product(_HEAD_DIMS, LENGTHS.items()):
+            call = attention_varlen(lengths, _HEADS, head_dim, dtype)
+            case = f"{sizes}, {_HEADS} heads of {head_dim}"
+            found.append(Case("attention_varlen", case, name, call))
+        for rows in _ROWS:
+            call = activate(rows, _FEATURES, dtype, kind="gelu_tanh", biased=False)
+            found.append(Case("activate gelu_tanh", f"{rows} x {_FEATURES}", name, call))
+    return found
 
 
 def compare(case: Case, rounds: int) -> dict[str, Cell]:
@@ -93,15 +71,17 @@ def compare(case: Case, rounds: int) -> dict[str, Cell]:
     Raises:
         RuntimeError: the results differ.
     """
-    expected, actual = case.run(reference, torch.empty_like(case.out)), case.run(cpu, case.out)
+    inputs = case.call.make("cpu", seed=0)
+    expected = case.call.run(reference, {**inputs, "out": torch.empty_like(inputs["out"])})
+    actual = case.call.run(cpu, inputs)
     tolerance = 2e-2 if case.dtype == "bf16" else 1e-5
     if not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
         raise RuntimeError(f"{case.op} of {case.name} in {case.dtype} differs from the reference")
-    repeats = 1 + int(_ROUND_SECONDS / _seconds(case, reference, 1))
+    repeats = 1 + int(_ROUND_SECONDS / _seconds(case, reference, inputs, 1))
     torch_times, compiled_times = [], []
     for _ in range(rounds):
-        torch_times.append(_seconds(case, reference, repeats))
-        compiled_times.append(_seconds(case, cpu, repeats))
+        torch_times.append(_seconds(case, reference, inputs, repeats))
+        compiled_times.append(_seconds(case, cpu, inputs, repeats))
     torch_us, compiled_us = (1e6 * Spread.of(t).p20 for t in (torch_times, compiled_times))
     return {
         "op": case.op,
@@ -113,10 +93,10 @@ def compare(case: Case, rounds: int) -> dict[str, Cell]:
     }
 
 
-def _seconds(case: Case, ops: object, repeats: int) -> float:
+def _seconds(case: Case, ops: object, inputs: Inputs, repeats: int) -> float:
     begin = time.thread_time()
     for _ in range(repeats):
-        case.run(ops, case.out)
+        case.call.run(ops, inputs)
     return (time.thread_time() - begin) / repeats
 
 

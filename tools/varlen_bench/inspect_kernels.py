@@ -17,11 +17,10 @@ from rich.table import Table
 from varlen_bench.kernel_limits import (
     ARCHES,
     CEILINGS,
-    INSTRUCTIONS,
+    ceiling_files,
     ceiling_key,
     compile_call,
     lowest_ceilings,
-    lowest_instructions,
     problems,
     read_ceilings,
     write_ceilings,
@@ -49,12 +48,11 @@ def main(
     for figure in _FIGURES:
         table.add_column(figure.replace("_", " "), justify="right", max_width=9)
     listed = {call.name for call in COMPILED}
-    registers = write or CEILINGS
-    files = registers, registers.with_name(INSTRUCTIONS)
-    ceilings, instructions = (
-        {key: most for key, most in read_ceilings(file).items() if key.call in listed}
-        for file in files
-    )
+    files = ceiling_files(write or CEILINGS)
+    ceilings = {
+        figure: {key: most for key, most in read_ceilings(file).items() if key.call in listed}
+        for figure, file in files.items()
+    }
     found: list[str] = []
     for call, dtype, arch in ((c, d, a) for c in calls for d in c.dtypes for a in ARCHES):
         codes = compile_call(call, dtype, arch)
@@ -63,15 +61,15 @@ def main(
             table.add_row(call.name, code.kernel, str(dtype)[6:], str(arch), *figures)
         if write is not None:
             keyed = [(ceiling_key(call, dtype, code), code) for code in codes]
-            ceilings |= lowest_ceilings(keyed)
-            instructions |= lowest_instructions(keyed)
-        lines = problems(call, dtype, codes, ceilings, instructions)
+            for figure in ceilings:
+                ceilings[figure] |= lowest_ceilings(figure, keyed)
+        lines = problems(call, dtype, codes, ceilings)
         found += [f"{call.name} {dtype} sm_{arch}: {line}" for line in lines]
     # wide enough for all columns if the output is not a terminal
     Console(width=None if Console().is_terminal else 200).print(table)
     if write is not None:
-        for file, written in zip(files, (ceilings, instructions), strict=True):
-            write_ceilings(file, written)
+        for figure, file in files.items():
+            write_ceilings(file, ceilings[figure])
     for line in found:
         print(line)
     raise typer.Exit(1 if found else 0)

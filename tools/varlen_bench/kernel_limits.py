@@ -5,9 +5,10 @@ capability, because a change that needs more makes a kernel slower and no other 
 """
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -19,13 +20,10 @@ from varlen_kernels.tuning import minor_version
 # Compute capabilities to compile for: A100, and H100/H200.
 ARCHES = (80, 90)
 CEILINGS = Path("tests/kernels/compiled/registers.csv")
-# Beside it. Here a kernel may be missing, which is then not checked.
-INSTRUCTIONS = "instructions.csv"
 _WRITE = f"python -m varlen_bench.inspect_kernels --write {CEILINGS}"
-# A GPU allocates registers in units of eight.
-_REGISTER_UNIT = 8
+# Figures with ceilings, and the unit that these are rounded up to. A GPU allocates registers in units of eight.
 # Code may grow a little with constants; a new path of a kernel takes more.
-_INSTRUCTION_UNIT = 64
+UNITS = {"registers": 8, "instructions": 64}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,6 +34,10 @@ class CeilingKey:
     kernel: str
     dtype: str
     column: str
+
+
+# Ceilings of one figure.
+Ceilings: TypeAlias = dict[CeilingKey, int]
 
 
 def compile_call(call: CompiledCall, dtype: torch.dtype, arch: int) -> list[MachineCode]:
@@ -49,29 +51,25 @@ def problems(
     call: CompiledCall,
     dtype: torch.dtype,
     codes: Iterable[MachineCode],
-    ceilings: dict[CeilingKey, int],
-    instructions: dict[CeilingKey, int] | None = None,
+    ceilings: Mapping[str, Ceilings],
 ) -> list[str]:
     """Return one line per exceeded limit of a call's kernels.
 
     Args:
         call, dtype: what was compiled.
         codes: its kernels.
-        ceilings: of registers.
-        instructions: ceilings of instructions.
+        ceilings: by figure. A kernel must have a ceiling of registers; without others it is not checked.
     """
     codes = list(codes)
     found = [] if codes else ["no kernel was compiled"]
     for code in codes:
         found += [f"{code.kernel}: {line}" for line in _problems(call, code)]
-        ceiling = ceilings.get(ceiling_key(call, dtype, code))
-        if ceiling is None:
-            found.append(f"{code.kernel}: no register ceiling; write one: {_WRITE}")
-        elif code.registers > ceiling:
-            found.append(f"{code.kernel}: {code.registers} registers; its ceiling is {ceiling}")
-        most = (instructions or {}).get(ceiling_key(call, dtype, code))
-        if most is not None and code.instructions > most:
-            found.append(f"{code.kernel}: {code.instructions} instructions; its ceiling is {most}")
+        for figure, limits in ceilings.items():
+            ceiling, count = limits.get(ceiling_key(call, dtype, code)), getattr(code, figure)
+            if ceiling is not None and count > ceiling:
+                found.append(f"{code.kernel}: {count} {figure}; its ceiling is {ceiling}")
+            elif ceiling is None and figure == "registers":
+                found.append(f"{code.kernel}: no register ceiling; write one: {_WRITE}")
     # sm_90 has HGMMA, sm_80 HMMA
     uses_tensor_cores = any(code.wgmma if code.arch == 90 else code.mma for code in codes)
     if call.tensor_cores and dtype != torch.float32 and not uses_tensor_cores:
@@ -98,27 +96,23 @@ def ceiling_key(call: CompiledCall, dtype: torch.dtype, code: MachineCode) -> Ce
     return CeilingKey(call.name, code.kernel, str(dtype).removeprefix("torch."), column)
 
 
-def lowest_ceilings(codes: Iterable[tuple[CeilingKey, MachineCode]]) -> dict[CeilingKey, int]:
-    """Return the lowest ceilings of registers that these kernels do not exceed."""
-    return _lowest(((key, code.registers) for key, code in codes), _REGISTER_UNIT)
-
-
-def lowest_instructions(
-    codes: Iterable[tuple[CeilingKey, MachineCode]],
-) -> dict[CeilingKey, int]:
-    """Return the lowest ceilings of instructions that these kernels do not exceed."""
-    return _lowest(((key, code.instructions) for key, code in codes), _INSTRUCTION_UNIT)
-
-
-def _lowest(figures: Iterable[tuple[CeilingKey, int]], unit: int) -> dict[CeilingKey, int]:
-    ceilings: dict[CeilingKey, int] = {}
-    for key, figure in figures:
+def lowest_ceilings(figure: str, codes: Iterable[tuple[CeilingKey, MachineCode]]) -> Ceilings:
+    """Return the lowest ceilings of a figure that these kernels do not exceed."""
+    unit = UNITS[figure]
+    ceilings: Ceilings = {}
+    for key, code in codes:
         # a call may compile a kernel several times, for different constants
-        ceilings[key] = max(-(-figure // unit) * unit, ceilings.get(key, 0))
+        rounded = -(-getattr(code, figure) // unit) * unit
+        ceilings[key] = max(rounded, ceilings.get(key, 0))
     return ceilings
 
 
-def read_ceilings(path: Path) -> dict[CeilingKey, int]:
+def ceiling_files(registers: Path = CEILINGS) -> dict[str, Path]:
+    """Return the file of each figure; they are in one folder."""
+    return {"registers": registers, "instructions": registers.with_name("instructions.csv")}
+
+
+def read_ceilings(path: Path) -> Ceilings:
     """Return the ceilings of a CSV file, which may be missing."""
     if not path.exists():
         return {}
@@ -131,7 +125,7 @@ def read_ceilings(path: Path) -> dict[CeilingKey, int]:
         }
 
 
-def write_ceilings(path: Path, ceilings: dict[CeilingKey, int]) -> None:
+def write_ceilings(path: Path, ceilings: Ceilings) -> None:
     """Write ceilings: one row per call, kernel and dtype, one column per Triton and GPU."""
     columns = sorted({key.column for key in ceilings})
     rows = sorted({(key.call, key.kernel, key.dtype) for key in ceilings})

@@ -18,9 +18,10 @@ import torch
 import typer
 
 from varlen_bench.compile_ahead import CompileAhead, compile_ahead
-from varlen_bench.harness.command import Only, select
+from varlen_bench.harness.command import Only
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.rows import Cell, bench_line
+from varlen_bench.kernels.gpu_run import chosen, finds_gpu
 from varlen_bench.kernels.grid import FULL
 from varlen_bench.kernels.groups import DTYPES, GROUPS
 from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
@@ -177,12 +178,8 @@ def main(
     output: Annotated[Path, typer.Option(help="The table to write.")] = TABLE,
 ) -> None:
     """Time every candidate launch on this GPU and store those that beat the default."""
-    try:
-        groups, kinds = select(only, GROUPS), select(dtypes, DTYPES)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if not torch.cuda.is_available():
-        print("tune-kernels: skipped, torch finds no CUDA GPU")
+    groups, kinds = chosen(only, GROUPS), chosen(dtypes, DTYPES)
+    if not finds_gpu("tune-kernels"):
         return
     limit = Budget(budget)
     machine = gpu_machine(passes)

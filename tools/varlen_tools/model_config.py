@@ -10,8 +10,8 @@ from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.server.config import tensors_of
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen.wire.outputs import TensorSpec
 from varlen.wire.rows import DEFAULT_MAX_ROWS
+from varlen.wire.specs import TensorSpec
 
 
 class Inputs(str, Enum):

@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -23,8 +23,6 @@ Draw: TypeAlias = Callable[[], "Figure"]
 
 # Okabe and Ito 2008, apart for every kind of color vision; readable on both themes.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8f8f8f", "#b3a600")
-# Help of `--output`.
-OUTPUT_HELP = "Picture (.svg) or page (.html) to write. May be repeated."
 _PAGE = {"light": "#ffffff", "dark": "#16181c"}
 _TEXT = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 _GRID = {"light": "#e0e0e0", "dark": "#3a3d42"}
@@ -110,6 +108,15 @@ def check_outputs(paths: list[Path] | None) -> list[Path] | None:
         if not path.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}")
     return paths
+
+
+# The option `--output` of a command.
+OutputOption: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Picture (.svg) or page (.html) to write. May be repeated.", callback=check_outputs
+    ),
+]
 
 
 def write_outputs(paths: Iterable[Path], draw: Draw, render_page: Callable[[], str]) -> None:

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from varlen_tools.messages import last_lines
+
 
 class DownloadError(Exception):
     """pip did not download the wheel; the message ends with its last lines."""
@@ -30,9 +32,3 @@ def download_wheel(requirement: str, into: Path, *, sha256: str | None = None) -
         if run.returncode or len(found) != 1:
             raise DownloadError(f"pip cannot get {requirement}:\n  {last_lines(run.stderr)}")
         return Path(shutil.move(found[0], into))
-
-
-def last_lines(text: str, count: int = 3) -> str:
-    """Return the last non-empty lines of a command's output, indented."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return "\n  ".join(lines[-count:]) or "no output"

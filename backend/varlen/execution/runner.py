@@ -29,6 +29,7 @@ from varlen.request.request import (
     Float32Array,
     Prompt,
     RequestOptions,
+    Vectors,
 )
 from varlen.scheduling.sequence import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
@@ -156,16 +157,14 @@ class Runner:
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
         """Return the answer of each sequence of a batch; see `run`."""
-        sequences = batch.sequences
-        return self.run([each.prompt for each in sequences], [each.options for each in sequences])
+        return self.run(batch.prompts, batch.options)
 
     def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
         """Start a batch on a GPU; return a function that waits for its answers."""
         assert isinstance(self.device_runner, CudaRunner)
-        sequences = batch.sequences
-        prompts, options = [each.prompt for each in sequences], [each.options for each in sequences]
+        prompts = batch.prompts
         with memory_errors():
-            launched = self.device_runner.launch(*self._padded(prompts, options))
+            launched = self.device_runner.launch(*self._padded(prompts, batch.options))
 
         def answers() -> list[Float32Array]:
             with memory_errors():
@@ -205,10 +204,7 @@ class Runner:
         if self.info.task == "sparse_embed":
             return [active_terms(weights) for weights in answers]
         if self.info.task == "token_embed":
-            return [
-                vectors if prompt.kept_places is None else vectors[prompt.kept_places]
-                for prompt, vectors in zip(prompts, answers, strict=True)
-            ]
+            return [_kept_vectors(*each) for each in zip(prompts, answers, strict=True)]
         return answers
 
     def _padded(
@@ -234,6 +230,11 @@ class Runner:
                 f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
                 " lower max_batch_tokens or max_batch_sequences"
             ) from None
+
+
+def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
+    places = prompt.payload.places if isinstance(prompt.payload, Vectors) else None
+    return vectors if places is None else vectors[places]
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:

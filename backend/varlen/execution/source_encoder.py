@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from varlen.execution.bound_program import BoundProgram
-from varlen.execution.step_packing import bounds_of, flat, slots_of, tables_of
+from varlen.execution.packing import bounds_of, positions_of
+from varlen.execution.step_packing import flat, slots_of, tables_of
 from varlen.scheduling.sequence import Chunk
 
 
@@ -23,7 +24,7 @@ class SourceEncoder:
             return
         lengths = np.fromiter((len(chunk.encodes) for chunk in new), np.int32, len(new))
         bounds = bounds_of(lengths)
-        position_ids = np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], lengths)
+        position_ids = positions_of(bounds, lengths)
         block_ids, tables = tables_of([chunk.source_block_ids for chunk in new])
         arrays = {
             "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),

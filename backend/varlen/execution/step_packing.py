@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen.execution.packing import bounds_of, positions_of
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
 from varlen.scheduling.sequence import Chunk
@@ -34,9 +35,7 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     bounds = bounds_of(lengths)
-    # the first token of each chunk is at its `start`
-    position_ids = np.arange(bounds[-1], dtype=np.int32)
-    position_ids += np.repeat(starts - bounds[:-1], lengths)
+    position_ids = positions_of(bounds, lengths, starts)
     block_ids, table_bounds = tables_of([chunk.block_ids for chunk in chunks])
     samples = [len(chunk.samples) for chunk in chunks]
     arrays: dict[str, Int32Array | npt.NDArray[np.int64]] = {
@@ -72,11 +71,6 @@ def slots_of(
     first = np.repeat(bounds[:-1], lengths)
     blocks: npt.NDArray[np.int64] = block_ids[first + position_ids // block_size].astype(np.int64)
     return blocks * block_size + position_ids % block_size
-
-
-def bounds_of(lengths: Int32Array) -> Int32Array:
-    """Return cumulative starts, then the sum: `[lengths + 1]`."""
-    return np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32, casting="unsafe")
 
 
 def flat(rows: Sequence[Sequence[int]], count: int) -> Int32Array:

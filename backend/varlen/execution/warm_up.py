@@ -1,25 +1,44 @@
-"""Random batches that show whether a GPU computes numbers, before a model is ready.
+"""Batches and steps that run before a model serves.
 
-The batch of a capture has no sequence, so it runs little of attention: a fault there would show in service first.
+They show whether it computes numbers, and compile what its steps need.
+
+On a GPU, the batch of a capture has no sequence, so it runs little of attention: a fault there would show in service
+first. Of a model that generates, steps that only decode are captured as graphs, at load. The others run op by op.
+Which kernels these compile depends on their mean new tokens, on whether they have several sequences, and on whether
+single tokens beside prompts are read in splits, which are fewer the more sequences there are.
 """
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cuda.buckets import Bucket
-from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import call_within
 from varlen.execution.model_info import ModelInfo
-from varlen.request.request import Int32Array, Prompt, RequestOptions
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
+from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
+
+if TYPE_CHECKING:
+    from varlen.execution.cuda.runner import CudaRunner
+    from varlen.execution.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 
+_GREEDY = GenerationOptions(temperature=0.0)
+_DRAWN = GenerationOptions(top_k=2, top_p=0.5)
+_SEARCHED = GenerationOptions(num_beams=2)
+
 
 def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> None:
-    """Run a random batch in the largest graph of each mean length.
+    """Run a random batch of an encoder in the largest graph of each mean length.
 
     Args:
         runner: runs them.
@@ -38,7 +57,7 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
             Prompt(
                 numbers.integers(0, info.vocab_size, length, dtype=np.int32),
                 numbers.integers(0, info.type_vocab_size, length, dtype=np.int32),
-                mask_places=info.most_masks(length),
+                payload=info.most_masks(length),
             )
             for length in lengths.tolist()
         ]
@@ -65,3 +84,85 @@ def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -
     gains += moved.astype(np.int32)
     gives -= moved.astype(np.int32)
     return lengths
+
+
+def warm_up(runner: StepRunner) -> None:
+    """Run prompts and tokens of a decoder, so that the first request runs at normal speed.
+
+    Raises:
+        ConfigError: the logits of random tokens hold NaN.
+    """
+    lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
+    for options in (_SEARCHED,) if runner.has_sources else (_GREEDY, _DRAWN, _SEARCHED):
+        for length in lengths:
+            chunk = _chunk(runner, length, 1, options)
+            _run(runner, [chunk._replace(samples=(chunk.sequence,))])
+    if runner.device.type == "cuda":
+        warm_up_kernels(runner)
+    _check_logits(runner)
+
+
+def warm_up_kernels(runner: StepRunner) -> None:
+    """Run steps of prompts of all forms, so that none compiles a kernel in service."""
+    for chunks in _prompts_of_all_forms(runner):
+        _run(runner, chunks)
+
+
+def _prompts_of_all_forms(runner: StepRunner) -> Iterator[list[Chunk]]:
+    """Yield steps of chunks without samples."""
+    largest = runner.arenas[0].largest
+    max_tokens, max_sequences = largest["tokens"], largest["logit_rows"]
+    length = 2
+    while length <= min(runner.max_sequence_tokens, max_tokens):
+        yield [_chunk(runner, length, length)]
+        if 2 * length <= max_tokens and max_sequences > 1:
+            yield [_chunk(runner, length, length)] * 2
+        length *= 2
+    count = min(max_sequences, max_tokens - 1)
+    if count > 1 and runner.max_sequence_tokens > 1:
+        yield [_chunk(runner, 2, 1), *([_chunk(runner, 1, 1)] * (count - 1))]
+
+
+def _check_logits(runner: StepRunner) -> None:
+    """Run random tokens in the largest step that only decodes.
+
+    Raises:
+        ConfigError: the logits hold NaN.
+    """
+    count = runner.arenas[0].largest["logit_rows"]
+    chunk = _chunk(runner, 1, 1)
+    # its source is encoded
+    like = chunk._replace(samples=(chunk.sequence,), encodes=())
+    token_ids = np.random.default_rng(0).integers(0, runner.vocab_size, count).tolist()
+    chunks = [
+        like._replace(token_ids=(token_id,), block_ids=(index % runner.kv.num_blocks,))
+        for index, token_id in enumerate(token_ids)
+    ]
+    if runner.has_nan(chunks):
+        raise ConfigError(
+            f"random tokens of {count} sequences have logits with NaN in {runner.dtype}: set dtype to bf16 or fp32"
+        )
+
+
+def _run(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+    """Run a step, which begins with the copy of a block onto itself."""
+    sequences = tuple(chunk.sequence for chunk in chunks)
+    shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
+    runner.run_batch(StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),)))
+
+
+def _chunk(
+    runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
+) -> Chunk:
+    """Return a prompt of zeros in block 0 and a source text if needed."""
+    prompt = Prompt(
+        np.zeros(length, dtype=np.int32),
+        payload=Source(np.zeros(source, dtype=np.int32)) if runner.has_sources else None,
+    )
+    request = Request((prompt,), RequestOptions(generation=options))
+    (sequence,) = unanswered_sequences(request)
+    assert isinstance(sequence, GeneratedSequence)
+    blocks, sources = ((0,) * -(-count // runner.kv.block_size) for count in (length, source))
+    if not runner.has_sources:
+        return Chunk(sequence, 0, (0,) * length, blocks, ())
+    return Chunk(sequence, 0, (0,) * length, blocks, (), sources, (0,) * source)

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from varlen.errors import RequestError, shorten
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
-from varlen.intake.tokenization import Text, Tokenized, Tokenizer, TruncationSide
+from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.request.draft import Step
-from varlen.request.request import MAX_MASKS, Int32Array, Prompt
+from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
+from varlen.request.row_parameters import TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -298,21 +299,21 @@ class Intake:
         if not tokens:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")
         self._check_ids(row, "text", text.token_ids, text.type_ids)
-        prompt = Prompt(text.token_ids, text.type_ids, num_unpooled=num_unpooled)
-        return self._placed(row, prompt, role)
+        payload = Unpooled(num_unpooled) if num_unpooled else None
+        return self._placed(row, Prompt(text.token_ids, text.type_ids, payload), role)
 
     def _placed(self, row: int, tokens: Prompt, role: TextRole) -> Prompt:
         """Return tokens in their role, with their masks, or as the source of a target."""
         tokens = role.place(tokens)
         self._check_arena(row, len(tokens.token_ids))
         if self._mask_token is not None:
-            return replace(tokens, mask_places=self._mask_places(row, tokens.token_ids))
+            return replace(tokens, payload=self._masks(row, tokens.token_ids))
         if self._target_ids is None:
             return tokens
-        return Prompt(self._target_ids, source_ids=tokens.token_ids)
+        return Prompt(self._target_ids, payload=Source(tokens.token_ids))
 
-    def _mask_places(self, row: int, ids: Int32Array) -> Int32Array:
-        """Return the places of the masks of a row, `[masks]` int32, or raise RequestError."""
+    def _masks(self, row: int, ids: Int32Array) -> Masks:
+        """Return the masks of a row, or raise RequestError."""
         assert self._mask_token is not None
         places = np.flatnonzero(ids == self._mask_token)
         if not 1 <= len(places) <= MAX_MASKS:
@@ -320,7 +321,7 @@ class Intake:
             raise RequestError(
                 f"row {row}: the input has {len(places)} tokens {name}; this model takes 1 to {MAX_MASKS}"
             )
-        return places.astype(np.int32)
+        return Masks(places.astype(np.int32))
 
     def _sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None

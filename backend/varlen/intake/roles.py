@@ -13,7 +13,7 @@ from varlen.errors import CheckpointError, ConfigError
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Int32Array, Prompt
+from varlen.request.request import Int32Array, Prompt, Vectors
 from varlen.tasks import PROMPTED_TASKS, Task
 
 # The mask of most tokenizers, where no file names it.
@@ -68,7 +68,8 @@ class TextRole:
         if self.skipped is not None:
             kept = np.flatnonzero(~np.isin(ids, self.skipped)).astype(np.int32)
             kept = None if len(kept) == len(ids) else kept
-        return Prompt(ids, types, num_keys=num_keys, kept_places=kept)
+        is_plain = num_keys is None and kept is None
+        return Prompt(ids, types, None if is_plain else Vectors(num_keys, kept))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Encoding
@@ -17,9 +17,10 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from varlen.errors import CheckpointError
 from varlen.intake.boundaries import safe_boundary
 from varlen.request.request import Int32Array
+from varlen.request.row_parameters import TruncationSide
 
 Text: TypeAlias = str | tuple[str, str]
-TruncationSide: TypeAlias = Literal["right", "left"]
+
 
 # Characters of the first prefix of a long text, per token of the limit: most texts have fewer per token.
 _CHARACTERS_PER_TOKEN = 6

@@ -35,11 +35,8 @@ from varlen.models.checkpoint.translate_config import TranslateSettings, read_tr
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.checkpoint.weights import read_headers
 from varlen.models.registry import family_of, first_name
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 from varlen_kernels import Pooling
-
-# Tasks that need the head of a masked language model.
-MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
 
 # Tasks of a model with a vector for each token.
 _LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
@@ -151,7 +148,7 @@ class Checkpoint:
             trained_limit = max(trained_limit, late.longest_text)
         has_second_type = family.has_token_types and config.get("type_vocab_size") not in (0, 1)
         check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
-        has_labels = family.architectures[architecture] in ("classify", "token_classify")
+        has_labels = TASKS[family.architectures[architecture]].has_labels
         if sentence.logit_score is not None:
             has_labels = True
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
@@ -200,7 +197,7 @@ class Checkpoint:
 
     def vector_layers(self, task: Task) -> tuple[DenseConfig, ...]:
         """Return the layers that a task applies to pooled vectors."""
-        return self.dense if task in ("embed", "token_embed") else ()
+        return self.dense if TASKS[task].width == "embedding" else ()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -272,7 +269,7 @@ class Checkpoint:
             check_generation(self.folder)
         headers = read_headers(self.folder)
         family.check_tensors(headers, self.config, self.head)
-        if task in MASKED_LM_TASKS:
+        if TASKS[task].needs_masked_lm:
             assert self.masked_lm is not None
             load_masked_lm(HeaderReader(headers), self.masked_lm, NOTHING)
         check_layers(self.folder, self.vector_layers(task))

@@ -12,10 +12,10 @@ from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import MASKED_LM_TASKS, Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def load_heads(
     Raises:
         CheckpointError: its weights do not fit its config.json.
     """
-    if task not in MASKED_LM_TASKS:
+    if not TASKS[task].needs_masked_lm:
         return encoder.heads
     # Checkpoint.check_task has refused other models
     assert checkpoint.masked_lm is not None

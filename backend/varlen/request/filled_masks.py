@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import RequestError, shorten
 from varlen.request.request import MAX_TOP_K, Float32Array
 
 DEFAULT_TOP_K = 5
@@ -30,14 +29,6 @@ class FilledToken:
 def largest_top_k(vocabulary: int) -> int:
     """Return the most tokens that a request may ask for, given the number of all."""
     return min(MAX_TOP_K, vocabulary)
-
-
-def check_top_k(top_k: int, most: int) -> None:
-    """Raise RequestError unless it is from 1 to `most`."""
-    if not 1 <= top_k <= most:
-        raise RequestError(
-            f"the parameter top_k is {shorten(str(top_k))}; this model takes 1 to {most}"
-        )
 
 
 def mask_tensors(

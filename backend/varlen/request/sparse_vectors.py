@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import RequestError, shorten
 from varlen.request.request import Float32Array, Int32Array
 
 
@@ -22,14 +21,6 @@ class SparseVector:
 
     indices: Int32Array
     values: Float32Array
-
-
-def check_max_active_dims(value: int | None, size: int) -> None:
-    """Raise RequestError unless it is None or at most the number of terms, `size`."""
-    if value is not None and not 1 <= value <= size:
-        raise RequestError(
-            f"the parameter max_active_dims is {shorten(str(value))}; this model takes 1 to {size}"
-        )
 
 
 def sparse_vector(row: Float32Array, max_active_dims: int | None = None) -> SparseVector:

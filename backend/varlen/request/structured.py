@@ -3,7 +3,7 @@
 import json
 
 from varlen.errors import RequestError, shorten
-from varlen.request.parameter_checks import refuse
+from varlen.parameter import refuse
 
 # Names of the parameter.
 STRUCTURED_OUTPUTS = ("structured_outputs", "guided_decoding")

@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import RequestError, shorten
+from varlen.errors import RequestError
+from varlen.parameter import check_count
 from varlen.request.request import Float32Array
 
 VectorDType: TypeAlias = Literal["float32", "float16", "int8", "binary", "ubinary"]
@@ -44,10 +45,7 @@ class VectorForm:
     def check(self, size: int) -> None:
         """Raise RequestError unless vectors of `size` features have this form."""
         dimensions = size if self.dimensions is None else self.dimensions
-        if not 1 <= dimensions <= size:
-            raise RequestError(
-                f"the parameter dimensions is {shorten(str(dimensions))}; this model takes 1 to {size}"
-            )
+        check_count("dimensions", dimensions, size)
         if self.dtype in ("binary", "ubinary") and dimensions % _BITS:
             raise RequestError(
                 f"output_dtype {self.dtype} packs {_BITS} features in a byte, and the vector has {dimensions};"

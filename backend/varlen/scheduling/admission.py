@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import math
 from threading import Lock
+from typing import NamedTuple
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.request.request import Request
 from varlen.scheduling.sequence import Batch, Forecast
+
+
+class Work(NamedTuple):
+    """Work that waits no longer.
+
+    Attributes:
+        requests: number of requests that have no waiting sequence left.
+        tokens, seconds: of the sequences that leave, the expected seconds.
+    """
+
+    requests: int
+    tokens: int
+    seconds: float
+
+
+_NO_WORK = Work(0, 0, 0.0)
 
 
 class Admission:
@@ -73,29 +90,28 @@ class Admission:
             self._tokens += tokens
             self._seconds += forecast.seconds
 
-    def leave(self, *, requests: int, tokens: int, seconds: float) -> None:
-        """Subtract work that starts to run or is dropped.
-
-        Args:
-            requests: number of requests that have no waiting sequence left.
-            tokens, seconds: of the sequences that leave.
-        """
+    def leave(self, left: Work) -> None:
+        """Subtract work that is dropped."""
         with self._lock:
-            self._requests -= requests
-            self._tokens -= tokens
-            self._seconds -= seconds
-            # sums of floats do not return to zero by themselves
-            self._seconds = max(0.0, self._seconds) if self._requests else 0.0
+            self._subtract(left)
 
-    def start(self, batch: Batch, until: float) -> None:
-        """Count a batch that runs, and is expected to end at `until`."""
+    def start(self, batch: Batch, until: float, left: Work = _NO_WORK) -> None:
+        """Count a batch that runs, and is expected to end at `until`; subtract what waits no longer."""
         with self._lock:
             self._ends[batch] = until
+            self._subtract(left)
 
     def end(self, batch: Batch) -> None:
         """Forget a batch that has run."""
         with self._lock:
             self._ends.pop(batch, None)
+
+    def _subtract(self, left: Work) -> None:
+        self._requests -= left.requests
+        self._tokens -= left.tokens
+        self._seconds -= left.seconds
+        # sums of floats do not return to zero by themselves
+        self._seconds = max(0.0, self._seconds) if self._requests else 0.0
 
     def _wait_seconds(self, now: float) -> float:
         in_flight = sum(max(0.0, end - now) for end in self._ends.values())

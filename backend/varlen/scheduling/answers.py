@@ -1,15 +1,18 @@
-"""What the output of a step adds to answers."""
+"""The answers of generated sequences: their writers, and what the output of a step adds."""
 
 import logging
 import math
 from collections.abc import Iterable
 from itertools import chain, repeat
+from typing import cast
 
 from varlen.errors import EngineError
 from varlen.scheduling.sequence import (
     BeamAnswer,
     Event,
     GeneratedSequence,
+    NewWriter,
+    RequestState,
     SampledToken,
     SequenceFailure,
     SequenceOutput,
@@ -20,6 +23,21 @@ _log = logging.getLogger(__name__)
 _TEXT_FAILED = "the text of the answer could not be made; the server's log says why"
 # Where a search has found fewer answers than the request asks for.
 _NO_ANSWER = BeamAnswer((), -math.inf, "length")
+
+
+def add_writers(request: RequestState, new_writer: NewWriter) -> None:
+    """Give each sequence of a request its writer.
+
+    Raises:
+        EngineError: a writer could not be made.
+    """
+    try:
+        for sequence in cast(tuple[GeneratedSequence, ...], request.sequences):
+            sequence.writer = new_writer(sequence)
+    except BaseException:
+        # a panic of the tokenizers library is no Exception
+        _log.exception("the text of an answer could not be made; its request fails")
+        raise EngineError(_TEXT_FAILED) from None
 
 
 def append_token(sequence: GeneratedSequence, token: SampledToken) -> Event:

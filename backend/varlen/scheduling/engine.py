@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from queue import Empty, SimpleQueue
@@ -29,13 +30,16 @@ from varlen.errors import (
     ModelFaultError,
     QueueFullError,
     RequestCancelled,
+    VarlenError,
 )
 from varlen.request.request import Reply, Request
+from varlen.scheduling.answers import add_writers
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
     Event,
     Forecast,
+    NewWriter,
     RequestState,
     SequenceOutput,
     SequenceState,
@@ -59,7 +63,7 @@ class Scheduler(Protocol):
     def admit(self, request: Request, now: float) -> Forecast:
         """Count a request as waiting, or raise a `VarlenError`. From any thread."""
 
-    def add(self, request: RequestState, now: float) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
 
     def wake_at(self, now: float) -> float | None:
@@ -94,10 +98,7 @@ class Executor(Protocol):
         """Start a batch. `completed` is called once with its result, from any thread."""
 
     def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run.
-
-        It is minus infinity if the batch runs at once.
-        """
+        """Return when a batch that is started now will run; minus infinity if at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,14 @@ class Engine:
         executor: Executor,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
+        new_writer: NewWriter | None = None,
     ) -> None:
-        """Make an engine that is idle; `start` runs it in a thread, `step` by hand."""
+        """Make an idle engine: `start` runs it in a thread, `step` by hand, `submit` makes writers."""
         self._scheduler = scheduler
         self._executor = executor
         self._stats = stats
         self._clock = clock
+        self._new_writer = new_writer
         self._inbox: _Inbox = SimpleQueue()
         # admitted and not answered, in order of arrival
         self._open: dict[RequestState, None] = {}
@@ -152,22 +155,16 @@ class Engine:
             QueueFullError, DeadlineError, RequestError: the request is not admitted; the caller answers it.
             EngineError: the engine is closing, or its model has stopped; likewise.
         """
-        # the lock orders this put before close()'s None, so that no request is left behind
-        with self._submitting:
-            if self._refusal is not None:
-                # a new exception each time: its traceback keeps this request alive
-                raise type(self._refusal)(str(self._refusal))
-            now = self._clock()
-            try:
-                forecast = self._scheduler.admit(request, now)
-            except QueueFullError:
-                self._stats.count_refusal("queue_full")
-                raise
-            except DeadlineError:
-                self._stats.count_refusal("deadline")
-                raise
-            arrival, deadline = request.arrived(now), request.deadline(now)
-            self._inbox.put(RequestState(request, reply, arrival, deadline, forecast))
+        now = self._clock()
+        state = RequestState(request, reply, request.arrived(now), request.deadline(now))
+        try:
+            if self._new_writer is not None:
+                add_writers(state, self._new_writer)
+            self._admit(state, now)
+        except VarlenError:
+            # breaks a reference cycle, as for an answered request
+            state.sequences = ()
+            raise
 
     @property
     def is_ready(self) -> bool:
@@ -221,17 +218,13 @@ class Engine:
         """Block until something arrives, or until `wake_at`."""
         timeout = None if wake_at is None else wake_at - self._clock()
         if timeout is None or timeout > 0.0:
-            try:
+            with suppress(Empty):
                 self._handle(self._inbox.get(timeout=timeout))
-            except Empty:
-                return
 
     def _drain_inbox(self) -> None:
-        while True:
-            try:
+        with suppress(Empty):
+            while True:
                 self._handle(self._inbox.get(block=False))
-            except Empty:
-                return
 
     def _handle(self, arrived: RequestState | _Completion | None) -> None:
         if arrived is None:
@@ -245,11 +238,26 @@ class Engine:
             if math.isfinite(arrived.deadline):
                 self._by_deadline.add(arrived)
             try:
-                self._scheduler.add(arrived, self._clock())
+                self._scheduler.add(arrived)
             except BaseException:
                 # also a panic of a library, which is no Exception
                 _log.exception("a request could not be queued; it fails")
                 self._fail(arrived, EngineError(_ENGINE_FAILED))
+
+    def _admit(self, request: RequestState, now: float) -> None:
+        """Put a request into the inbox, or raise a `VarlenError`."""
+        # the lock orders this put before close()'s None, so that no request is left behind
+        with self._submitting:
+            if self._refusal is not None:
+                # a new exception each time: its traceback keeps this request alive
+                raise type(self._refusal)(str(self._refusal))
+            try:
+                request.expect(self._scheduler.admit(request.request, now))
+            except (QueueFullError, DeadlineError) as error:
+                is_late = isinstance(error, DeadlineError)
+                self._stats.count_refusal("deadline" if is_late else "queue_full")
+                raise
+            self._inbox.put(request)
 
     def _next_batch(self) -> Batch | None:
         """Return the next batch without cancelled requests; None if it is too early."""
@@ -285,11 +293,10 @@ class Engine:
             request.started = True
             if trace := request.request.trace:
                 trace.start(now, sequences=batch.shape.sequences, tokens=batch.shape.tokens)
-        waits = [now - request.arrival for request in starting]
-        self._stats.count_start(self._scheduling_seconds, waits)
-        self._scheduling_seconds = 0.0
         self._executor.start(batch, self._completed)
         self._in_flight += 1
+        self._stats.count_start(self._scheduling_seconds, [now - r.arrival for r in starting])
+        self._scheduling_seconds = 0.0
 
     def _completed(self, batch: Batch, result: BatchResult) -> None:
         """Enqueue a result of the executor. Any thread may call this."""

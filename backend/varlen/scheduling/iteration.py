@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import cast
@@ -33,11 +32,9 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.memory.blocks import BlockCounts, BlockPool
 from varlen.request.request import Request
-from varlen.scheduling.admission import Admission
+from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
-from varlen.scheduling.chunks import divide_step, groups_of_step, next_chunks
-from varlen.scheduling.group_memory import GroupMemory
-from varlen.scheduling.groups import Group
+from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
@@ -46,7 +43,6 @@ from varlen.scheduling.sequence import (
     Event,
     Forecast,
     GeneratedSequence,
-    OutputWriter,
     RequestState,
     SampledToken,
     SequenceFailure,
@@ -92,7 +88,6 @@ class IterationScheduler:
         blocks: BlockPool,
         kv_policy: KvPolicy,
         admission: Admission,
-        new_writer: Callable[[GeneratedSequence], OutputWriter],
     ) -> None:
         """Start with an empty queue.
 
@@ -101,7 +96,6 @@ class IterationScheduler:
             blocks: KV memory, which nothing else uses.
             kv_policy: when a sequence starts; see the settings.
             admission: counts waiting work.
-            new_writer: returns the writer of a sequence's answer.
         """
         self._limits = limits
         # each running sequence has a token in every step
@@ -109,7 +103,6 @@ class IterationScheduler:
         self._blocks = blocks
         self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
         self._admission = admission
-        self._new_writer = new_writer
         self._cost = StepCost()
         self._waiting = SortedKeyList(key=lambda group: group.order)
         self._running = SortedKeyList(key=lambda group: group.order)
@@ -154,7 +147,7 @@ class IterationScheduler:
         self._admission.enter(request, forecast, now)
         return forecast
 
-    def add(self, request: RequestState, now: float) -> None:  # noqa: ARG002  # as others do
+    def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
         priority, number = request.request.options.priority, next(self._numbers)
@@ -164,9 +157,6 @@ class IterationScheduler:
             self._group_of.update(dict.fromkeys(group.sequences, group))
             self._new[request] += 1
             self._enqueue(group)
-        # last: a request that is queued can be removed if this fails
-        for sequence in sequences:
-            sequence.writer = self._new_writer(sequence)
 
     def wake_at(self, now: float) -> float | None:
         """Return `now` if a step can run; None if nothing waits, or a step runs."""
@@ -177,20 +167,9 @@ class IterationScheduler:
         """Return the next step and mark its sequences as running; None if there is none."""
         if self._in_flight:
             return None
-        if self._extend_decoding():
-            self._start_waiting()
-        groups = groups_of_step(self._running, self._step_tokens)
-        if not groups:
-            return None
-        parts = list(zip(groups, divide_step(groups, self._step_tokens), strict=True))
-        # one token first: the others attend in a way of their own
-        parts.sort(key=lambda part: part[1] > 1)
-        for group, tokens in parts:
-            num_blocks = self._blocks.blocks_of(group.first.num_computed + tokens)
-            # of those that are reserved; a sequence that generates has its block
-            self._memory.fill(group, num_blocks)
-            self._in_flight[group] = next_chunks(group, tokens, num_blocks)
-        return self._start(now)
+        started = self._start_waiting() if self._extend_decoding() else []
+        self._in_flight = self._memory.next_chunks(self._running, self._step_tokens)
+        return self._start(now, started) if self._in_flight else None
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
@@ -244,9 +223,7 @@ class IterationScheduler:
         for group in waiting:
             self._waiting.remove(group)
             self._num_waiting -= group.max_branches
-        if new:
-            del self._new[request]
-            self._subtract_waiting(new, requests=1)
+        self._admission.leave(self._leave(new))
         for sequence in request.sequences:
             sequence.finish()
         for group in groups:
@@ -272,20 +249,21 @@ class IterationScheduler:
                 self._preempt(self._running[-1])
         return self._preemptions == before
 
-    def _start_waiting(self) -> None:
-        """Start waiting groups in order, up to the first that does not fit."""
+    def _start_waiting(self) -> list[Group]:
+        """Start waiting groups in order, up to the first that does not fit; return those that are new."""
+        new = []
         step_tokens = sum(group.least_tokens for group in self._running) if self._waiting else 0
         while self._waiting:
             group = self._waiting[0]
             if self._num_running + group.max_branches > self._max_running:
-                return
+                break
             step_tokens += group.least_tokens
             # what does not fit into the step starts in a later one: a source text runs in one piece
             if self._running and step_tokens > self._step_tokens:
-                return
+                break
             # each running sequence may need a block soon; without them the new one would be preempted at once
             if not self._memory.start(group, keep=self._num_running):
-                return
+                break
             del self._waiting[0]
             self._num_waiting -= group.max_branches
             self._num_running += group.max_branches
@@ -294,15 +272,11 @@ class IterationScheduler:
                 sequence.status = "running"
             if not group.has_started:
                 group.has_started = True
-                request = group.first.request
-                self._new[request] -= 1
-                is_last = not self._new[request]
-                if is_last:
-                    del self._new[request]
-                self._subtract_waiting([group], requests=int(is_last))
+                new.append(group)
+        return new
 
-    def _start(self, now: float) -> StepBatch:
-        """Return the step of all groups in flight."""
+    def _start(self, now: float, new: list[Group] | None = None) -> StepBatch:
+        """Return the step of all groups in flight, of which some never ran before."""
         chunks = tuple(chain.from_iterable(self._in_flight.values()))
         lengths = [len(chunk.token_ids) for chunk in chunks]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
@@ -312,7 +286,7 @@ class IterationScheduler:
         seconds = self._cost.seconds(1, shape.tokens)
         copies = tuple((source, copy) for copy, source in self._memory.copies.items())
         batch = StepBatch(sequences, shape, seconds, reason, chunks, copies)
-        self._admission.start(batch, until=now + seconds)
+        self._admission.start(batch, until=now + seconds, left=self._leave(new or []))
         return batch
 
     def _mark_computed(self, group: Group, chunks: list[Chunk]) -> None:
@@ -389,9 +363,15 @@ class IterationScheduler:
         for sequence in group.sequences:
             del self._group_of[sequence]
 
-    def _subtract_waiting(self, groups: list[Group], *, requests: int) -> None:
-        """Subtract groups that no longer wait for their first step from the counts."""
-        request = groups[0].first.request
-        tokens = sum(group.first.prompt.num_tokens for group in groups)
-        seconds = tokens * request.seconds_per_token
-        self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
+    def _leave(self, groups: list[Group]) -> Work:
+        """Return the work of groups that no longer wait for their first step."""
+        requests, tokens, seconds = 0, 0, 0.0
+        for group in groups:
+            request, count = group.first.request, group.first.prompt.num_tokens
+            tokens += count
+            seconds += count * request.seconds_per_token
+            self._new[request] -= 1
+            if not self._new[request]:
+                del self._new[request]
+                requests += 1
+        return Work(requests, tokens, seconds)

@@ -17,7 +17,7 @@ from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
-from varlen.scheduling.admission import Admission
+from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.forecast import Forecaster
 from varlen.scheduling.partition import DpPartition
 from varlen.scheduling.policy import FullBatches, Policy
@@ -80,7 +80,7 @@ class OneShotScheduler:
         self._admission.enter(request, forecast, now)
         return forecast
 
-    def add(self, request: RequestState, now: float) -> None:  # noqa: ARG002  # as others do
+    def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         forecast = request.forecast
         # when its time comes, a batch may just have started, and its own runs after that
@@ -102,11 +102,12 @@ class OneShotScheduler:
             return None
         if self._starts_at(now) > now:
             return None
-        batch = self._policy.choose(self._queue, now, self._forecaster.slowdown)
+        batch = self._policy.choose(self._queue, self._forecaster.slowdown)
         for sequence in batch.sequences:
             sequence.status = "running"
-        self._subtract_waiting(batch.sequences, requests=self._queue.remove(batch.sequences))
-        return self._start(batch, now)
+        left = _work_of(batch.sequences, requests=self._queue.remove(batch.sequences))
+        self._admission.start(batch, until=now + batch.seconds, left=left)
+        return batch
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
         """Return a scheduled batch without its finished sequences; None if all are finished."""
@@ -138,7 +139,7 @@ class OneShotScheduler:
         self._queue.discard(request)
         waiting = [sequence for sequence in request.sequences if sequence.status == "waiting"]
         if waiting:
-            self._subtract_waiting(waiting, requests=1)
+            self._admission.leave(_work_of(waiting, requests=1))
         for sequence in request.sequences:
             sequence.finish()
 
@@ -161,12 +162,6 @@ class OneShotScheduler:
         seconds = self._forecaster.slowdown * self._costs.seconds(shape)
         return Batch(tuple(sequences), shape, seconds, reason)
 
-    def _subtract_waiting(self, sequences: Sequence[SequenceState], *, requests: int) -> None:
-        """Subtract sequences and requests that no longer wait from the counts."""
-        tokens = sum(sequence.num_tokens for sequence in sequences)
-        seconds = sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
-        self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
-
     def _starts_at(self, now: float) -> float:
         """Return when the next batch of a queue that is not empty starts."""
         if not self._max_delay or self._queue.is_urgent or self._is_full():
@@ -185,3 +180,11 @@ def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
     by_policy = {"none": 1, "token_budget": max_tokens}
     sequences = by_policy.get(config.policy, config.max_batch_sequences)
     return BatchLimits(min(sequences, max_tokens), max_tokens, config.execution)
+
+
+def _work_of(sequences: Sequence[SequenceState], *, requests: int) -> Work:
+    """Return the work of sequences and requests that wait no longer."""
+    tokens = sum(sequence.num_tokens for sequence in sequences)
+    return Work(
+        requests, tokens, sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
+    )

@@ -62,7 +62,7 @@ class DpPartition:
         self._workers = workers
         self._pressure = pressure
 
-    def choose(self, queue: RequestQueue, now: float, slowdown: float) -> Batch:
+    def choose(self, queue: RequestQueue, slowdown: float) -> Batch:
         """Return a batch of the best partition, at least one sequence."""
         sequences = self._front(queue)
         first = sequences[0]
@@ -76,9 +76,9 @@ class DpPartition:
         candidates = Candidates(sequences, queue, self._limits)
         seconds = slowdown * candidates.seconds(self._costs)
         fixed_seconds = slowdown * self._costs.fixed_seconds
-        delays = self._delays(candidates, seconds, fixed_seconds, queue, now)
+        delays = self._delays(candidates, seconds, fixed_seconds, queue)
         delays[~candidates.allowed] = math.inf
-        is_late = candidates.allowed[0] & (now + seconds[0] > candidates.earliest_deadlines)
+        is_late = candidates.allowed[0] & (queue.now + seconds[0] > candidates.earliest_deadlines)
         is_cut = not is_by_length and not is_late[0] and is_late.any()
         if is_cut:
             delays[0, is_late] = math.inf
@@ -110,7 +110,6 @@ class DpPartition:
         seconds: FloatArray,
         fixed_seconds: float,
         queue: RequestQueue,
-        now: float,
     ) -> FloatArray:
         """Return the delay that each batch causes, in seconds, whether or not it is allowed."""
         if math.isinf(self._pressure):
@@ -119,7 +118,7 @@ class DpPartition:
         tokens_before, requests_before = candidates.tokens_before, candidates.requests_before
         drains = seconds[0] * queue.waiting_tokens / (candidates.tokens[0] * workers)
         drain_seconds = float(drains[candidates.allowed[0]].min())
-        coming = queue.arrivals_since(now - drain_seconds)
+        coming = queue.arrivals_since(queue.now - drain_seconds)
         # requests that are not finished before each unit, and those to come
         behind = waiting - np.floor(requests_before + _ROUNDING) + self._pressure * waiting
         weights = candidates.requests + candidates.at_ends(behind / workers)

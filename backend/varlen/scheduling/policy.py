@@ -16,12 +16,11 @@ from varlen.scheduling.sequence import Batch, SequenceState
 class Policy(Protocol):
     """Chooses the next batch."""
 
-    def choose(self, queue: RequestQueue, now: float, slowdown: float) -> Batch:
+    def choose(self, queue: RequestQueue, slowdown: float) -> Batch:
         """Return the next batch of a queue that has a request; the queue is unchanged.
 
         Args:
-            queue: in the order of service.
-            now: in seconds of the engine's clock.
+            queue: in the order of service at its time `now`.
             slowdown: seconds that batches take now over those that the cost model predicts.
         """
 
@@ -33,7 +32,7 @@ class FullBatches:
         self._limits = limits
         self._costs = costs
 
-    def choose(self, queue: RequestQueue, now: float, slowdown: float) -> Batch:  # noqa: ARG002  # as others do
+    def choose(self, queue: RequestQueue, slowdown: float) -> Batch:
         """Return the longest prefix of the queue within the limits, at least one sequence."""
         sequences = longest_prefix(queue, self._limits)
         shape = BatchShape.of([sequence.num_tokens for sequence in sequences])

@@ -72,6 +72,7 @@ class RequestQueue:
 
     Attributes:
         waiting_tokens: tokens of the sequences that wait.
+        now: time for which it is in order, in seconds of the engine's clock: that of the last `promote`.
     """
 
     def __init__(self, unit: WorkUnit = "sequences") -> None:
@@ -88,6 +89,7 @@ class RequestQueue:
         self._served = 0
         self._waiting = 0
         self.waiting_tokens = 0
+        self.now = -math.inf
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -127,6 +129,7 @@ class RequestQueue:
 
         Requests with earlier deadlines go before them.
         """
+        self.now = now
         if self._by_latest_start and self.next_promotion <= now:
             due = self._by_latest_start.irange_key(max_key=(now, math.inf))
             last_deadline = max(entry.request.deadline for entry in due)

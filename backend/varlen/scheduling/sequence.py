@@ -6,7 +6,7 @@ The engine's thread owns all of it. An encoder's sequence runs once; a generated
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
@@ -83,8 +83,13 @@ class RequestState:
                 GeneratedSequence(self, row, prompt, len(prompt.token_ids), sample=sample)
                 for row, (prompt, sample) in enumerate(samples)
             )
-        self.seconds_per_token = self.forecast.seconds / self.request.num_tokens
         self.unfinished = len(self.sequences)
+        self.expect(self.forecast)
+
+    def expect(self, forecast: Forecast) -> None:
+        """Set its expected run time."""
+        self.forecast = forecast
+        self.seconds_per_token = forecast.seconds / self.request.num_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -148,7 +153,7 @@ class GeneratedSequence(SequenceState):
         token_ids: the prompt, then what was generated.
         num_computed: number of its tokens whose keys and values are stored.
         block_ids: its block table.
-        writer: set by the scheduler when it is queued.
+        writer: set by the engine when it is submitted.
         sampler_state: kept by the sampler, or the search, from one token to the next.
         is_searched: whether its answer is searched with beams, one or more; else its tokens are sampled.
     """
@@ -181,6 +186,9 @@ class GeneratedSequence(SequenceState):
     def may_run_again(self) -> bool:
         """Whether it is not finished."""
         return self.status != "finished"
+
+
+NewWriter: TypeAlias = Callable[[GeneratedSequence], OutputWriter]
 
 
 class Chunk(NamedTuple):
@@ -223,6 +231,16 @@ class Batch:
     shape: BatchShape
     seconds: float
     reason: str
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt of each sequence."""
+        return [sequence.prompt for sequence in self.sequences]
+
+    @property
+    def options(self) -> list[RequestOptions]:
+        """The options of each sequence."""
+        return [sequence.options for sequence in self.sequences]
 
     @property
     def num_outputs(self) -> int:

@@ -14,8 +14,8 @@ from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.wire import generate as wire_generate
-from varlen.wire import rows as wire
-from varlen.wire.outputs import ModelOutputs, TensorSpec
+from varlen.wire.outputs import ModelOutputs
+from varlen.wire.specs import TensorSpec, input_specs, output_specs
 
 Specs: TypeAlias = tuple[TensorSpec, ...]
 
@@ -120,8 +120,8 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
 def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
     """Return the inputs and the outputs of a task."""
     if task in ITERATIVE_TASKS:
-        return wire_generate.INPUTS, wire_generate.OUTPUTS
-    return wire.input_specs(task), ModelOutputs.of(task, checkpoint).specs
+        return input_specs(task), output_specs(task)
+    return input_specs(task), ModelOutputs.of(task, checkpoint).specs
 
 
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:

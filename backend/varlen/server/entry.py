@@ -14,7 +14,8 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -55,7 +56,7 @@ from varlen.wire.outputs import ArrayAnswer, ModelOutputs
 
 if TYPE_CHECKING:
     from varlen.service.generation import GenerationService
-    from varlen.service.service import Service
+    from varlen.service.running import RunningModel
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,29 @@ def _without_path(function: _Function) -> _Function:
     """Return the function; tracebacks name its module instead of its file."""
     function.__code__ = function.__code__.replace(co_filename=__name__)
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A request of the server that waits for its tokens.
+
+    Attributes:
+        reply: to the client.
+        answer_to: returns the maker of its responses.
+        service: runs it.
+    """
+
+    reply: ServerReply
+    answer_to: Callable[[Request], Answer]
+    service: RunningModel
+
+    def accept(self, request: Request) -> None:
+        """Submit the request, which has its tokens now; from a tokenizer thread, if it came as text."""
+        if trace := self.reply.trace:
+            trace.accept(rows=len(request.prompts), tokens=request.num_tokens)
+            request = replace(request, trace=trace)
+        self.reply.expect(self.answer_to(request))
+        self.service.submit(request, self.reply)
 
 
 class TritonPythonModel:
@@ -168,18 +192,11 @@ class TritonPythonModel:
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:
             draft, answer_to = self._read(request)
-
-            def accept(checked: Request) -> None:
-                if trace := reply.trace:
-                    trace.accept(rows=len(checked.prompts), tokens=checked.num_tokens)
-                    checked = replace(checked, trace=trace)
-                reply.expect(answer_to(checked))
-                self._service.submit(checked, reply)
-
+            arrived = _Arrived(reply, answer_to, self._service)
             if draft.num_bytes:
-                self._pool.submit(draft, reply, accept, arrival=reply.arrival)
+                self._pool.submit(draft, reply, arrived.accept, arrival=reply.arrival)
             else:
-                accept(replace(draft.complete(), arrival=reply.arrival))
+                arrived.accept(replace(draft.complete(), arrival=reply.arrival))
         except VarlenError as error:
             # the reply keeps the error, whose traceback would keep the texts
             reply.fail(error.with_traceback(None))
@@ -204,7 +221,7 @@ class TritonPythonModel:
                 requested=request.requested_output_names(),
                 timeout_microseconds=timeout,
             )
-            return draft, lambda checked: ArrayAnswer.to(checked, outputs, options)
+            return draft, partial(ArrayAnswer.to, outputs=outputs, options=options)
         generation = cast("GenerationService", service)
         draft, spec = wire_generate.read_generate_request(
             tensors,
@@ -214,10 +231,10 @@ class TritonPythonModel:
             read_options=generation.options,
             timeout_microseconds=timeout,
         )
-        draft = generation.with_grammar(draft)
-        return draft, lambda checked: wire_generate.answer_to(
-            checked, spec, service.intake.token_text
+        answer_to = partial(
+            wire_generate.answer_to, spec=spec, token_text=service.intake.token_text
         )
+        return generation.with_grammar(draft), answer_to
 
     def _snapshot(self) -> MetricsSnapshot:
         requests, num_bytes = self._pool.depth
@@ -229,7 +246,7 @@ class TritonPythonModel:
 
 def _load_service(
     task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
-) -> Service | GenerationService:
+) -> RunningModel:
     """Return the running model of a task."""
     # a step is tokenized in one thread of the pool, not in all cores
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

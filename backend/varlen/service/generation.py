@@ -1,11 +1,8 @@
-"""One loaded model that generates: checkpoint, input checks, scheduler and engine.
-
-The server's model class and the in-process API both use it.
-"""
+"""One loaded model that generates: checkpoint, input checks, scheduler and engine."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +20,12 @@ from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, name_of, usable_cores
 from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
-from varlen.execution.step_warm_up import warm_up
+from varlen.execution.warm_up import warm_up
 from varlen.intake.checks import InputLimits, Intake
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.notes import checkpoint_notes
 from varlen.request.draft import Draft, Step
 from varlen.request.generation import GenerationOptions, check_search
 from varlen.request.request import Prompt, Reply, Request
@@ -38,57 +34,35 @@ from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.scheduling.step_limits import StepLimits
+from varlen.service.running import MEGABYTE, RunningModel
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen_kernels.cpu.compiled_ops import compiling
 
 _log = logging.getLogger(__name__)
 
-_MEGABYTE = 1e6
-
 
 @dataclass(frozen=True, slots=True)
-class GenerationService:
+class GenerationService(RunningModel):
     """A running model that generates.
 
     Attributes:
-        checkpoint: the loaded checkpoint.
-        intake: checks inputs and makes prompts of them.
         grammars: compiles those of structured outputs.
         defaults: options of requests by name, where the checkpoint has its own.
-        admission: counts waiting work.
         scheduler: forms steps.
-        engine: runs the loop; started.
-        executor: runs steps.
-        runner: the model that the engine owns.
+        runner: the model that the executor runs.
     """
 
-    checkpoint: Checkpoint
-    intake: Intake
     grammars: Grammars
     defaults: Mapping[str, object]
-    admission: Admission
     scheduler: IterationScheduler
-    engine: Engine
-    executor: ModelExecutor
     runner: StepRunner
 
     @classmethod
     def load(
         cls, folder: str | Path, config: EngineConfig, stats: Stats, *, gpu: int = 0
     ) -> "GenerationService":
-        """Return the model of a checkpoint folder, warmed up.
-
-        Args:
-            folder: holds the checkpoint.
-            config: the settings.
-            stats: gets the counts of the engine.
-            gpu: number of the GPU, if the model runs on one.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete or of a kind that is not served.
-            ConfigError: a setting does not fit the checkpoint.
-        """
+        """Return the model of a checkpoint folder, warmed up; see `Service.load`."""
         began = time.monotonic()
         torch.set_num_threads(config.threads or usable_cores())
         checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
@@ -120,25 +94,20 @@ class GenerationService:
                 eos_ids=ends,
             )
 
-        scheduler = _new_scheduler(config, runner, admission, new_writer)
-        engine = Engine(scheduler, executor, stats)
+        scheduler = _new_scheduler(config, runner, admission)
+        engine = Engine(scheduler, executor, stats, new_writer=new_writer)
         engine.start()
         _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
-        for note in checkpoint_notes(checkpoint, _task_of(checkpoint), runner.max_sequence_tokens):
-            _log.warning("%s", note)
         defaults = search_defaults(checkpoint, runner.max_sequence_tokens)
-        parts = admission, scheduler, engine, executor, runner
-        return cls(checkpoint, intake, grammars, defaults, *parts)
+        parts = checkpoint, intake, admission, engine, executor
+        model = cls(*parts, grammars, defaults, scheduler, runner)
+        model.log_notes(runner.max_sequence_tokens)
+        return model
 
     @property
     def task(self) -> Task:
         """The task of the model."""
         return _task_of(self.checkpoint)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests are accepted; False for good after a fault of the device."""
-        return self.engine.is_ready
 
     def options(self, parameters: Mapping[str, object]) -> GenerationOptions:
         """Return the checked options of a request, given by name.
@@ -164,11 +133,7 @@ class GenerationService:
         return draft if grammar is None else draft.and_then(self._grammar_step(grammar))
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or later. Any thread may call this.
-
-        Raises:
-            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
-        """
+        """Answer a request, now or later; see `RunningModel.submit`."""
         options = request.options.generation
         assert options is not None
         if options.grammar is not None:
@@ -184,12 +149,10 @@ class GenerationService:
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""
-        requests, tokens = self.admission.depth
         arenas = self.runner.arenas
         counts = self.scheduler.snapshot()
         return {
-            SnapshotMetric.QUEUED_REQUESTS: requests,
-            SnapshotMetric.QUEUED_TOKENS: tokens,
+            **self.queue_metrics(),
             SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: sum(arena.capacity for arena in arenas),
             **MemoryUse.total(arena.use() for arena in arenas).metrics(),
@@ -205,13 +168,9 @@ class GenerationService:
             SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,
         }
 
-    def close(self) -> bool:
-        """Run what is queued, then stop; see `Service.close`."""
-        self.engine.close()
-        is_idle = self.executor.close()
-        if is_idle:
-            self.runner.close()
-        return is_idle
+    def release(self) -> None:
+        """Release the weights and the KV caches."""
+        self.runner.close()
 
 
 def _task_of(checkpoint: Checkpoint) -> Task:
@@ -239,10 +198,7 @@ def _new_intake(
 
 
 def _new_scheduler(
-    config: EngineConfig,
-    runner: StepRunner,
-    admission: Admission,
-    new_writer: Callable[[GeneratedSequence], OutputWriter],
+    config: EngineConfig, runner: StepRunner, admission: Admission
 ) -> IterationScheduler:
     limits = StepLimits(
         max_step_tokens=runner.max_step_tokens,
@@ -251,7 +207,7 @@ def _new_scheduler(
     )
     kv = runner.kv
     blocks = BlockPool(kv.num_blocks, kv.block_size, prefix_cache=config.prefix_cache)
-    return IterationScheduler(limits, blocks, config.kv_policy, admission, new_writer)
+    return IterationScheduler(limits, blocks, config.kv_policy, admission)
 
 
 def _log_loaded(
@@ -268,7 +224,7 @@ def _log_loaded(
         runner.max_step_tokens,
         runner.kv.num_blocks,
         runner.kv.block_size,
-        runner.kv.num_blocks * runner.kv.block_bytes / _MEGABYTE,
-        runner.weight_bytes / _MEGABYTE,
+        runner.kv.num_blocks * runner.kv.block_bytes / MEGABYTE,
+        runner.weight_bytes / MEGABYTE,
         seconds,
     )

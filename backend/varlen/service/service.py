@@ -1,7 +1,4 @@
-"""One loaded model: checkpoint, input checks, engine and response cache.
-
-The server's model class and the in-process API both use it.
-"""
+"""One loaded model of one step: checkpoint, input checks, engine and response cache."""
 
 import logging
 import math
@@ -24,40 +21,28 @@ from varlen.intake.roles import mask_token, roles_of
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.heap import trim_heap
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.notes import checkpoint_notes
 from varlen.request.request import Int32Array, Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.service.costs import costs_for, warm_up
+from varlen.service.running import MEGABYTE, RunningModel
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
 _log = logging.getLogger(__name__)
 
-_MEGABYTE = 1e6
-
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """A running model.
+class Service(RunningModel):
+    """A running model of one step.
 
     Attributes:
-        checkpoint: the loaded checkpoint.
-        intake: checks inputs and makes prompts of them.
-        admission: counts waiting work.
-        engine: schedules requests; started.
-        executor: runs batches.
-        workers: what the executor runs them with.
+        workers: what the executor runs batches with.
         info: what is known of the model.
         cache: the response cache in front of the engine, if it is on.
     """
 
-    checkpoint: Checkpoint
-    intake: Intake
-    admission: Admission
-    engine: Engine
-    executor: ModelExecutor
     workers: Workers
     info: ModelInfo
     cache: ResponseCache | None = None
@@ -120,36 +105,25 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(info, time.monotonic() - began)
-        for note in checkpoint_notes(checkpoint, info.task, info.max_sequence_tokens):
-            _log.warning("%s", note)
         cache = _response_cache(config, engine, info)
-        return cls(checkpoint, intake, admission, engine, executor, workers, info, cache)
+        model = cls(checkpoint, intake, admission, engine, executor, workers, info, cache)
+        model.log_notes(info.max_sequence_tokens)
+        return model
 
     @property
     def task(self) -> Task:
         """The task of the model."""
         return self.info.task
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests are accepted; False for good after a fault of the device."""
-        return self.engine.is_ready
-
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or later. Any thread may call this.
-
-        Raises:
-            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
-        """
+        """Answer a request, now or later; see `RunningModel.submit`."""
         (self.cache or self.engine).submit(request, reply)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of all gauges and totals. From any thread."""
-        requests, tokens = self.admission.depth
         info, cache = self.info, self.cache.use() if self.cache else CacheUse()
         return {
-            SnapshotMetric.QUEUED_REQUESTS: requests,
-            SnapshotMetric.QUEUED_TOKENS: tokens,
+            **self.queue_metrics(),
             SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
             **self.workers.use().metrics(),
@@ -162,25 +136,15 @@ class Service:
             SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
         }
 
-    def close(self) -> bool:
-        """Run what is queued, then stop.
-
-        Returns:
-            Whether all memory was released. False after the GPU has hung: its process should end.
-        """
-        self.engine.close()
-        return _close(self.executor, self.workers)
+    def release(self) -> None:
+        """Stop the workers."""
+        self.workers.close()
 
 
-def _close(executor: ModelExecutor, workers: Workers) -> bool:
-    """Stop the executor and release what it runs; return whether the device was idle.
-
-    If it was not, nothing is released.
-    """
-    is_idle = executor.close()
-    if is_idle:
+def _close(executor: ModelExecutor, workers: Workers) -> None:
+    """Stop an executor that no engine uses yet; release what it runs, unless its device hangs."""
+    if executor.close():
         workers.close()
-    return is_idle
 
 
 def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:
@@ -244,7 +208,7 @@ def _log_loaded(info: ModelInfo, seconds: float) -> None:
         info.workers,
         info.max_sequence_tokens,
         info.max_batch_tokens,
-        info.arena_bytes / _MEGABYTE,
-        info.weight_bytes / _MEGABYTE,
+        info.arena_bytes / MEGABYTE,
+        info.weight_bytes / MEGABYTE,
         seconds,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,63 +19,22 @@ import numpy.typing as npt
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.request.draft import Draft, Step
-from varlen.request.generation import GenerationOptions
+from varlen.request.generation import OPTION_NAMES, GenerationOptions
 from varlen.request.request import GeneratedPart, Output, Request, RequestOptions, TokenLogprobs
-from varlen.wire.outputs import TensorSpec
-from varlen.wire.rows import (
-    COMMON_PARAMETERS,
-    Tensors,
-    read_deadline,
-    read_parameters,
-    read_priority,
-)
+from varlen.request.row_parameters import COMMON_PARAMETERS, RowParameters
+from varlen.tasks import TASKS
+from varlen.wire.parameters import deadline_seconds, read_parameters
+from varlen.wire.rows import Tensors
 
 PROMPTS = ("text_input", "input_ids", "messages")
 # Outputs beside the text. The input `return_` and its name asks for one.
-_OPTIONAL_OUTPUTS = (
-    "finish_reason",
-    "cumulative_logprob",
-    "logprobs",
-    "score",
-    "num_input_tokens",
-    "num_output_tokens",
-    "output_ids",
-)
-_FLAGS = (
-    "stream",
-    "exclude_input_in_output",
-    *(f"return_{name}" for name in _OPTIONAL_OUTPUTS),
-)
-_GENERATION_PARAMETERS = (
-    *(each.name for each in fields(GenerationOptions) if each.name != "grammar"),
-    "num_return_sequences",
-    "structured_outputs",
-    "guided_decoding",
-)
+_OPTIONAL_OUTPUTS = tuple(tensor.name for tensor in TASKS["generate"].outputs[1:])
 
 # The finish reason of a row that goes on, as the vLLM backend writes it.
 _UNFINISHED = "None"
 # JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
 _LOWEST_SCORE = float(np.finfo(np.float32).min)
-
-INPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_input", "TYPE_STRING", (1,), optional=True),
-    TensorSpec("input_ids", "TYPE_INT64", (-1,), optional=True),
-    TensorSpec("messages", "TYPE_STRING", (1,), optional=True),
-    TensorSpec("sampling_parameters", "TYPE_STRING", (1,), optional=True),
-    *(TensorSpec(name, "TYPE_BOOL", (1,), optional=True) for name in _FLAGS),
-)
-OUTPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_output", "TYPE_STRING", (-1,)),
-    TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
-    TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
-    TensorSpec("logprobs", "TYPE_STRING", (-1,)),
-    TensorSpec("score", "TYPE_FP32", (-1,)),
-    TensorSpec("num_input_tokens", "TYPE_UINT32", (1,)),
-    TensorSpec("num_output_tokens", "TYPE_UINT32", (-1,)),
-    TensorSpec("output_ids", "TYPE_INT64", (-1,)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +85,14 @@ def read_generate_request(
             "stream is true, but this model sends one response per request; send false, or set"
             " model_transaction_policy { decoupled: true } in config.pbtxt"
         )
-    names = (*COMMON_PARAMETERS, *_GENERATION_PARAMETERS)
-    given = read_parameters(parameters, names)
-    options = {name: given[name] for name in names if name in given}
+    names = (*COMMON_PARAMETERS, *OPTION_NAMES)
+    named = read_parameters(parameters, names)
+    options = {name: named[name] for name in names if name in named}
     options |= _sampling_parameters(tensors)
-    generation = read_options(
-        {name: value for name, value in options.items() if name not in COMMON_PARAMETERS}
+    common = RowParameters.read(
+        {name: options.pop(name) for name in COMMON_PARAMETERS if name in options}, "generate"
     )
+    generation = read_options(options)
     returns = frozenset(name for name in _OPTIONAL_OUTPUTS if _flag(tensors, f"return_{name}"))
     step = _prompt_step(tensors, intake)
     if generation.is_search or intake.reads_sources:
@@ -146,8 +106,8 @@ def read_generate_request(
     draft = Draft(
         (step,),
         RequestOptions(
-            priority=read_priority(options),
-            deadline_seconds=read_deadline(options, timeout_microseconds),
+            priority=common.request_priority,
+            deadline_seconds=deadline_seconds(common.deadline_ms, timeout_microseconds),
             generation=generation,
         ),
     )

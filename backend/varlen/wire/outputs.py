@@ -4,8 +4,8 @@ A response holds the outputs that the request names. All of them are made of the
 threads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -15,50 +15,12 @@ from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.request.request import Float32Array, Output, Request
+from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
 from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.request.vectors import VectorForm
-from varlen.tasks import Task
-
-_LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
-# Tasks whose outputs are entries of the vocabulary.
-_TERM_TASKS = frozenset({"sparse_embed", "fill_mask"})
-# Tasks with an output for each token.
-_TOKEN_TASKS = frozenset({"hidden", "token_classify", "token_embed"})
-_MAIN_NAMES: dict[Task, str] = {
-    "embed": "sentence_embedding",
-    "hidden": "last_hidden_state",
-    "classify": "logits",
-    "rerank": "logits",
-    "token_classify": "logits",
-    "token_embed": "token_embeddings",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of config.pbtxt; `dims` do not include the rows."""
-
-    name: str
-    data_type: str
-    dims: tuple[int, ...]
-    optional: bool = False
-
-
-# Rows have the same number of terms, with zeros and empty texts behind those of a row.
-_SPARSE_SPECS = (
-    TensorSpec("indices", "TYPE_INT32", (-1,)),
-    TensorSpec("values", "TYPE_FP32", (-1,)),
-    TensorSpec("terms", "TYPE_STRING", (-1,)),
-    TensorSpec("num_terms", "TYPE_INT32", (1,)),
-)
-# Rows have the same number of masks, with zeros and empty texts behind those of a row.
-_MASK_SPECS = (
-    TensorSpec("token_ids", "TYPE_INT32", (-1, -1)),
-    TensorSpec("scores", "TYPE_FP32", (-1, -1)),
-    TensorSpec("tokens", "TYPE_STRING", (-1, -1)),
-    TensorSpec("num_masks", "TYPE_INT32", (1,)),
-)
+from varlen.tasks import TASKS, Task, TaskFacts, Width
+from varlen.wire.specs import TensorSpec, output_specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,42 +49,32 @@ class ModelOutputs:
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
         """Return the outputs of a checkpoint that serves a task."""
-        made = cls(task, checkpoint.hidden_size, checkpoint.labels, checkpoint.normalize)
-        match task:
-            case "embed" | "token_embed":
-                return replace(made, width=checkpoint.embedding_size)
-            case "sparse_embed":
-                most = checkpoint.splade.max_active_dims
-                return replace(made, width=checkpoint.vocab_size, max_active_dims=most)
-            case "fill_mask":
-                return replace(made, width=largest_top_k(checkpoint.vocab_size))
-            case "classify" | "rerank" | "token_classify":
-                return replace(made, width=checkpoint.num_labels)
-        return made
+        widths: Mapping[Width, int] = {
+            "embedding": checkpoint.embedding_size,
+            "hidden": checkpoint.hidden_size,
+            "labels": checkpoint.num_labels,
+            "vocabulary": checkpoint.vocab_size,
+            "top_k": largest_top_k(checkpoint.vocab_size),
+        }
+        width = TASKS[task].width
+        assert width is not None
+        return cls(
+            task,
+            widths[width],
+            checkpoint.labels,
+            checkpoint.normalize,
+            checkpoint.splade.max_active_dims,
+        )
 
     @property
-    def has_labels(self) -> bool:
-        """Whether there are logits, scores and labels."""
-        return self.task in _LABEL_TASKS
+    def facts(self) -> TaskFacts:
+        """What holds for the task."""
+        return TASKS[self.task]
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, in the order in which a response has them."""
-        num_tokens = TensorSpec("num_tokens", "TYPE_INT32", (1,))
-        if self.task == "sparse_embed":
-            return (*_SPARSE_SPECS, num_tokens)
-        if self.task == "fill_mask":
-            return (*_MASK_SPECS, num_tokens)
-        dims = (-1, self.width) if self.task in _TOKEN_TASKS else (self.width,)
-        specs = [TensorSpec(_MAIN_NAMES[self.task], "TYPE_FP32", dims)]
-        if self.has_labels:
-            specs.append(TensorSpec("scores", "TYPE_FP32", dims))
-            specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
-        if self.task == "token_classify":
-            specs.append(TensorSpec("tokens", "TYPE_STRING", (-1,)))
-        if self.task == "token_embed":
-            specs.append(TensorSpec("num_vectors", "TYPE_INT32", (1,)))
-        return (*specs, num_tokens)
+        return output_specs(self.task, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +94,27 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
+
+    @classmethod
+    def of(
+        cls, given: RowParameters, outputs: ModelOutputs, requested: Collection[str]
+    ) -> "AnswerOptions":
+        """Return the answer that parameters and the names of outputs ask for.
+
+        Raises:
+            RequestError: the model has no vectors of this form.
+        """
+        normalize = outputs.normalize if given.normalize is None else given.normalize
+        vectors = VectorForm(given.dimensions, normalize, given.output_dtype)
+        if outputs.task == "embed":
+            vectors.check(outputs.width)
+        return cls(
+            frozenset(requested),
+            vectors,
+            outputs.labels.function if given.activation == "auto" else given.activation,
+            given.max_active_dims or outputs.max_active_dims,
+            given.top_k or min(DEFAULT_TOP_K, outputs.width),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +149,7 @@ class ArrayAnswer:
             [
                 [outputs.term_text(token_id).encode() for token_id in prompt.token_ids.tolist()]
                 for prompt in prompts
-                if "tokens" in options.names and outputs.task == "token_classify"
+                if "tokens" in options.names and outputs.facts.has_token_rows
             ],
         )
 
@@ -184,23 +157,19 @@ class ArrayAnswer:
     def num_bytes(self) -> int:
         """Size of the tensors whose shapes follow from the lengths of the rows."""
         rows, width = len(self.num_tokens), self.outputs.width
-        if self.outputs.task in _TERM_TASKS:
+        if self.outputs.facts.needs_masked_lm:
             # the others depend on what the model finds, and are checked before they are sent
             return 4 * rows if "num_tokens" in self._names else 0
-        longest = max(self.num_vectors) if self.outputs.task in _TOKEN_TASKS else 1
+        longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
         numbers = 4 * rows * longest * width
         sizes = {
             "sentence_embedding": rows * self.options.vectors.num_bytes(width),
-            "last_hidden_state": numbers,
-            "token_embeddings": numbers,
             "num_vectors": 4 * rows,
-            "logits": numbers,
-            "scores": numbers,
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
             "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
             "num_tokens": 4 * rows,
         }
-        return sum(sizes.get(name, 0) for name in self._names)
+        return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the output tensors by name, given the output of each row."""
@@ -208,7 +177,7 @@ class ArrayAnswer:
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
         names = self._names
-        if self.outputs.task in _TERM_TASKS:
+        if self.outputs.facts.needs_masked_lm:
             tensors = self._term_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
             return {name: tensors[name] for name in names}
         main = self._stack(rows)
@@ -252,7 +221,7 @@ class ArrayAnswer:
 
     def _scores(self, logits: Float32Array) -> Float32Array:
         scores = scores_of(logits, self.options.function)
-        if self.outputs.task in _TOKEN_TASKS and scores is not logits:
+        if self.outputs.facts.has_token_rows and scores is not logits:
             # padding has no scores
             for row, tokens in zip(scores, self.num_tokens, strict=True):
                 row[tokens:] = 0
@@ -263,7 +232,7 @@ class ArrayAnswer:
 
         Rows of tasks with an output per token are padded with zeros to the longest.
         """
-        if self.outputs.task not in _TOKEN_TASKS:
+        if not self.outputs.facts.has_token_rows:
             return np.stack(rows)
         longest = max(len(row) for row in rows)
         filled = np.zeros((len(rows), longest, rows[0].shape[1]), dtype=np.float32)

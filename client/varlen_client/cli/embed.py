@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,31 @@ from rich.table import Table
 
 from varlen_client.aio import DEFAULT_CONCURRENCY
 from varlen_client.cli.files import check_output, texts_or_lines, write_file
-from varlen_client.cli.options import print_message, shorten, show_progress, usage_error
+from varlen_client.cli.options import print_message, shorten, usage_error
 from varlen_client.cli.requests import RowOptions, with_options
+from varlen_client.cli.row_command import (
+    Force,
+    JsonOfValues,
+    Normalize,
+    PromptName,
+    RowCommand,
+    exact_values,
+)
+from varlen_client.sync import Client
 from varlen_client.wire import Floats
 
 SHOWN_VALUES = 4
+
+
+def _values(vector: Floats) -> list[str]:
+    values = ", ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
+    more = ", …" if len(vector) > SHOWN_VALUES else ""
+    return [f"{len(vector)} values  [{values}{more}]"]
+
+
+_EMBED = RowCommand(
+    Client.embed, "embedding", lambda vector: {"embedding": exact_values(vector)}, _values
+)
 
 
 @with_options
@@ -33,19 +52,13 @@ def embed(
     output: Annotated[
         Path | None, typer.Option(help="Write the vectors here, .npy of fp32, a row per text.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
+    force: Force = False,
     skip_empty: Annotated[
         bool, typer.Option("--skip-empty", help="Skip empty lines; by default they are an error.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per text, with all values.")
-    ] = False,
-    normalize: Annotated[
-        bool | None, typer.Option(help="Scale vectors to length 1; default: the model decides.")
-    ] = None,
-    prompt_name: Annotated[
-        str | None, typer.Option(help="Prompt of the checkpoint that is put before texts.")
-    ] = None,
+    as_json: JsonOfValues = False,
+    normalize: Normalize = None,
+    prompt_name: PromptName = None,
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="First features alone; default: all.")
     ] = None,
@@ -62,33 +75,19 @@ def embed(
     if output is not None:
         check_output(output, force=force)
     start = time.monotonic()
-    with (
-        options.connect(rows_per_request=rows_per_request, concurrency=concurrency) as client,
-        show_progress("embedding", len(rows), shown=file is not None) as on_progress,
-    ):
-        vectors = client.embed(
-            rows,
-            normalize=normalize,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            **options.arguments,
-            on_progress=on_progress,
-        )
+    connection = {"rows_per_request": rows_per_request, "concurrency": concurrency}
+    given = {"normalize": normalize, "prompt_name": prompt_name, "dimensions": dimensions}
+    with options.connect(**connection) as client:
+        vectors = _EMBED.ask(client, rows, file, **options.arguments, **given)
     seconds = time.monotonic() - start
-    if output is not None:
+    if output is None:
+        _EMBED.show(rows, vectors, as_json=as_json)
+    else:
         write_file(output, lambda stream: np.save(stream, vectors), force=force)
         print_message(
             f"wrote {vectors.shape[0]} vectors of {vectors.shape[1]} values to {output} "
             f"in {seconds:.1f} s ({len(rows) / seconds:.0f} texts/s)"
         )
-    elif as_json:
-        for text, vector in zip(rows, vectors, strict=True):
-            # nine digits restore the exact fp32 value
-            values = [float(f"{value:.9g}") for value in vector]
-            typer.echo(json.dumps({"text": text, "embedding": values}, ensure_ascii=False))
-    else:
-        for text, vector in zip(rows, vectors, strict=True):
-            typer.echo(f"{shorten(text)}  {_format_vector(vector)}")
 
 
 @with_options
@@ -128,9 +127,3 @@ def _without_empty(rows: Sequence[str], file: Path | None, *, skip: bool) -> lis
         if file is not None and not skip and not row.strip():
             usage_error(f"{file}, line {number}: empty (skip empty lines with --skip-empty)")
     return [row for row in rows if file is None or row.strip()]
-
-
-def _format_vector(vector: Floats) -> str:
-    values = ", ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
-    more = ", …" if len(vector) > SHOWN_VALUES else ""
-    return f"{len(vector)} values  [{values}{more}]"

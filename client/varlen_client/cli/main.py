@@ -11,14 +11,19 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli.classify import classify, rerank
 from varlen_client.cli.embed import embed, similarity
-from varlen_client.cli.fill_mask import fill_mask
 from varlen_client.cli.generate import generate
+from varlen_client.cli.rows import (
+    classify,
+    fill_mask,
+    hidden,
+    rerank,
+    sparse_embed,
+    token_classify,
+    token_embed,
+)
 from varlen_client.cli.serve_http import serve_http
-from varlen_client.cli.sparse import sparse_embed
 from varlen_client.cli.status import status
-from varlen_client.cli.tokens import hidden, token_classify, token_embed
 from varlen_client.cli.translate import translate
 
 app = typer.Typer(

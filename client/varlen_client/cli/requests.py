@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from varlen_client.cli.options import DEFAULT_URL, Model, Url, exit_on_error
-from varlen_client.row_outputs import TruncationSide
+from varlen_client.row_options import TruncationSide
 from varlen_client.sync import Client
 
 

@@ -60,8 +60,19 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    """Not supported; it may be empty."""
+    """Not supported; it may be empty, or there with `tool_choice` none, which calls none."""
     tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: bool | None = None
+    """Ignored: there are no calls."""
+    reasoning_effort: str | None = None
+    """Ignored: the chat template decides."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused_tools(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("tool_choice") != "none":
+            return given
+        return {name: value for name, value in given.items() if name != "tools"}
 
 
 def add_chat_route(app: FastAPI, gateway: Gateway) -> None:

@@ -15,7 +15,7 @@ from varlen_client.gateway.bodies import Texts, json_response, rows_of
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.tasks import all_or_first_error
+from varlen_client.waits import all_or_first_error
 
 MAX_PROMPTS = 128
 

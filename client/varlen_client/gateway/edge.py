@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from varlen_client.gateway.errors import error_response
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
-from varlen_client.tasks import cancel_all
 from varlen_client.transport.trace_context import trace_context
+from varlen_client.waits import cancel_all
 
 # Probes have no key, and the OpenAPI page is no secret.
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})

@@ -18,7 +18,8 @@ from varlen_client.gateway.bodies import (
     usage,
 )
 from varlen_client.gateway.models import Gateway
-from varlen_client.sparse import SparseVector
+from varlen_client.row_answers import SparseVector
+from varlen_client.tasks import EMBED, SPARSE_EMBED
 from varlen_client.wire import Floats
 
 Direction = Literal["left", "right", "Left", "Right"]
@@ -30,6 +31,16 @@ class EmbeddingsBody(OpenAIBody):
     input: Texts
     dimensions: StrictInt | None = Field(None, ge=1)
     encoding_format: Literal["float", "base64"] = "float"
+    prompt_name: StrictStr | None = None
+    truncate: bool = False
+    truncate_prompt_tokens: Literal[-1] | None = None
+    """vLLM's name of `truncate`; only the model's limit is served."""
+    truncation_side: Direction = "right"
+
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments."""
+        truncate = self.truncate or self.truncate_prompt_tokens is not None
+        return text_options(self.prompt_name, truncate=truncate, side=self.truncation_side)
 
 
 class TextsBody(RequestBody):
@@ -42,8 +53,8 @@ class TextsBody(RequestBody):
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments."""
-        prompt = {} if self.prompt_name is None else {"prompt_name": self.prompt_name}
-        return prompt | truncation(truncate=self.truncate, direction=self.truncation_direction)
+        side = self.truncation_direction
+        return text_options(self.prompt_name, truncate=self.truncate, side=side)
 
 
 class EmbedBody(TextsBody):
@@ -59,13 +70,10 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/embeddings", tags=["OpenAI"])
     async def embeddings(body: EmbeddingsBody) -> Response:
         """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
-        model = await gateway.models.get(body.model)
-        vectors, tokens = await model.client.embed_and_count(
-            rows_of(body.input, "input"),
-            dimensions=body.dimensions,
-            timeout=gateway.settings.timeout_seconds,
+        rows = rows_of(body.input, "input")
+        name, vectors, tokens = await gateway.answer(
+            body.model, EMBED, rows, dimensions=body.dimensions, **body.options()
         )
-        gateway.metrics.count_tokens(tokens or 0)
         encode = _base64 if body.encoding_format == "base64" else _list
         answer: dict[str, Any] = {
             "object": "list",
@@ -73,42 +81,31 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
                 {"object": "embedding", "index": index, "embedding": encode(vector)}
                 for index, vector in enumerate(vectors)
             ],
-            "model": model.name,
+            "model": name,
         }
         return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
 
+    @app.post("/", tags=["Text Embeddings Inference"])
     @app.post("/embed", tags=["Text Embeddings Inference"])
     async def embed(body: EmbedBody) -> Response:
         """Embed texts or token ids; the answer is a list of vectors."""
-        model = await gateway.models.get(body.model)
-        vectors, tokens = await model.client.embed_and_count(
-            rows_of(body.inputs, "inputs"),
-            normalize=body.normalize,
-            dimensions=body.dimensions,
-            timeout=gateway.settings.timeout_seconds,
-            **body.options(),
-        )
-        gateway.metrics.count_tokens(tokens or 0)
+        own = {"normalize": body.normalize, "dimensions": body.dimensions}
+        rows = rows_of(body.inputs, "inputs")
+        _, vectors, _ = await gateway.answer(body.model, EMBED, rows, **own, **body.options())
         return json_response(vectors.tolist())
 
     @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
     async def embed_sparse(body: TextsBody) -> Response:
         """Embed texts or token ids sparsely: their terms and weights, the largest first."""
-        model = await gateway.models.get(body.model)
-        vectors, tokens = await model.client.sparse_embed_and_count(
-            rows_of(body.inputs, "inputs"),
-            timeout=gateway.settings.timeout_seconds,
-            **body.options(),
-        )
-        gateway.metrics.count_tokens(tokens or 0)
+        rows = rows_of(body.inputs, "inputs")
+        _, vectors, _ = await gateway.answer(body.model, SPARSE_EMBED, rows, **body.options())
         return json_response([_terms(vector) for vector in vectors])
 
 
-def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
-    """Return the client's arguments for the truncation of long texts."""
-    if not truncate:
-        return {}
-    return {"truncate": True, "truncation_side": direction.lower()}
+def text_options(prompt_name: str | None, *, truncate: bool, side: Direction) -> dict[str, Any]:
+    """Return the client's arguments for the prompt and the truncation of texts."""
+    prompt = {} if prompt_name is None else {"prompt_name": prompt_name}
+    return prompt | ({"truncate": True, "truncation_side": side.lower()} if truncate else {})
 
 
 def _list(vector: Floats) -> list[float]:

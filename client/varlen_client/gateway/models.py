@@ -7,13 +7,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from varlen_client.aio import AsyncClient
 from varlen_client.errors import ModelNotFound, ServerUnavailable, VarlenClientError
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.tasks import RowTask
 from varlen_client.transport.retry import RetryPolicy
-from varlen_client.wire import only_ready_model
+from varlen_client.wire import Inputs, Pairs, only_ready_model
+
+_Answer = TypeVar("_Answer")
 
 # Callers of the gateway send requests again themselves.
 _RETRIES = RetryPolicy(max_retries=2)
@@ -113,6 +117,23 @@ class Gateway:
     models: Models
     settings: GatewaySettings
     metrics: GatewayMetrics
+
+    async def answer(
+        self, name: str | None, task: RowTask[_Answer], inputs: Inputs | Pairs, **options: Any
+    ) -> tuple[str, _Answer, int | None]:
+        """Return a model's name, its answer to rows, and the number of their tokens.
+
+        The tokens are counted in the metrics.
+
+        Args:
+            name: that a request has.
+            task, inputs, options: see `AsyncClient.counted`.
+        """
+        model = await self.models.get(name)
+        timeout = self.settings.timeout_seconds
+        answer, tokens = await model.client.counted(task, inputs, timeout=timeout, **options)
+        self.metrics.count_tokens(tokens or 0)
+        return model.name, answer, tokens
 
     @classmethod
     def of(cls, settings: GatewaySettings, connect: Connect | None = None) -> Gateway:

@@ -76,6 +76,8 @@ class SamplingBody(OpenAIBody):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    service_tier: str | None = None
+    """Ignored."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     """Not supported; it may be empty."""
 

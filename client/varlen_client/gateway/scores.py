@@ -7,14 +7,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, usage
-from varlen_client.gateway.embeddings import Direction, truncation
+from varlen_client.gateway.embeddings import Direction, text_options
 from varlen_client.gateway.models import Gateway
-from varlen_client.wire import Pairs
+from varlen_client.tasks import PREDICT, RERANK
+from varlen_client.wire import Pairs, query_and_documents
 
 _Row: TypeAlias = list[StrictStr]
 
@@ -26,12 +27,18 @@ class ScoreBody(RequestBody):
     truncate: bool = False
     truncation_direction: Direction = "right"
 
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments for the truncation of texts."""
+        return text_options(None, truncate=self.truncate, side=self.truncation_direction)
+
 
 class RerankBody(ScoreBody):
     """A request to `/rerank`."""
 
     query: StrictStr
-    texts: list[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS)
+    texts: list[StrictStr] = Field(
+        min_length=1, max_length=MAX_INPUTS, validation_alias=AliasChoices("texts", "documents")
+    )
     return_text: bool = False
 
 
@@ -65,17 +72,15 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
         body: RerankBody | RankDocumentsBody, texts: list[str]
     ) -> tuple[str, list[tuple[int, float]], int | None]:
         """Return the model's name, texts by number with scores, best first, and the tokens."""
-        model = await gateway.models.get(body.model)
-        scores, tokens = await model.client.rerank_and_count(
-            body.query,
-            texts,
+        name, scores, tokens = await gateway.answer(
+            body.model,
+            RERANK,
+            query_and_documents(body.query, texts),
             activation=None if body.raw_scores else "sigmoid",
-            timeout=gateway.settings.timeout_seconds,
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
-        gateway.metrics.count_tokens(tokens or 0)
         best_first = np.argsort(-scores, kind="stable").tolist()
-        return model.name, [(index, float(scores[index])) for index in best_first], tokens
+        return name, [(index, float(scores[index])) for index in best_first], tokens
 
     @app.post("/rerank", tags=["Text Embeddings Inference"])
     async def rerank(body: RerankBody) -> Response:
@@ -111,14 +116,13 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
     async def predict(body: PredictBody) -> Response:
         """Classify texts; the answer has all labels with their scores, the best first."""
         rows, is_batch = _rows(body.inputs)
-        model = await gateway.models.get(body.model)
-        found, tokens = await model.client.predict_and_count(
+        _, found, _ = await gateway.answer(
+            body.model,
+            PREDICT,
             rows,
             activation="none" if body.raw_scores else "auto",
-            timeout=gateway.settings.timeout_seconds,
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
-        gateway.metrics.count_tokens(tokens or 0)
         answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
         return json_response(answer if is_batch else answer[0])
 

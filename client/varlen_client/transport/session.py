@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from varlen_client.errors import RequestTimeout, ServerError, ServerUnavailable
 from varlen_client.generation import GenerateRequest, Response
-from varlen_client.tasks import with_timeout
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy, with_retries
 from varlen_client.transport.transport import ServerIdentity, Transport
+from varlen_client.waits import with_timeout
 from varlen_client.wire import (
     Arrays,
     InferRequest,

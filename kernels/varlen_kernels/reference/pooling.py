@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import Pooling
-from varlen_kernels.reference.torch_parts import write_out
+from varlen_kernels.reference.torch_parts import at_least_fp32, write_out
 from varlen_kernels.vector_ops import NORM_FLOOR
 
 
@@ -44,17 +44,19 @@ def pool(
         counts = (lengths - unpooled_lengths).clamp_min_(0)
     if mode == "cls":
         rows = torch.where(counts > 0, cu_seqlens[1:] - counts, cu_seqlens[:-1])
-        pooled = _rows_or_zeros(x, rows, lengths == 0).float()
+        pooled = at_least_fp32(_rows_or_zeros(x, rows, lengths == 0))
     elif mode == "last":
-        pooled = _rows_or_zeros(x, cu_seqlens[1:] - 1, counts == 0).float()
+        pooled = at_least_fp32(_rows_or_zeros(x, cu_seqlens[1:] - 1, counts == 0))
     else:
         parts = counts
         if unpooled_lengths is not None:
             # two of each sequence: the tokens that are not pooled, and the others
             parts = torch.stack([lengths - counts, counts], dim=1).flatten()
-        # "unsafe": x may have tokens past those of the last sequence
-        weighted = x.float() * _places(x, cu_seqlens) if mode == "weighted_mean" else x.float()
+        weighted = at_least_fp32(x)
+        if mode == "weighted_mean":
+            weighted = weighted * _places(x, cu_seqlens)
         reduce = mode if mode in {"mean", "max"} else "sum"
+        # "unsafe": x may have tokens past those of the last sequence
         pooled = torch.segment_reduce(weighted, reduce, lengths=parts, axis=0, unsafe=True)
         if unpooled_lengths is not None:
             pooled = pooled[1::2]

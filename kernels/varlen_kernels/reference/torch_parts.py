@@ -39,4 +39,9 @@ def bias_by_distance(bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Return the bias of queries and keys at these positions, `[num_heads, queries, keys]`."""
     reach = bias.shape[1] // 2
     distance = (keys - queries[:, None]).clamp(-reach, reach)
-    return bias[:, distance + reach].float()
+    return at_least_fp32(bias[:, distance + reach])
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return x in fp32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

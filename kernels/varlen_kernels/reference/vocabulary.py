@@ -57,7 +57,7 @@ def term_weights(
             into = weights[first : first + count, terms]
             by_sequence = rows.view(count, length, -1)
             if mode == "sum":
-                torch.sum(by_sequence, 1, dtype=torch.float32, out=into)
+                torch.sum(by_sequence, 1, dtype=into.dtype, out=into)
             else:
                 into.copy_(by_sequence.amax(1))
     if mode == "max":

@@ -7,17 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.execution.packing import (
+    InputLayout,
     dims_of,
     fill_inputs,
-    input_bytes,
-    input_views,
     largest_dims,
     split_answers,
 )
 from varlen.models.blocks import inputs as declare
 from varlen.program.heads import AttentionHeads
 from varlen.program.recorder import Recorder
-from varlen.request.request import Prompt, RequestOptions
+from varlen.request.request import Masks, Prompt, RequestOptions, Unpooled, Vectors
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)
 
@@ -40,8 +39,8 @@ ALL_INPUTS = [
 def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0):
     """Return the inputs of a batch, packed into memory with other contents."""
     dims = {"tokens": tokens, "sequences": sequences, "masks": masks}
-    buffer = torch.full((input_bytes(declared, dims),), 0xAB, dtype=torch.uint8)
-    return input_views(buffer, declared, dims)
+    layout = InputLayout.of(declared, dims)
+    return layout.views(torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8))
 
 
 def test_sequences_lie_one_after_the_other():
@@ -123,9 +122,10 @@ def test_the_largest_batch_has_as_many_sequences_and_masks_as_fit(
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     dims = {"tokens": tokens, "sequences": sequences, "masks": sequences}
-    size = input_bytes(ALL_INPUTS, dims)
+    layout = InputLayout.of(ALL_INPUTS, dims)
+    size = layout.num_bytes
     buffer = torch.zeros(size, dtype=torch.uint8)
-    views = input_views(buffer, ALL_INPUTS, dims)
+    views = layout.views(buffer)
 
     begins = [view.data_ptr() - buffer.data_ptr() for view in views.values()]
     ends = [
@@ -146,7 +146,7 @@ def test_sequences_may_have_fewer_keys_than_tokens():
     key_lengths = later.input("key_lengths", ("sequences",), torch.int32)
     inputs = inputs_for(6, 3, [key_lengths, declare.normalize_tokens(OPS)])
 
-    prompts = [Prompt(ids(7, 8, 9), num_keys=2), Prompt(ids(5, 6))]
+    prompts = [Prompt(ids(7, 8, 9), payload=Vectors(num_keys=2)), Prompt(ids(5, 6))]
     fill_inputs(inputs, prompts, [PLAIN, NORMALIZED])
 
     assert inputs["key_lengths"].tolist() == [2, 2, 0]
@@ -156,14 +156,14 @@ def test_sequences_may_have_fewer_keys_than_tokens():
 def test_sequences_may_start_with_tokens_that_are_not_pooled():
     inputs = inputs_for(6, 3, [declare.unpooled_lengths(OPS)])
 
-    fill_inputs(inputs, [Prompt(ids(7, 8, 9), num_unpooled=2), Prompt(ids(5, 6))], [PLAIN] * 2)
+    fill_inputs(inputs, [Prompt(ids(7, 8, 9), payload=Unpooled(2)), Prompt(ids(5, 6))], [PLAIN] * 2)
 
     assert inputs["unpooled_lengths"].tolist() == [2, 0, 0]
 
 
 def test_masks_are_rows_of_the_batch_and_spare_rows_are_the_first_token():
     inputs = inputs_for(8, 3, masks=5)
-    masked = [Prompt(ids(7, 8, 9), mask_places=ids(0, 2)), Prompt(ids(9), mask_places=ids(0))]
+    masked = [Prompt(ids(7, 8, 9), payload=Masks(ids(0, 2))), Prompt(ids(9), payload=Masks(ids(0)))]
 
     fill_inputs(inputs, [masked[0], Prompt(ids(5)), masked[1]], [PLAIN] * 3)
 
@@ -182,7 +182,7 @@ def test_answers_are_cut_by_the_rows_of_a_sequence(dimension, expected):
     rows = np.arange(6 if dimension == "tokens" else 3, dtype=np.float32)
     masks = ([0, 2], None, [1])
     prompts = [
-        Prompt(ids(*range(length)), mask_places=None if places is None else ids(*places))
+        Prompt(ids(*range(length)), payload=None if places is None else Masks(ids(*places)))
         for length, places in zip((3, 1, 2), masks, strict=True)
     ]
 

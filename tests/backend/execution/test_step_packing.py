@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from varlen.execution.step_packing import step_dims, step_inputs
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import Prompt, Request, RequestOptions
+from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, RequestState
 
 
 def sequence_of_source(length):
     """Return a sequence that translates a source text of this length."""
-    prompt = Prompt(np.zeros(1, np.int32), source_ids=np.zeros(length, np.int32))
+    prompt = Prompt(np.zeros(1, np.int32), payload=Source(np.zeros(length, np.int32)))
     request = RequestState(
         Request((prompt,), RequestOptions(generation=GenerationOptions())), None, 0.0
     )

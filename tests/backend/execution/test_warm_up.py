@@ -19,8 +19,7 @@ from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
-from varlen.execution.step_warm_up import warm_up, warm_up_kernels
-from varlen.execution.warm_up import check_numbers, random_lengths
+from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint

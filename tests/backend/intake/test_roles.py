@@ -4,11 +4,13 @@ import numpy as np
 
 from tests.backend.requests import prompt_of
 from varlen.intake.roles import Expansion, TextRole
+from varlen.request.request import Vectors
 
 
 def values_of(prompt):
-    fields = prompt.token_ids, prompt.type_ids, prompt.kept_places
-    return *(None if each is None else each.tolist() for each in fields), prompt.num_keys
+    payload = prompt.payload or Vectors()
+    fields = prompt.token_ids, prompt.type_ids, payload.places
+    return *(None if each is None else each.tolist() for each in fields), payload.num_keys
 
 
 def test_added_tokens_have_type_zero_and_are_read_only_if_the_role_says_so():

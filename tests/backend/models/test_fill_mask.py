@@ -130,7 +130,7 @@ def test_refuses_inputs_without_masks_or_with_too_many(folder):
             encoder.fill_mask(["a [MASK]", "the cat"])
         with refused_request("row 0: the input has 9 tokens [MASK]"):
             encoder.fill_mask([[MASK] * 9])
-        with refused_request("the parameter top_k is 93; this model takes 1 to 92"):
+        with refused_request("top_k is 93; allowed: whole numbers from 1 to 92"):
             encoder.fill_mask(TEXTS, top_k=93)
         # what is cut away is not filled
         with refused_request("row 0: the input has 0 tokens"):

@@ -147,7 +147,7 @@ def test_a_checkpoint_or_a_request_keeps_the_largest_weights(small_masked_lm, tm
     with Encoder.from_pretrained(folder, dtype="fp32", threads=1) as encoder:
         by_default = encoder.sparse_embed(TEXTS)
         by_request = encoder.sparse_embed(TEXTS, max_active_dims=9)
-        with refused_request("max_active_dims is 93; this model takes 1 to 92"):
+        with refused_request("max_active_dims is 93; allowed: whole numbers from 1 to 92"):
             encoder.sparse_embed(TEXTS, max_active_dims=93)
 
     for vectors, most in ((by_default, None), (by_request, 9)):

@@ -14,7 +14,7 @@ import numpy as np
 
 from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import GeneratedPart, Prompt, Request, RequestOptions
+from varlen.request.request import GeneratedPart, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
@@ -216,20 +216,20 @@ class Bench:
             max_running_sequences=running,
             max_sequence_tokens=longest,
         )
-        self.scheduler = IterationScheduler(
-            self.limits, self.pool, policy, self.admission, self._new_writer
-        )
+        self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
         self.executor = KvExecutor(self)
         self.clock = Clock()
-        self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock)
+        self.scheduler.add = self._add
+        self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock, Writer)
         # every sequence, in order of arrival, and their places by request and row
         self.sequences = []
         self.place = {}
 
-    def _new_writer(self, sequence):
-        self.place[sequence.request, sequence.row] = len(self.sequences)
-        self.sequences.append(sequence)
-        return Writer(sequence)
+    def _add(self, request):
+        for sequence in request.sequences:
+            self.place[sequence.request, sequence.row] = len(self.sequences)
+            self.sequences.append(sequence)
+        IterationScheduler.add(self.scheduler, request)
 
     def submit(
         self,
@@ -248,13 +248,13 @@ class Bench:
         """
         reply = reply or FakeReply()
         rows = [[1] * row if isinstance(row, int) else row for row in prompts]
-        source = None if source is None else np.array(source, np.int32)
+        source = None if source is None else Source(np.array(source, np.int32))
         options = RequestOptions(
             generation=GenerationOptions(max_tokens=max_tokens, n=n, num_beams=num_beams),
             priority=priority,
             deadline_seconds=deadline,
         )
-        prompts = (Prompt(np.array(row, np.int32), source_ids=source) for row in rows)
+        prompts = (Prompt(np.array(row, np.int32), payload=source) for row in rows)
         self.engine.submit(Request(tuple(prompts), options), reply)
         return reply
 

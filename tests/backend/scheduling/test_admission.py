@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
-from varlen.scheduling.admission import Admission
+from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.sequence import Batch, Forecast
 
 from ..refusals import raises
@@ -78,10 +78,10 @@ def test_room_comes_back_when_something_leaves():
     admission = Admission(1, 10)
     enter(admission, 10)
 
-    admission.leave(requests=0, tokens=4, seconds=0.0)
+    admission.leave(Work(requests=0, tokens=4, seconds=0.0))
     with pytest.raises(QueueFullError):
         enter(admission, 1)
-    admission.leave(requests=1, tokens=6, seconds=0.0)
+    admission.leave(Work(requests=1, tokens=6, seconds=0.0))
 
     enter(admission, 10)
 
@@ -99,10 +99,10 @@ def test_caps_hold_and_counters_return_to_zero(lengths, max_requests, max_tokens
             with pytest.raises(QueueFullError):
                 enter(admission, length)
             first = inside.pop(0)
-            admission.leave(requests=1, tokens=first, seconds=0.0)
+            admission.leave(Work(requests=1, tokens=first, seconds=0.0))
         assert admission.depth == (len(inside), sum(inside))
     for length in inside:
-        admission.leave(requests=1, tokens=length, seconds=0.0)
+        admission.leave(Work(requests=1, tokens=length, seconds=0.0))
 
     assert admission.depth == (0, 0)
 
@@ -143,7 +143,7 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
 
     for batch in batches:
         admission.end(batch)
-    admission.leave(requests=1, tokens=5, seconds=6.0)
+    admission.leave(Work(requests=1, tokens=5, seconds=6.0))
     enter(admission, 1, now=10.0, deadline_seconds=1e-9)
 
 

@@ -39,7 +39,7 @@ class StepScheduler:
         self.admitted += 1
         return Forecast()
 
-    def add(self, request, now):
+    def add(self, request):
         self.waiting += request.sequences
 
     def wake_at(self, now):

@@ -14,7 +14,7 @@ from varlen.errors import (
     RequestCancelled,
     RequestError,
 )
-from varlen.scheduling.chunks import divide_step
+from varlen.scheduling.groups import divide_step
 
 from ..fakes.engine_parts import FakeReply
 from .generation import END, Bench, answer, tokens_of
@@ -557,11 +557,16 @@ def test_a_writer_that_fails_ends_its_own_request_and_no_other(fails, monkeypatc
     def new_writer(sequence):
         if fails == "new_writer":
             raise Panic
-        bench._new_writer(sequence)
         return BrokenWriter()
 
-    monkeypatch.setattr(bench.scheduler, "_new_writer", new_writer)
-    bad = bench.submit(prompt_of(9), max_tokens=6)
+    monkeypatch.setattr(bench.engine, "_new_writer", new_writer)
+    bad = FakeReply()
+    try:
+        bench.submit(prompt_of(9), max_tokens=6, reply=bad)
+    except EngineError as error:
+        # a request that is not admitted is answered by who submits it
+        assert fails == "new_writer"
+        bad.fail(error)
 
     bench.run_all()
 

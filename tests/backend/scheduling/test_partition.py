@@ -41,10 +41,16 @@ def dp(costs=CORE, limits=ROOMY, workers=1, pressure=9.0):
     return DpPartition(limits, costs, workers, pressure)
 
 
+def choose(policy, queue, now, slowdown):
+    """Return what a policy chooses at some time."""
+    queue.now = now
+    return policy.choose(queue, slowdown)
+
+
 def size_of(*requests, came=0, **policy):
     """Return the size of the batch that runs first."""
     queue = queue_of(*requests, came=came)
-    return len(dp(**policy).choose(queue, LATER, 1.0).sequences)
+    return len(choose(dp(**policy), queue, LATER, 1.0).sequences)
 
 
 def random_costs(numbers, execution):
@@ -138,7 +144,7 @@ def test_no_partition_has_less_delay(
     rows = [(sequence.request, sequence.num_tokens) for sequence in queue]
 
     # a machine that is slow now changes no decision
-    batch = dp(costs, limits, workers, pressure).choose(queue, LATER, slowdown)
+    batch = choose(dp(costs, limits, workers, pressure), queue, LATER, slowdown)
 
     delays = {
         tuple(map(len, parts)): expected_delay(
@@ -166,7 +172,7 @@ def test_with_infinite_pressure_no_partition_by_length_takes_less_time(
     costs, limits = random_costs(numbers, execution), BatchLimits(*most, execution)
     queue = queue_of(*lengths)
 
-    batch = dp(costs, limits, pressure=math.inf).choose(queue, LATER, 1.0)
+    batch = choose(dp(costs, limits, pressure=math.inf), queue, LATER, 1.0)
 
     ordered = sorted(lengths)
 
@@ -199,7 +205,7 @@ def test_batches_keep_the_order_and_the_limits(
 
     batches = []
     while len(queue):
-        batches.append(policy.choose(queue, LATER, 1.0))
+        batches.append(choose(policy, queue, LATER, 1.0))
         queue.remove(batches[-1].sequences)
 
     assert [length for batch in batches for length in lengths_of(batch)] == lengths
@@ -215,7 +221,7 @@ def test_batches_keep_the_order_and_the_limits(
 def test_choosing_takes_nothing_out_of_the_queue(pressure):
     queue = queue_of(3, 400, 5)
 
-    dp(pressure=pressure).choose(queue, LATER, 1.0)
+    choose(dp(pressure=pressure), queue, LATER, 1.0)
 
     assert [each.num_tokens for each in queue] == [3, 400, 5]
     assert queue.waiting_tokens == 408
@@ -273,7 +279,7 @@ def test_arrivals_count_for_as_long_as_the_queue_drains_on_a_machine_that_is_slo
             queue.add(state_of(20))
             queue.remove(queue.first(1))
         queue.add(state_of(*[250] * 64))
-        return len(dp(workers=2).choose(queue, 10.0, slowdown).sequences)
+        return len(choose(dp(workers=2), queue, 10.0, slowdown).sequences)
 
     assert size(1) > size(5) == 1
 
@@ -300,7 +306,7 @@ def test_a_batch_ends_before_the_deadlines_of_its_requests(most):
     for _ in range(2000):
         queue.add(state_of(60))
 
-    batch = dp(limits=BatchLimits(most, 64 * most)).choose(queue, 10.0, 1.0)
+    batch = choose(dp(limits=BatchLimits(most, 64 * most)), queue, 10.0, 1.0)
 
     assert len(batch.sequences) <= 3
     assert batch.reason.endswith(", ended before a deadline")
@@ -312,7 +318,7 @@ def test_a_deadline_that_is_missed_anyway_does_not_make_batches_small():
     for _ in range(100):
         queue.add(state_of(60))
 
-    assert len(dp().choose(queue, 0.0, 1.0).sequences) > 10
+    assert len(choose(dp(), queue, 0.0, 1.0).sequences) > 10
 
 
 def test_an_urgent_request_keeps_its_place_although_others_are_shorter():
@@ -322,12 +328,12 @@ def test_an_urgent_request_keeps_its_place_although_others_are_shorter():
     queue.add(state_of(90, deadline=1.0), 0.5)
     queue.promote(0.6)
 
-    assert lengths_of(dp(pressure=math.inf).choose(queue, 0.6, 1.0))[0] == 90
+    assert lengths_of(choose(dp(pressure=math.inf), queue, 0.6, 1.0))[0] == 90
 
 
 def test_a_sequence_beyond_the_token_limit_runs_alone():
     # a limit below the longest sequence may come from a small arena
-    batch = dp(limits=BatchLimits(64, 100)).choose(queue_of(500, 1), LATER, 1.0)
+    batch = choose(dp(limits=BatchLimits(64, 100)), queue_of(500, 1), LATER, 1.0)
 
     assert lengths_of(batch) == [500]
 
@@ -341,7 +347,7 @@ def test_batches_of_a_long_queue_are_within_the_limits(numbers, pressure, execut
     lengths = [numbers.choice([1, 2, 400, 512]) for _ in range(350)]
     queue = queue_of(*lengths)
 
-    batch = dp(costs, limits, pressure=pressure).choose(queue, LATER, 1.0)
+    batch = choose(dp(costs, limits, pressure=pressure), queue, LATER, 1.0)
 
     shape = batch.shape
     assert shape.sequences == 1 or limits.allow(shape.sequences, shape.tokens, shape.longest)
@@ -355,7 +361,7 @@ def test_a_long_queue_is_decided_by_its_front(most, pressure):
     floor = cost_table(lambda n, length: 5e-3 + 1e-7 * n * length, max_sequences=most)
     queue = queue_of(*[1 + i % 7 for i in range(5000)])
 
-    batch = dp(floor, limits, pressure=pressure).choose(queue, LATER, 1.0)
+    batch = choose(dp(floor, limits, pressure=pressure), queue, LATER, 1.0)
 
     assert limits.allow(batch.shape.sequences, batch.shape.tokens, batch.shape.longest)
     # units of several sequences leave the batch large

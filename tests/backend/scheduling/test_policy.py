@@ -25,7 +25,7 @@ def test_full_batches_are_filled_one_after_the_other(lengths, max_sequences, max
 
     batches = []
     while len(queue):
-        batch = policy.choose(queue, 0.0, 1.0)
+        batch = policy.choose(queue, 1.0)
         queue.remove(batch.sequences)
         batches.append(lengths_of(batch))
 

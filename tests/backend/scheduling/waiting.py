@@ -41,7 +41,7 @@ def add(scheduler, *lengths, now=0.0, deadline=math.inf, priority=0):
     allowed = None if math.isinf(deadline) else deadline - now
     request = request_of(*lengths, priority=priority, deadline_seconds=allowed)
     state = RequestState(request, None, now, deadline, scheduler.admit(request, now))
-    scheduler.add(state, now)
+    scheduler.add(state)
     return state
 
 

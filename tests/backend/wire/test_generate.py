@@ -15,8 +15,8 @@ from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart, TokenLogprobs
-from varlen.wire import generate as wire_generate
 from varlen.wire.generate import GeneratedAnswer, ResponseSpec, read_generate_request
+from varlen.wire.specs import input_specs, output_specs
 
 FLAGS = {
     name: np.array([True])
@@ -82,10 +82,10 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "return_num_input_tokens": ("TYPE_BOOL", (1,)),
         "return_num_output_tokens": ("TYPE_BOOL", (1,)),
     }
-    inputs = {spec.name: (spec.data_type, spec.dims) for spec in wire_generate.INPUTS}
+    inputs = {spec.name: (spec.data_type, spec.dims) for spec in input_specs("generate")}
     assert inputs.items() >= expected.items()
-    assert all(spec.optional for spec in wire_generate.INPUTS)
-    assert {spec.name: (spec.data_type, spec.dims) for spec in wire_generate.OUTPUTS} == {
+    assert all(spec.optional for spec in input_specs("generate"))
+    assert {spec.name: (spec.data_type, spec.dims) for spec in output_specs("generate")} == {
         "text_output": ("TYPE_STRING", (-1,)),
         "finish_reason": ("TYPE_STRING", (-1,)),
         "cumulative_logprob": ("TYPE_FP32", (-1,)),
@@ -361,8 +361,8 @@ def test_the_types_are_those_of_the_configuration():
     }
     for outputs in ([], [(0, GeneratedPart("a", (1,), finish_reason="stop"))]):
         made = answer(returns=SEARCH_OUTPUTS).tensors(outputs)
-        assert made.keys() == {spec.name for spec in wire_generate.OUTPUTS}
-        for spec in wire_generate.OUTPUTS:
+        assert made.keys() == {spec.name for spec in output_specs("generate")}
+        for spec in output_specs("generate"):
             assert made[spec.name].dtype == types[spec.data_type]
             assert made[spec.name].ndim == 1
 

@@ -12,7 +12,7 @@ from tests.checkpoints import save_checkpoint
 from tests.server.clients import AnswerError, texts
 from tests.server.serving import load, unload
 from varlen.config import SETTINGS
-from varlen.setting import Setting
+from varlen.parameter import Parameter
 
 from ..endings import End, Ending
 from ..loads import Loader
@@ -97,7 +97,7 @@ def _wrong_parameters(draw: random.Random) -> dict[str, str]:
     return found
 
 
-def _value(draw: random.Random, setting: Setting) -> str:
+def _value(draw: random.Random, setting: Parameter) -> str:
     if setting.choices and draw.random() < 0.5:
         return draw.choice(setting.choices)
     if setting.lowest is not None and draw.random() < 0.7:

@@ -7,8 +7,8 @@ import numpy as np
 
 from varlen_client.errors import ServerUnavailable
 from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.row_outputs import LabelScore
-from varlen_client.sparse import SparseVector
+from varlen_client.row_answers import LabelScore, SparseVector
+from varlen_client.tasks import EMBED, RERANK
 from varlen_client.wire import ModelInfo, ModelState
 
 OUTPUTS = {
@@ -60,6 +60,18 @@ def score_of(texts):
     return float(vector_of("".join(texts))[0])
 
 
+ANSWERS = {
+    "embed": lambda rows: np.stack([vector_of(row) for row in rows]),
+    "sparse_embed": lambda rows: [
+        SparseVector(np.array([9, 4], np.int32) + len(row), np.float32([2.5, 1.0])) for row in rows
+    ],
+    "rerank": lambda rows: np.array([score_of(row) for row in rows]),
+    "predict": lambda rows: [
+        [LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in rows
+    ],
+}
+
+
 class FakeClient:
     """Stands in for an `AsyncClient` of one model."""
 
@@ -75,30 +87,18 @@ class FakeClient:
     async def close(self):
         self.calls.closed += 1
 
-    async def embed_and_count(self, inputs, *, timeout=None, dimensions=None, **options):
-        given = options if dimensions is None else options | {"dimensions": dimensions}
-        await self._answer("embed", inputs, given)
-        vectors = np.stack([vector_of(row) for row in inputs])[:, :dimensions]
-        return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
-
-    async def sparse_embed_and_count(self, inputs, *, timeout=None, **options):
-        await self._answer("sparse_embed", inputs, options)
-        indices = np.array([9, 4], np.int32)
-        vectors = [SparseVector(indices + len(row), np.float32([2.5, 1.0])) for row in inputs]
-        return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
+    async def counted(self, task, inputs, *, timeout=None, **options):
+        given = {name: each for name, each in options.items() if name != "dimensions" or each}
+        await self._answer(task.method, inputs, given)
+        # a row of rerank is a pair, whose query is the same in each
+        texts = [row[1] for row in inputs] if task is RERANK else inputs
+        answer = ANSWERS[task.method](inputs)
+        if task is EMBED:
+            answer = answer[:, : options["dimensions"]]
+        return answer, sum(map(len, texts)) if self.calls.counts_tokens else None
 
     async def model_info(self):
         return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)
-
-    async def rerank_and_count(self, query, documents, *, timeout=None, **options):
-        await self._answer("rerank", (query, documents), options)
-        scores = np.array([score_of((query, document)) for document in documents])
-        return scores, sum(map(len, documents)) if self.calls.counts_tokens else None
-
-    async def predict_and_count(self, inputs, *, timeout=None, **options):
-        await self._answer("predict", inputs, options)
-        labels = [[LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in inputs]
-        return labels, sum(map(len, inputs)) if self.calls.counts_tokens else None
 
     async def samples(self, prompt, n, *, timeout=None, **sampling):
         parts = [part async for part in self.stream_samples(prompt, n, **sampling)]

@@ -323,7 +323,7 @@ def test_the_api_page_describes_every_path(send):
 
     assert paths.keys() == {
         "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models",
-        "/v1/models/{name}", "/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/v1/models/{name}", "/", "/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/v2/rerank",
         "/predict", "/info", "/health", "/metrics",
     }  # fmt: skip
 

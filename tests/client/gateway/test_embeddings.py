@@ -52,6 +52,31 @@ def test_dimensions_are_the_servers_work(post, calls):
     assert calls.received[0][3] == {"dimensions": 2}
 
 
+@pytest.mark.parametrize(
+    "options, parameters",
+    [
+        ({"truncate": True}, {"truncate": True, "truncation_side": "right"}),
+        (
+            {"truncate_prompt_tokens": -1, "truncation_side": "left"},
+            {"truncate": True, "truncation_side": "left"},
+        ),
+        ({"truncation_side": "left"}, {}),
+        ({"prompt_name": "query"}, {"prompt_name": "query"}),
+    ],
+    ids=["truncate", "vllm", "side", "prompt"],
+)
+def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):
+    post("/v1/embeddings", model="embedder", input="ab", **options)
+
+    assert calls.received[0][3] == parameters
+
+
+def test_the_root_embeds_as_by_tei(post):
+    body = {"model": "embedder", "inputs": ["ab", "c"], "truncate": True}
+
+    assert post("/", **body) == post("/embed", **body)
+
+
 def test_a_model_that_does_not_count_tokens_has_no_usage(post, calls):
     calls.counts_tokens = False
 
@@ -92,8 +117,13 @@ def test_embed_passes_its_options_on(post, calls, options, parameters):
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0: Input should be greater"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "a", "encoding": "float"}, "encoding", "encoding is not supported"),
+        (
+            {"input": "a", "truncate_prompt_tokens": 5},
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens is 5: Input should be -1",
+        ),
     ],
-    ids=["nothing", "number", "mixed", "empty", "many", "dimensions", "format", "unknown"],
+    ids="nothing number mixed empty many dimensions format unknown tokens".split(),
 )
 def test_a_wrong_body_is_refused_by_name(refusal, calls, body, param, message):
     status, error = refusal("/v1/embeddings", model="embedder", **body)

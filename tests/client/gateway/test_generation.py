@@ -117,6 +117,29 @@ def test_sampling_parameters_pass_through(post, calls):
 
 
 @pytest.mark.parametrize(
+    "path, body, ignored",
+    [
+        ("/v1/completions", {"prompt": "a"}, {"service_tier": "auto"}),
+        ("/v1/completions", {"prompt": "a"}, {"suffix": None}),
+        ("/v1/chat/completions", {"messages": HELLO}, {"service_tier": "flex"}),
+        ("/v1/chat/completions", {"messages": HELLO}, {"parallel_tool_calls": False}),
+        ("/v1/chat/completions", {"messages": HELLO}, {"reasoning_effort": "low"}),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO},
+            {"tools": [{"type": "function"}], "tool_choice": "none"},
+        ),
+    ],
+    ids="tier suffix chat_tier parallel effort tools".split(),
+)
+def test_fields_without_an_effect_change_nothing(post, calls, path, body, ignored):
+    plain, other = (post(path, model="writer", **body, **more) for more in ({}, ignored))
+
+    assert other["choices"] == plain["choices"]
+    assert calls.received[0] == calls.received[1]
+
+
+@pytest.mark.parametrize(
     "form, expected",
     [
         ({"type": "text"}, None),
@@ -289,7 +312,8 @@ def test_what_completions_do_not_support_is_refused_by_name(refusal, calls, body
     [
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
         ({"tool_choice": "auto"}, "tool_choice is 'auto': Input should be 'none'"),
-        ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
+        ({"tools": [{}], "tool_choice": None}, "tools is not supported"),
+        ({"verbosity": "low"}, "verbosity is not supported"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
         ({"response_format": {"type": "json_schema"}}, "json_schema needs json_schema"),
         ({"messages": []}, "messages is []: List should have at least 1 item"),
@@ -306,6 +330,7 @@ def test_what_completions_do_not_support_is_refused_by_name(refusal, calls, body
     ids=[
         "tools",
         "choice",
+        "tools and null",
         "unknown",
         "top_logprobs",
         "schema",

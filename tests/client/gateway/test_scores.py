@@ -6,7 +6,8 @@ import pytest
 from .fake_models import score_of
 
 TEXTS = ["first", "second one", "third"]
-SCORES = [score_of(("query", text)) for text in TEXTS]
+PAIRS = [("query", text) for text in TEXTS]
+SCORES = [score_of(pair) for pair in PAIRS]
 
 
 def test_ranks_texts_the_best_first(post, calls):
@@ -14,7 +15,15 @@ def test_ranks_texts_the_best_first(post, calls):
 
     assert [rank["index"] for rank in ranks] == np.argsort(SCORES)[::-1].tolist()
     assert ranks == [{"index": at["index"], "score": SCORES[at["index"]]} for at in ranks]
-    assert calls.received == [("ranker", "rerank", ("query", TEXTS), {"activation": "sigmoid"})]
+    assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
+
+
+def test_documents_are_another_name_of_texts(post, refusal):
+    body = {"model": "ranker", "query": "query", "return_text": True}
+
+    assert post("/rerank", documents=TEXTS, **body) == post("/rerank", texts=TEXTS, **body)
+    _, error = refusal("/rerank", documents=TEXTS, texts=TEXTS, **body)
+    assert error["message"] == "documents is not supported"
 
 
 def test_raw_scores_and_texts_on_request(post, calls):
@@ -43,7 +52,7 @@ def test_documents_are_ranked_as_by_cohere_and_jina(post, calls, path):
             for at in order
         ],
     }
-    assert calls.received == [("ranker", "rerank", ("query", TEXTS), {"activation": "sigmoid"})]
+    assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
 
 
 @pytest.mark.parametrize("top_n, ranks", [(1, 1), (3, 3), (9, 3)])
@@ -106,13 +115,14 @@ def test_a_batch_has_no_more_rows_than_other_requests(refusal, calls):
     [
         ("/rerank", {"query": "q", "texts": []}),
         ("/rerank", {"texts": ["a"]}),
+        ("/rerank", {"query": "q", "documents": [5]}),
         ("/predict", {}),
         ("/v1/rerank", {"query": "q", "documents": []}),
         ("/v1/rerank", {"query": "q", "documents": ["a"] * 2049}),
         ("/v1/rerank", {"query": "q", "documents": [{"title": "a"}]}),
         ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}),
     ],
-    ids=["texts", "query", "inputs", "documents", "too many", "not a text", "top_n"],
+    ids=["texts", "query", "number", "inputs", "documents", "too many", "not a text", "top_n"],
 )
 def test_a_wrong_body_is_refused(refusal, calls, path, body):
     status, error = refusal(path, **body)

@@ -9,8 +9,7 @@ import pytest
 from varlen_bench.dry_run import dry_run
 from varlen_bench.kernel_limits import (
     ARCHES,
-    CEILINGS,
-    INSTRUCTIONS,
+    ceiling_files,
     compile_call,
     problems,
     read_ceilings,
@@ -28,7 +27,7 @@ CASES = [
     for dtype in call.dtypes
     for arch in ARCHES
 ]
-CEILING_FILES = PROJECT / CEILINGS, (PROJECT / CEILINGS).with_name(INSTRUCTIONS)
+CEILINGS = {figure: read_ceilings(PROJECT / file) for figure, file in ceiling_files().items()}
 # Calls whose rows allow 128-bit loads, as those of a server do.
 ALIGNED_CALLS = [call for call in CALLS if call.narrow_loads is not None]
 
@@ -37,8 +36,7 @@ ALIGNED_CALLS = [call for call in CALLS if call.narrow_loads is not None]
 def test_machine_code_keeps_to_its_limits(call, dtype, arch):
     codes = compile_call(call, dtype, arch)
 
-    registers, instructions = map(read_ceilings, CEILING_FILES)
-    assert problems(call, dtype, codes, registers, instructions) == []
+    assert problems(call, dtype, codes, CEILINGS) == []
 
 
 @pytest.mark.parametrize("call", ALIGNED_CALLS, ids=lambda call: call.name)
@@ -83,7 +81,7 @@ def test_every_op_with_a_kernel_has_a_call():
 
 def test_every_ceiling_belongs_to_a_listed_call():
     listed = {(call.name, str(dtype)[6:]) for call in CALLS for dtype in call.dtypes}
-    written = {(where.call, where.dtype) for file in CEILING_FILES for where in read_ceilings(file)}
+    written = {(where.call, where.dtype) for limits in CEILINGS.values() for where in limits}
 
     assert written <= listed
 

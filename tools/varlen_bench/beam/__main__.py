@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from varlen_bench.beam import report
-from varlen_bench.beam.report import BASE, DATES, Result
-from varlen_bench.beam.run import Comparison, measure_steps
+from varlen_bench.beam.report import BASE, DATES
+from varlen_bench.beam.run import BeamComparison, measure_steps
 from varlen_bench.beam.step import StepTimes
 from varlen_bench.beam.systems import OURS, SYSTEMS
-from varlen_bench.beam.workload import Workload, date_workload, news_workload
+from varlen_bench.beam.workload import date_requests, news_requests
+from varlen_bench.compare.generating import RunSettings
+from varlen_bench.compare.passes import Requests
+from varlen_bench.compare.results import Result
 from varlen_bench.harness import command, machine
 from varlen_bench.peers.checkpoints import TRANSFORMER_BASE, config_field, save_random_translator
 
@@ -46,41 +49,25 @@ def main(
 ) -> None:
     """Compare varlen's beam search with transformers and CTranslate2 on this CPU."""
     cores = threads or machine.cpu_count()
-    bench = command.Run(
-        context,
-        "varlen_bench.beam",
-        threads=cores,
-        packages=_PACKAGES,
-        output=command.csv_path("beam", output, is_trial=quick),
-        revision=revision,
-    )
     if quick:
         model, requests, rounds = model or DATES, min(requests, _QUICK_REQUESTS), 1
-    try:
+    with command.refused():
         names = command.select(model, (BASE, DATES))
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    bench = command.started(
+        context, "beam", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
+    )
     results: list[Result] = []
     steps: list[StepTimes] = []
+    settings = RunSettings(cores, rounds, load, seed)
     for name in names:
         with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
             scratch = Path(folder)
-            try:
+            with command.refused():
                 checkpoint = _checkpoint(name, repository, scratch)
-                comparison = Comparison(
-                    name,
-                    checkpoint,
-                    _workload(name, checkpoint, requests, seed),
-                    threads=cores,
-                    load=load,
-                    seed=seed,
-                    scratch=scratch,
-                    report=progress,
-                )
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
-            found = comparison.compare(systems, rounds)
+                asked = _requests(name, checkpoint, requests, seed)
+            comparison = BeamComparison(name, checkpoint, asked, settings, scratch, progress)
+            found = comparison.compare(systems)
         bench.append(report.csv_rows(found, []))
         results += found
     if SYSTEMS[OURS] in systems:
@@ -101,13 +88,13 @@ def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
     return scratch / model
 
 
-def _workload(model: str, checkpoint: Path, requests: int, seed: int) -> Workload:
+def _requests(model: str, checkpoint: Path, count: int, seed: int) -> Requests:
     # without it, the tokenizer fails with a message that names no file
     vocabulary = config_field(checkpoint, "vocab_size")
     if model == DATES:
-        return date_workload(checkpoint, requests, seed)
+        return date_requests(checkpoint, count, seed)
     positions = config_field(checkpoint, "max_position_embeddings")
-    return news_workload(requests, vocabulary, positions, seed)
+    return news_requests(count, vocabulary, positions, seed)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,109 @@
-"""Three engines behind two functions: batches, or requests that come at any time.
+"""The worker process of a system that translates: three engines.
 
 A process imports only the libraries of its engine. An answer is the best of `BEAMS` beams, without the end token.
 """
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from varlen_bench.beam.systems import BEAMS
-from varlen_bench.harness.generating import Precision, System
+from varlen_bench.compare import worker
+from varlen_bench.compare.passes import (
+    Answer,
+    Ids,
+    OnTokens,
+    Requests,
+    RunBatch,
+    Submit,
+    percentiles_ms,
+    run_together,
+)
+from varlen_bench.compare.systems import System
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.worker import run_worker
+from varlen_bench.peers.checkpoints import config_field, load_generator
+from varlen_bench.peers.engines import Precision, ctranslate2_options
 
-if TYPE_CHECKING:
-    from varlen.generator import Generation
-
-Ids: TypeAlias = Sequence[int]
 # Translates a batch: sources, and the most tokens of each answer.
-RunBatch: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
-# Starts one request.
-Submit: TypeAlias = Callable[[Ids, int], "Future[list[int]]"]
+Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
 
 # Beams that run at the same time: those of 32 requests.
 _RUNNING = 128
 
 
-def load_batches(system: System, checkpoint: Path, scratch: Path, *, threads: int) -> RunBatch:
-    """Return a function that translates one batch."""
+def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) -> RunBatch:
+    """Return a function that translates one batch; all answers come at its end."""
     if system.engine == "varlen":
-        submit = load_iteration(checkpoint, threads=threads)
+        translate = _together(load_iteration(system, checkpoint, threads))
+    elif system.engine == "transformers":
+        translate = _transformers(checkpoint, threads)
+    else:
+        translate = _ctranslate2(checkpoint, scratch, system.precision, threads)
 
-        def run(sources: Sequence[Ids], limits: Sequence[int]) -> list[list[int]]:
-            """Submit a batch and wait for its last answer: batches at the level of requests."""
-            running = [submit(ids, limit) for ids, limit in zip(sources, limits, strict=True)]
-            return [each.result() for each in running]
+    def run(sources: Sequence[Ids], limits: Sequence[int], on_tokens: OnTokens) -> None:
+        answers = translate(sources, limits)
+        moment = time.perf_counter()
+        for row, tokens in enumerate(answers):
+            on_tokens(row, tokens, moment)
 
-        return run
-    if system.engine == "transformers":
-        return _transformers(checkpoint, threads)
-    return _ctranslate2(checkpoint, scratch, system.precision, threads)
+    return run
 
 
-def load_iteration(checkpoint: Path, *, threads: int) -> Submit:
+def load_iteration(_: System, checkpoint: Path, threads: int) -> Submit:
     """Return a function that starts one request of varlen."""
     from varlen.generator import Generator
     from varlen.request.generation import GenerationOptions
+    from varlen.request.request import GeneratedPart
 
-    (end,) = _special(checkpoint, "eos_token_id")
+    end = config_field(checkpoint, "eos_token_id")
     generator = Generator.from_pretrained(
         checkpoint, device="cpu", dtype="fp32", threads=threads, max_running_sequences=_RUNNING
     )
 
-    def submit(source: Ids, limit: int) -> Future[list[int]]:
-        answer: Future[list[int]] = Future()
-
-        def finish(done: Future[list[Generation]]) -> None:
-            error = done.exception()
-            if error:
-                answer.set_exception(error)
-            else:
-                (best,) = done.result()
-                answer.set_result([token for token in best.token_ids if token != end])
+    def submit(source: Ids, limit: int, on_tokens: OnTokens) -> Future[Any]:
+        def on_part(_: int, part: GeneratedPart) -> None:
+            tokens = [token for token in part.token_ids if token != end]
+            on_tokens(0, tokens, time.perf_counter())
 
         options = GenerationOptions(max_tokens=limit, num_beams=BEAMS)
-        generator.submit(source, options).add_done_callback(finish)
-        return answer
+        return generator.submit(source, options, on_part)
 
     return submit
 
 
-def _transformers(checkpoint: Path, threads: int) -> RunBatch:
-    import torch
-    from transformers import AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
-    from transformers.utils import logging
+def figures(answers: Sequence[Answer], _: Requests) -> dict[str, Cell]:
+    """Return the figures of a pass; latency in milliseconds from arrival to answer."""
+    end = max(answer.end for answer in answers)
+    return {
+        "sentences_per_second": len(answers) / (end - answers[0].due),
+        "tokens": sum(len(answer.tokens) for answer in answers),
+        **percentiles_ms("latency", [answer.end - answer.due for answer in answers]),
+    }
 
-    logging.disable_progress_bar()
-    torch.set_num_threads(threads)
-    model: Any = AutoModelForSeq2SeqLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    model.eval()
-    end, pad = _special(checkpoint, "eos_token_id", "pad_token_id")
+
+def _together(submit: Submit) -> Translate:
+    """Return a function that submits a batch: batches at the level of requests."""
+
+    def translate(sources: Sequence[Ids], limits: Sequence[int]) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in sources]
+        run_together(submit, sources, limits, lambda row, ids, _: answers[row].extend(ids))
+        return answers
+
+    return translate
+
+
+def _transformers(checkpoint: Path, threads: int) -> Translate:
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    model = load_generator("AutoModelForSeq2SeqLM", checkpoint, threads)
+    end, pad = (config_field(checkpoint, name) for name in ("eos_token_id", "pad_token_id"))
 
     class Limits(StoppingCriteria):  # type: ignore[misc]
         """Ends the candidates of each row at its own length."""
@@ -112,21 +133,16 @@ def _transformers(checkpoint: Path, threads: int) -> RunBatch:
     return run
 
 
-def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, threads: int) -> RunBatch:
+def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, threads: int) -> Translate:
     import ctranslate2
 
     from varlen_bench.beam.export import END, export_ctranslate2
 
     folder = scratch / f"ctranslate2-{precision}"
     export_ctranslate2(checkpoint, folder, precision)
-    translator: Any = ctranslate2.Translator(
-        str(folder),
-        device="cpu",
-        compute_type="int8" if precision == "int8" else "float32",
-        inter_threads=1,
-        intra_threads=threads,
-    )
-    (end,) = _special(checkpoint, "eos_token_id")
+    options = ctranslate2_options(precision, threads)
+    translator: Any = ctranslate2.Translator(str(folder), **options)
+    end = config_field(checkpoint, "eos_token_id")
 
     def run(sources: Sequence[Ids], limits: Sequence[int]) -> list[list[int]]:
         answers = translator.translate_batch(
@@ -143,6 +159,13 @@ def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, threads:
     return run
 
 
-def _special(checkpoint: Path, *names: str) -> list[int]:
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    return [int(config[name]) for name in names]
+start = partial(
+    worker.start,
+    load_iteration=load_iteration,
+    load_batches=load_batches,
+    figures=figures,
+    unit="sentences",
+)
+
+if __name__ == "__main__":
+    run_worker(start)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from varlen_bench.harness.generating import Precision
 from varlen_bench.peers.checkpoints import save_word_tokenizer
+from varlen_bench.peers.engines import Precision
+from varlen_bench.peers.exports import convert_ctranslate2
 
 END, _PAD = "</s>", "<pad>"
 
@@ -18,7 +19,6 @@ def export_ctranslate2(checkpoint: Path, folder: Path, precision: Precision) -> 
     CTranslate2 takes the last token for the padding, which starts answers and is never generated. So the padding token
     and the last one change places.
     """
-    from ctranslate2.converters import TransformersConverter
     from safetensors.torch import load_file, save_file
 
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -38,5 +38,4 @@ def export_ctranslate2(checkpoint: Path, folder: Path, precision: Precision) -> 
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
         (made / "config.json").write_text(json.dumps(config | moved), encoding="utf-8")
         save_word_tokenizer(words, made)
-        quantization = "int8" if precision == "int8" else None
-        TransformersConverter(str(made)).convert(str(folder), quantization=quantization)
+        convert_ctranslate2(made, folder, precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.encoder import report
-from varlen_bench.encoder.run import run
+from varlen_bench.encoder.run import EncoderComparison
 from varlen_bench.encoder.systems import SYSTEMS
 from varlen_bench.encoder.workload import short_workload, uniform_workload
 from varlen_bench.harness import command, machine
@@ -45,35 +46,27 @@ def main(
 ) -> None:
     """Compare varlen's encoder with transformers, onnxruntime and CTranslate2 on this CPU."""
     cores = threads or machine.cpu_count()
-    bench = command.Run(
-        context,
-        "varlen_bench.encoder",
-        threads=cores,
-        packages=_PACKAGES,
-        output=command.csv_path("encoder", output, is_trial=quick),
-        revision=revision,
-    )
     if quick:
         rounds, sequences, queries = min(rounds, 2), min(sequences, 24), min(queries, 96)
-    try:
+    with command.refused(CheckpointError):
         if str(model) in RANDOM_ENCODERS:
             model = random_encoder(str(model), tokenizer=_MINILM)
         pooling = _pooling(model)
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
         workloads = [uniform_workload(model, sequences, seed), short_workload(model, queries, seed)]
-    except (CheckpointError, ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     if quick:
         workloads = [workload.with_fewer_sizes() for workload in workloads]
-    with bench.progress() as progress:
-        results = run(
-            systems, workloads, progress, model=model, pooling=pooling, threads=cores, rounds=rounds
-        )
+    bench = command.started(
+        context, "encoder", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
+    )
+    with TemporaryDirectory(prefix="varlen-bench-") as scratch, bench.progress() as progress:
+        comparison = EncoderComparison(model, pooling, workloads, Path(scratch), progress, cores)
+        results = comparison.compare(systems, rounds)
     rows = report.csv_rows(results, _model_name(model))
     bench.append(rows)
     bench.show(*report.tables(rows))
     bench.finish("encoder", report.bench_figures(results))
-    if any(r.system.engine == "varlen" and not r.speeds for r in results):
+    if any(result.system.is_ours and not result.rounds for result in results):
         raise typer.Exit(1)
 
 

@@ -2,131 +2,103 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from varlen_bench.encoder.report import Result
-from varlen_bench.encoder.systems import REFERENCE, System
+from varlen_bench.compare.systems import REFERENCE, System
+from varlen_bench.compare.turns import measure_in_turns, running, start_system
+from varlen_bench.encoder.report import EncoderResult
 from varlen_bench.encoder.workload import Workload
 from varlen_bench.harness.accuracy import Vectors, cosines
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.machine import has_native_bf16
-from varlen_bench.harness.worker import WorkerError, WorkerProcess
+from varlen_bench.harness.worker import Message, WorkerProcess
 from varlen_bench.peers.exports import exported
 from varlen_bench.peers.pooling import PoolingMode
 
 # Emulated bf16 embeds every eighth sequence by length.
 _EMULATED_STEP = 8
-# Threads of the last system stop spinning in this time.
-_PAUSE_SECONDS = 0.2
 
 
-def run(
-    systems: Iterable[System],
-    workloads: Sequence[Workload],
-    report: Progress,
-    *,
-    model: Path,
-    pooling: PoolingMode,
-    threads: int,
-    rounds: int,
-) -> list[Result]:
-    """Return a result for every system and workload.
+@dataclass(eq=False)
+class EncoderComparison:
+    """Systems on one model, each in its process.
 
-    A system that fails leaves results with the reason; the others go on.
+    Attributes:
+        pooling: how the model pools; its peers do the same.
+        scratch: folder for logs and vectors.
     """
-    with TemporaryDirectory(prefix="varlen-bench-") as scratch, ExitStack() as processes:
-        report("reference vectors: transformers fp32, one sequence at a time")
-        alone = _MeasuredSystem(REFERENCE, workloads, Path(scratch))
-        with alone.start(model, pooling, threads):
-            reference = alone.prepare()
-        measured = [_MeasuredSystem(system, workloads, Path(scratch)) for system in systems]
-        for system in measured:
-            report(f"prepare {system.name}")
-            with system.failures(report):
-                processes.enter_context(system.start(model, pooling, threads))
-                system.prepare(reference)
-        for number in range(rounds):
-            for workload in workloads:
-                report(f"round {number + 1} of {rounds}, {workload.name}")
-                for system in measured:
-                    if not system.has_failed:
-                        with system.failures(report):
-                            system.measure(workload.name)
-    return [result for system in measured for result in system.results.values()]
 
+    model: Path
+    pooling: PoolingMode
+    workloads: Sequence[Workload]
+    scratch: Path
+    report: Progress
+    threads: int
+    _reference: dict[str, Vectors] = field(default_factory=dict)
 
-class _MeasuredSystem:
-    """A system in its process, and its results on each workload."""
+    def compare(self, systems: Iterable[System], rounds: int) -> list[EncoderResult]:
+        """Return a result for every system and workload.
 
-    def __init__(self, system: System, workloads: Sequence[Workload], scratch: Path) -> None:
-        self.name = system.name
-        self.results: dict[str, Result] = {}
-        self.has_failed = False
-        self._system = system
-        self._folder = scratch / system.name
-        self._parts: list[Workload] = []
-        self._kept: dict[str, list[int]] = {}
-        is_emulated = system.precision == "bf16" and not has_native_bf16()
-        for whole in workloads:
-            part, kept = whole.thinned(_EMULATED_STEP if is_emulated else 1)
-            result = Result(system, whole.name, len(kept), part.num_tokens)
-            if is_emulated:
-                counts = f"{len(kept)} of {len(whole.sequences)} sequences"
-                result.note = f"bf16 is emulated on this CPU: {counts}"
-            self._parts.append(part)
-            self._kept[whole.name], self.results[whole.name] = kept, result
+        A system that fails leaves results with the reason; the others go on.
+        """
+        self.report("reference vectors: transformers fp32, one sequence at a time")
+        with self._start(REFERENCE) as alone:
+            _ask_prepare(alone, self.workloads)
+        self._reference = {each.name: self._vectors(REFERENCE, each) for each in self.workloads}
+        results = [_empty(system, each) for system in systems for each in self.workloads]
+        with running(results, self._start, self._prepare, self.report) as processes:
 
-    def start(self, model: Path, pooling: PoolingMode, threads: int) -> WorkerProcess:
-        """Start to load the system; return its process."""
-        engine, precision = self._system.engine, self._system.precision
-        argument = {
-            "system": asdict(self._system),
-            "checkpoint": str(exported(model, engine, precision, pooling).resolve()),
-            "threads": threads,
-            "pooling": pooling,
-        }
-        self._folder.mkdir()
-        log = self._folder / "log"
-        self._process = WorkerProcess("varlen_bench.encoder.worker", argument, log, threads=threads)
-        return self._process
+            def measure(result: EncoderResult) -> dict[str, float]:
+                found = processes[result.system.name].ask(do="measure", workload=result.workload)
+                peak = found["peak_rss_mib"]
+                return {"tokens_per_second": result.work / found["seconds"], "peak_rss_mib": peak}
 
-    def prepare(self, reference: dict[str, Vectors] | None = None) -> dict[str, Vectors]:
-        """Calibrate the system and compare its vectors; return those of each workload."""
-        workloads = [asdict(part) for part in self._parts]
-        answer = self._process.ask(prepare=str(self._folder), workloads=workloads)
-        vectors = {name: np.load(self._folder / f"{name}.npy") for name in self.results}
-        for name, result in self.results.items():
-            result.batching = answer["batching"][name]
-            result.calibration = answer["calibration"][name]
-            if reference:
-                found = cosines(vectors[name], reference[name][self._kept[name]])
-                result.cosine_mean, result.cosine_min = float(found.mean()), float(found.min())
+            names = [workload.name for workload in self.workloads]
+            by_workload = sorted(results, key=lambda result: names.index(result.workload))
+            measure_in_turns(by_workload, measure, rounds=rounds, report=self.report)
+        return results
+
+    def _start(self, system: System) -> WorkerProcess:
+        checkpoint = exported(self.model, system.engine, system.precision, self.pooling)
+        module, more = "varlen_bench.encoder.worker", {"pooling": self.pooling}
+        return start_system(module, system, checkpoint, self.scratch, threads=self.threads, **more)
+
+    def _prepare(self, process: WorkerProcess, results: Sequence[EncoderResult]) -> None:
+        """Calibrate a system and compare its vectors."""
+        parts = [_part(results[0].system, workload) for workload in self.workloads]
+        answer = _ask_prepare(process, [part for part, _ in parts])
+        for result, (part, kept) in zip(results, parts, strict=True):
+            result.batch = answer["batching"][part.name]
+            speeds = answer["calibration"][part.name].items()
+            result.calibration = "; ".join(f"{size}: {speed:.0f}" for size, speed in speeds)
+            found = cosines(self._vectors(result.system, part), self._reference[part.name][kept])
+            result.cosine_mean, result.cosine_min = float(found.mean()), float(found.min())
+
+    def _vectors(self, system: System, workload: Workload) -> Vectors:
+        vectors: Vectors = np.load(self.scratch / system.name / f"{workload.name}.npy")
         return vectors
 
-    def measure(self, workload: str) -> None:
-        """Time one pass over a workload."""
-        time.sleep(_PAUSE_SECONDS)
-        answer = self._process.ask(measure=workload)
-        result = self.results[workload]
-        result.speeds.append(result.tokens / answer["seconds"])
-        result.peak_rss_mib = max(result.peak_rss_mib, answer["peak_rss_mib"])
 
-    @contextmanager
-    def failures(self, report: Progress) -> Iterator[None]:
-        """Turn an error into failed results with its reason."""
-        try:
-            yield
-        except (WorkerError, RuntimeError, ValueError) as error:
-            self.has_failed = True
-            note = f"did not run: {error}".replace(str(Path.home()), "~")
-            report(f"{self.name} {note}")
-            for result in self.results.values():
-                result.note = note
-                result.speeds.clear()
+def _ask_prepare(process: WorkerProcess, workloads: Iterable[Workload]) -> Message:
+    return process.ask(do="prepare", workloads=[asdict(workload) for workload in workloads])
+
+
+def _part(system: System, workload: Workload) -> tuple[Workload, list[int]]:
+    """Return the part of a workload that a system embeds, and its indices."""
+    is_emulated = system.precision == "bf16" and not has_native_bf16()
+    return workload.thinned(_EMULATED_STEP if is_emulated else 1)
+
+
+def _empty(system: System, workload: Workload) -> EncoderResult:
+    part, kept = _part(system, workload)
+    result = EncoderResult(
+        system=system, workload=part.name, requests=len(kept), work=part.num_tokens
+    )
+    if len(kept) < len(workload.sequences):
+        counts = f"{len(kept)} of {len(workload.sequences)} sequences"
+        result.note = f"bf16 is emulated on this CPU: {counts}"
+    return result

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from varlen_bench.encoder.systems import System
+from varlen_bench.compare.systems import System
 from varlen_bench.encoder.workload import Workload
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.resident import MIB, peak_resident_bytes, reset_peak
@@ -22,7 +22,7 @@ _CALIBRATION_STEP = 6
 _CALIBRATION_PASSES = 3
 
 
-class Worker:
+class EncoderWorker:
     """An engine, its workloads, and its batch size on each."""
 
     def __init__(self, system: System, load: Callable[[], Embed]) -> None:
@@ -41,7 +41,7 @@ class Worker:
             self._embed = self._load()
         for name in self.workloads:
             np.save(folder / f"{name}.npy", self.embed_all(name))
-        batchings = {name: self._system.batching(size) for name, size in self.sizes.items()}
+        batchings = {name: self._label(size) for name, size in self.sizes.items()}
         return {"calibration": calibrations, "batching": batchings}
 
     def measure(self, name: str) -> Message:
@@ -58,7 +58,10 @@ class Worker:
         Candidates are timed in turn, so that a drift of the machine affects all of them.
         """
         workload = self.workloads[name]
-        sizes = self._system.batch_sizes(workload)
+        sizes: Sequence[int] = [self._system.size]
+        if self._system.batching != "engine" and not self._system.size:
+            is_tokens = self._system.unit == "tokens"
+            sizes = workload.batch_tokens if is_tokens else workload.batch_sizes
         speeds = dict.fromkeys(sizes, 0.0)
         if len(sizes) > 1:
             samples = {size: self._sample(workload.sequences, size) for size in sizes}
@@ -66,19 +69,21 @@ class Worker:
                 for size, batches in samples.items():
                     speeds[size] = max(self._speed(batches), speeds[size])
         self.sizes[name] = max(sizes, key=speeds.__getitem__)
-        return {self._system.batching(size): speed for size, speed in speeds.items() if speed}
+        return {self._label(size): speed for size, speed in speeds.items() if speed}
 
     def embed_all(self, name: str) -> Vectors:
         """Return the vectors of a whole workload, in order of arrival."""
         sequences = self.workloads[name].sequences
-        if self._system.kind == "whole":
-            return self._embed(sequences)
         batches = self._system.split(sequences, self.sizes[name])
         vectors = [self._embed([sequences[i] for i in batch]) for batch in batches]
         out = np.empty((len(sequences), vectors[0].shape[1]), dtype=np.float32)
         for batch, rows in zip(batches, vectors, strict=True):
             out[batch] = rows
         return out
+
+    def _label(self, size: int) -> str:
+        """Return the batching of this size, such as "8 sequences"."""
+        return f"{size} {self._system.unit}" if size else "whole"
 
     def _sample(self, sequences: list[list[int]], size: int) -> list[list[list[int]]]:
         """Return every sixth batch."""
@@ -105,13 +110,13 @@ def start(argument: Message) -> Callable[[Message], Message]:
         threads=argument["threads"],
         pooling=argument["pooling"],
     )
-    worker = Worker(system, load)
+    worker = EncoderWorker(system, load)
 
     def handle(order: Message) -> Message:
-        if "measure" in order:
-            return worker.measure(order["measure"])
+        if order["do"] == "measure":
+            return worker.measure(order["workload"])
         workloads = [Workload(**workload) for workload in order["workloads"]]
-        return worker.prepare(workloads, Path(order["prepare"]))
+        return worker.prepare(workloads, Path(argument["scratch"]))
 
     return handle
 

@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from varlen_bench.compare.generating import RunSettings
+from varlen_bench.compare.passes import Requests
+from varlen_bench.compare.results import Result
 from varlen_bench.generate import report
-from varlen_bench.generate.report import TINY_GPT2, Result, Step
-from varlen_bench.generate.run import Comparison
+from varlen_bench.generate.report import TINY_GPT2, Step
+from varlen_bench.generate.run import GenerateComparison
 from varlen_bench.generate.systems import OURS, SYSTEMS
-from varlen_bench.generate.workload import Workload, trace_workload, uniform_workload
+from varlen_bench.generate.workload import trace_requests, uniform_requests
 from varlen_bench.harness import command, machine
 from varlen_bench.peers.checkpoints import GPT2_SMALL, config_field, save_random_decoder
 
@@ -49,42 +52,31 @@ def main(
 ) -> None:
     """Compare varlen's generation with transformers and CTranslate2 on this CPU."""
     cores = threads or machine.cpu_count()
-    bench = command.Run(
-        context,
-        "varlen_bench.generate",
-        threads=cores,
-        packages=_PACKAGES,
-        output=command.csv_path("generate", output, is_trial=quick),
-        revision=revision,
-    )
     if quick:
         models, requests, rounds = models or TINY_GPT2, min(requests, 8), 1
-    try:
+    with command.refused():
         names = command.select(models, (_RANDOM, TINY_GPT2))
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    bench = command.started(
+        context,
+        "generate",
+        cores,
+        packages=_PACKAGES,
+        quick=quick,
+        revision=revision,
+        output=output,
+    )
     results: list[Result] = []
     steps: list[Step] = []
+    settings = RunSettings(cores, rounds, load, seed)
     for model in names:
         with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
             scratch = Path(folder)
-            try:
+            with command.refused():
                 checkpoint = _checkpoint(model, repository, scratch)
-                workload = _workload(checkpoint, trace, requests, seed)
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
-            comparison = Comparison(
-                model,
-                checkpoint,
-                workload,
-                threads=cores,
-                load=load,
-                seed=seed,
-                scratch=scratch,
-                report=progress,
-            )
-            found = comparison.compare(systems, rounds)
+                asked = _requests(checkpoint, trace, requests, seed)
+            comparison = GenerateComparison(model, checkpoint, asked, settings, scratch, progress)
+            found = comparison.compare(systems)
             step = [comparison.decode_step()] if SYSTEMS[OURS] in systems else []
         bench.append(report.csv_rows(found, step))
         results += found
@@ -102,12 +94,12 @@ def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
     return scratch / model
 
 
-def _workload(checkpoint: Path, trace: Path | None, requests: int, seed: int) -> Workload:
+def _requests(checkpoint: Path, trace: Path | None, count: int, seed: int) -> Requests:
     vocabulary = config_field(checkpoint, "vocab_size")
     positions = config_field(checkpoint, "n_positions")
     if trace is not None:
-        return trace_workload(trace, requests, vocabulary, positions, seed)
-    return uniform_workload(requests, vocabulary, positions, seed)
+        return trace_requests(trace, count, vocabulary, positions, seed)
+    return uniform_requests(count, vocabulary, positions, seed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three engines behind two functions: batches, or requests that come at any time.
+"""The worker process of a system that generates: three engines.
 
 A process imports only the libraries of its engine.
 """
@@ -7,39 +7,71 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from varlen_bench.harness.generating import Precision, System
+from varlen_bench.compare import worker
+from varlen_bench.compare.passes import (
+    Answer,
+    Ids,
+    OnTokens,
+    Requests,
+    RunBatch,
+    Submit,
+    percentiles_ms,
+    run_together,
+)
+from varlen_bench.compare.systems import System
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.worker import run_worker
+from varlen_bench.peers.checkpoints import load_generator
+from varlen_bench.peers.engines import Precision, ctranslate2_options
 
-Ids: TypeAlias = Sequence[int]
-# Gets the number of a prompt, a token, and the moment of it by time.perf_counter.
-OnToken: TypeAlias = Callable[[int, int, float], None]
-# Generates a batch to its end: prompts, and the number of tokens of each.
-RunBatch: TypeAlias = Callable[[Sequence[Ids], Sequence[int], OnToken], None]
-# Starts one request; the future is done after its last token.
-Submit: TypeAlias = Callable[[Ids, int, OnToken], "Future[None]"]
-
+# Requests that run at the same time.
 _RUNNING = 64
 
 
-def load_batches(system: System, checkpoint: Path, scratch: Path, *, threads: int) -> RunBatch:
+def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) -> RunBatch:
     """Return a function that generates one batch."""
     if system.engine == "varlen":
-        return partial(_run_together, _varlen(checkpoint, system.precision, threads))
+        return partial(run_together, _varlen(checkpoint, system.precision, threads))
     if system.engine == "transformers":
         return _transformers_batches(checkpoint, threads)
     return _ctranslate2_batches(checkpoint, scratch, system.precision, threads)
 
 
-def load_iteration(system: System, checkpoint: Path, *, threads: int) -> Submit:
+def load_iteration(system: System, checkpoint: Path, threads: int) -> Submit:
     """Return a function that starts one request."""
     if system.engine == "varlen":
         return _varlen(checkpoint, system.precision, threads)
     return _transformers_continuous(checkpoint, threads)
+
+
+def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
+    """Return the figures of a pass; times in milliseconds.
+
+    `per_token`: from arrival to the last token, by the number of tokens, as in Orca. `gap`: between two tokens.
+
+    Raises:
+        RuntimeError: an answer has not as many tokens as were asked for.
+    """
+    counts = [len(answer.tokens) for answer in answers]
+    if counts != requests.limits:
+        raise RuntimeError(f"generated {sum(counts)} tokens; expected {sum(requests.limits)}")
+    end = max(answer.moments[-1] for answer in answers)
+    first = [answer.moments[0] - answer.due for answer in answers]
+    whole = [(answer.moments[-1] - answer.due) / len(answer.tokens) for answer in answers]
+    gaps = [after - before for answer in answers for before, after in pairwise(answer.moments)]
+    return {
+        "tokens_per_second": sum(counts) / (end - answers[0].due),
+        **percentiles_ms("ttft", first),
+        **percentiles_ms("per_token", whole),
+        **percentiles_ms("gap", gaps),
+    }
 
 
 def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
@@ -57,79 +89,46 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
         prefix_cache=False,
     )
 
-    def submit(prompt: Ids, count: int, on_token: OnToken) -> Future[None]:
+    def submit(prompt: Ids, count: int, on_tokens: OnTokens) -> Future[Any]:
         def on_part(_: int, part: GeneratedPart) -> None:
-            moment = time.perf_counter()
-            for token in part.token_ids:
-                on_token(0, token, moment)
+            on_tokens(0, part.token_ids, time.perf_counter())
 
         options = GenerationOptions(max_tokens=count, temperature=0.0, ignore_eos=True)
-        done: Future[None] = Future()
-        answer = generator.submit(prompt, options, on_part)
-        answer.add_done_callback(partial(_finish, done))
-        return done
+        return generator.submit(prompt, options, on_part)
 
     return submit
 
 
-def _finish(done: Future[None], answer: Future[Any]) -> None:
-    error = answer.exception()
-    done.set_exception(error) if error else done.set_result(None)
-
-
-def _run_together(
-    submit: Submit, prompts: Sequence[Ids], counts: Sequence[int], on_token: OnToken
-) -> None:
-    """Submit a batch and wait for its last request: batches at the level of requests."""
-
-    def token_of(row: int) -> OnToken:
-        return lambda _, token, moment: on_token(row, token, moment)
-
-    pairs = zip(prompts, counts, strict=True)
-    running = [submit(ids, count, token_of(row)) for row, (ids, count) in enumerate(pairs)]
-    wait(running)
-    for each in running:
-        each.result()
-
-
-def _load_transformers(checkpoint: Path, threads: int, attention: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation=attention
-    )
+def _load_transformers(checkpoint: Path, threads: int) -> Any:
+    model = load_generator("AutoModelForCausalLM", checkpoint, threads)
     # no token ends an answer
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.eval()
+    return model
 
 
 def _transformers_batches(checkpoint: Path, threads: int) -> RunBatch:
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    model = _load_transformers(checkpoint, threads, "sdpa")
+    model = _load_transformers(checkpoint, threads)
 
     class Lengths(StoppingCriteria):  # type: ignore[misc]
         """Reports the token of each step; a row is done at its own length."""
 
-        def __init__(self, counts: Sequence[int], on_token: OnToken) -> None:
-            self.counts, self.on_token, self.step = torch.tensor(counts), on_token, 0
+        def __init__(self, counts: Sequence[int], on_tokens: OnTokens) -> None:
+            self.counts, self.on_tokens, self.step = torch.tensor(counts), on_tokens, 0
 
         def __call__(self, input_ids: Any, _: Any, **__: Any) -> Any:
             moment = time.perf_counter()
             self.step += 1
             for row, token in enumerate(input_ids[:, -1].tolist()):
                 if self.step <= self.counts[row]:
-                    self.on_token(row, token, moment)
+                    self.on_tokens(row, [token], moment)
             return self.step >= self.counts
 
     @torch.inference_mode()
-    def run(prompts: Sequence[Ids], counts: Sequence[int], on_token: OnToken) -> None:
+    def run(prompts: Sequence[Ids], counts: Sequence[int], on_tokens: OnTokens) -> None:
         longest = max(map(len, prompts))
         # padding on the left, as generation needs it
         ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts])
@@ -139,7 +138,7 @@ def _transformers_batches(checkpoint: Path, threads: int) -> RunBatch:
             attention_mask=mask,
             do_sample=False,
             max_new_tokens=max(counts),
-            stopping_criteria=StoppingCriteriaList([Lengths(counts, on_token)]),
+            stopping_criteria=StoppingCriteriaList([Lengths(counts, on_tokens)]),
         )
 
     return run
@@ -148,7 +147,7 @@ def _transformers_batches(checkpoint: Path, threads: int) -> RunBatch:
 def _transformers_continuous(checkpoint: Path, threads: int) -> Submit:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = _load_transformers(checkpoint, threads, "sdpa")
+    model = _load_transformers(checkpoint, threads)
     longest = model.config.max_position_embeddings
     options = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     pages = ContinuousBatchingConfig(
@@ -160,7 +159,7 @@ def _transformers_continuous(checkpoint: Path, threads: int) -> Submit:
     )
     manager = model.init_continuous_batching(options, pages)
     manager.start()
-    started: dict[str, tuple[OnToken, Future[None]]] = {}
+    started: dict[str, tuple[OnTokens, Future[None]]] = {}
     is_started = threading.Condition()
 
     def deliver() -> None:
@@ -171,21 +170,21 @@ def _transformers_continuous(checkpoint: Path, threads: int) -> Submit:
             with is_started:
                 while result.request_id not in started:
                     is_started.wait()
-                on_token, done = started.pop(result.request_id)
+                on_tokens, done = started.pop(result.request_id)
             if result.error:
                 done.set_exception(RuntimeError(result.error))
                 continue
             for token, moment in zip(result.generated_tokens, result.timestamps, strict=True):
-                on_token(0, token, moment)
+                on_tokens(0, [token], moment)
             done.set_result(None)
 
     threading.Thread(target=deliver, daemon=True).start()
 
-    def submit(prompt: Ids, count: int, on_token: OnToken) -> Future[None]:
+    def submit(prompt: Ids, count: int, on_tokens: OnTokens) -> Future[None]:
         done: Future[None] = Future()
         name = manager.add_request(list(prompt), max_new_tokens=count, record_timestamps=True)
         with is_started:
-            started[name] = on_token, done
+            started[name] = on_tokens, done
             is_started.notify()
         return done
 
@@ -196,29 +195,23 @@ def _ctranslate2_batches(
     checkpoint: Path, scratch: Path, precision: Precision, threads: int
 ) -> RunBatch:
     import ctranslate2
-    from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer
 
+    from varlen_bench.peers.exports import convert_ctranslate2
+
     folder = scratch / f"ctranslate2-{precision}"
-    quantization = "int8" if precision == "int8" else None
-    TransformersConverter(str(checkpoint)).convert(str(folder), quantization=quantization)
-    generator: Any = ctranslate2.Generator(
-        str(folder),
-        device="cpu",
-        compute_type="int8" if precision == "int8" else "float32",
-        inter_threads=1,
-        intra_threads=threads,
-    )
+    convert_ctranslate2(checkpoint, folder, precision)
+    generator: Any = ctranslate2.Generator(str(folder), **ctranslate2_options(precision, threads))
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
-    def run(prompts: Sequence[Ids], counts: Sequence[int], on_token: OnToken) -> None:
+    def run(prompts: Sequence[Ids], counts: Sequence[int], on_tokens: OnTokens) -> None:
         left = list(counts)
 
         def on_step(step: Any) -> bool:
             row: int = step.batch_id
             left[row] -= 1
             if left[row] >= 0:
-                on_token(row, step.token_id, time.perf_counter())
+                on_tokens(row, [step.token_id], time.perf_counter())
             return left[row] <= 0
 
         generator.generate_batch(
@@ -232,3 +225,15 @@ def _ctranslate2_batches(
         )
 
     return run
+
+
+start = partial(
+    worker.start,
+    load_iteration=load_iteration,
+    load_batches=load_batches,
+    figures=figures,
+    unit="tokens",
+)
+
+if __name__ == "__main__":
+    run_worker(start)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
+from varlen_bench.compare.passes import Requests, drive_iterations
 from varlen_bench.generate import engines
-from varlen_bench.generate.drive import drive_iterations
 from varlen_bench.generate.systems import OURS, SYSTEMS
-from varlen_bench.generate.workload import Workload
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_tools.workloads import token_ids
 
@@ -32,11 +31,11 @@ def decode_seconds(checkpoint: Path, *, threads: int) -> float:
     """Return the median seconds of a step while `RUNNING` sequences decode."""
     vocabulary = _sizes(checkpoint)[2]
     prompts = token_ids([_CONTEXT] * RUNNING, vocabulary, seed=0)
-    submit = engines.load_iteration(SYSTEMS[OURS], checkpoint, threads=threads)
+    submit = engines.load_iteration(SYSTEMS[OURS], checkpoint, threads)
     # prompts are computed over several steps: sequences start, and end, one after another
-    workload = Workload("decode", prompts, [3 * _STEPS] * RUNNING, [0.0] * RUNNING)
-    drive_iterations(submit, workload)
-    answers = drive_iterations(submit, workload)
+    requests = Requests.at_once("decode", prompts, [3 * _STEPS] * RUNNING)
+    drive_iterations(submit, requests)
+    answers = drive_iterations(submit, requests)
     begin = max(answer.moments[0] for answer in answers)
     end = min(answer.moments[-1] for answer in answers)
     moments = [moment for moment in answers[0].moments if begin <= moment <= end]

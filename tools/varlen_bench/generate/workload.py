@@ -1,13 +1,12 @@
-"""Requests to generate: prompts, output lengths, and when they arrive."""
+"""Requests to generate: prompts and output lengths."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from varlen_bench.harness.arrivals import exponential_times
+from varlen_bench.compare.passes import Requests
 from varlen_tools.workloads import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
@@ -20,47 +19,22 @@ from varlen_tools.workloads import (
 _CHECKED_REQUESTS, _CHECKED_TOKENS = 6, 12
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests in order of arrival.
-
-    Attributes:
-        label: description for tables and rows.
-        prompts: token ids of each request.
-        outputs: number of tokens that each request generates.
-        due: when each request arrives, in seconds from the beginning, ascending.
-    """
-
-    label: str
-    prompts: list[list[int]]
-    outputs: list[int]
-    due: list[float]
-
-    @property
-    def num_tokens(self) -> int:
-        """Generated tokens of all requests."""
-        return sum(self.outputs)
-
-    def arriving(self, rate: float, seed: int) -> Workload:
-        """Return the same requests as a Poisson process of `rate` requests/s."""
-        return replace(self, due=exponential_times(len(self.prompts), rate, seed))
-
-    def checked(self) -> Workload:
-        """Return the short part whose tokens are compared between systems."""
-        step = max(1, len(self.prompts) // _CHECKED_REQUESTS)
-        outputs = [min(count, _CHECKED_TOKENS) for count in self.outputs[::step]]
-        return Workload("checked", self.prompts[::step], outputs, [0.0] * len(outputs))
+def checked(requests: Requests) -> Requests:
+    """Return the short part whose tokens are compared between systems."""
+    part = requests.part(range(0, len(requests), max(1, len(requests) // _CHECKED_REQUESTS)))
+    limits = [min(limit, _CHECKED_TOKENS) for limit in part.limits]
+    return Requests.at_once("checked", part.prompts, limits)
 
 
-def uniform_workload(count: int, vocabulary: int, positions: int, seed: int) -> Workload:
+def uniform_requests(count: int, vocabulary: int, positions: int, seed: int) -> Requests:
     """Return requests of uniform prompt and output lengths, all at once."""
     lengths = _uniform(PROMPT_TOKENS, count, seed), _uniform(ANSWER_TOKENS, count, seed + 1)
     prompts, outputs = _fitted(*lengths, positions=positions)
     label = f"prompts {PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]}, outputs {ANSWER_TOKENS[0]}-{ANSWER_TOKENS[1]}"
-    return Workload(label, token_ids(prompts, vocabulary, seed), outputs, [0.0] * count)
+    return Requests.at_once(label, token_ids(prompts, vocabulary, seed), outputs)
 
 
-def trace_workload(path: Path, count: int, vocabulary: int, positions: int, seed: int) -> Workload:
+def trace_requests(path: Path, count: int, vocabulary: int, positions: int, seed: int) -> Requests:
     """Return consecutive requests of a trace, all at once.
 
     If more than one request in a hundred exceeds `positions`, all lengths are divided so that 99 % fit.
@@ -80,7 +54,7 @@ def trace_workload(path: Path, count: int, vocabulary: int, positions: int, seed
         [prompt for prompt, _ in lengths], [count for _, count in lengths], positions=positions
     )
     label = f"trace {path.stem}" + (f" / {divisor:.3g}" if divisor > 1 else "")
-    return Workload(label, token_ids(prompts, vocabulary, seed), outputs, [0.0] * count)
+    return Requests.at_once(label, token_ids(prompts, vocabulary, seed), outputs)
 
 
 def _uniform(limits: tuple[int, int], count: int, seed: int) -> list[int]:

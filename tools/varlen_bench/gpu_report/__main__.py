@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from varlen_bench.gpu_report.bounded import Outcome, run_stages
 from varlen_bench.gpu_report.stages import Files, all_stages
 from varlen_bench.gpu_report.summary import is_wrong, summary
-from varlen_bench.harness.command import Only, Revision, select
+from varlen_bench.harness.command import Only, Revision
+from varlen_bench.kernels.gpu_run import chosen, finds_gpu
 
 SECONDS = 585
 SUMMARY = "summary.md"
@@ -30,12 +30,8 @@ def main(
     # the summary reads earlier files of the folder, too
     files = Files(output, revision)
     stages = {stage.name: stage for stage in all_stages(files)}
-    try:
-        names = select(only, stages)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if not torch.cuda.is_available():
-        print("gpu-report: skipped, torch finds no CUDA GPU")
+    names = chosen(only, stages)
+    if not finds_gpu("gpu-report"):
         return
     output.mkdir(parents=True, exist_ok=True)
     # a stage must end with this process

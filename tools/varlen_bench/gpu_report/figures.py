@@ -1,45 +1,50 @@
 """Rows of single figures, as the stages "load" and "products" measure them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-import torch
 import typer
 
-from varlen_bench.harness.command import Run
 from varlen_bench.harness.rows import Cell
-from varlen_bench.kernels.machine import Machine
+from varlen_bench.kernels.gpu_run import GpuRun, finds_gpu
+from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
 
 Seconds: TypeAlias = Annotated[float, typer.Option(min=1, help="Seconds; then it stops.")]
-PACKAGES = ("torch", "triton", "transformers", "varlen")
+Figure: TypeAlias = dict[str, Cell]
 
 
-def figure(part: str, case: str, name: str, value: float | None, unit: str) -> dict[str, Cell]:
+def figure(part: str, case: str, name: str, value: float | None, unit: str) -> Figure:
     """Return the row of a figure; None if it was not measured."""
     return {"part": part, "case": case, "figure": name, "value": value, "unit": unit}
 
 
+def within(budget: Budget, rows: Iterable[Figure]) -> Iterator[Figure]:
+    """Yield rows until the budget is spent."""
+    for row in rows:
+        yield row
+        if not budget.allows():
+            print(budget.spent_note)
+            return
+
+
 def write_figures(
     context: typer.Context,
-    module: str,
-    rows: Iterable[dict[str, Cell]],
-    machine: Machine,
+    name: str,
+    measure: Callable[[Machine, Budget], Iterator[Figure]],
+    seconds: float,
     output: Path | None,
     revision: str,
 ) -> None:
-    """Print rows as they are measured and append them to `output`."""
-    run = Run(
-        context,
-        f"varlen_bench.gpu_report.{module}",
-        threads=torch.get_num_threads(),
-        packages=PACKAGES,
-        output=output,
-        revision=revision,
-    )
+    """Measure on this GPU; print rows as they are measured and append them to `output`."""
+    if not finds_gpu(name):
+        return
+    budget, machine = Budget(seconds), gpu_machine(samples=30)
+    gpu = machine.gpu, machine.driver
+    run = GpuRun(context, f"gpu_report.{name}", gpu, output=output, revision=revision)
     count = 0
-    for row in rows:
+    for row in measure(machine, budget):
         run.show(" ".join(str(value) for value in row.values()))
-        run.append([{"gpu": machine.gpu, "driver": machine.driver, **row}])
+        run.append([row])
         count += 1
-    run.finish(module, {"gpu": machine.gpu.replace(" ", "_"), "figures": count})
+    run.finish(name, {"figures": count})

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,11 +20,10 @@ from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
-from varlen_bench.gpu_report.figures import Seconds, figure, write_figures
+from varlen_bench.gpu_report.figures import Figure, Seconds, figure, within, write_figures
 from varlen_bench.harness.command import Output, Revision
-from varlen_bench.harness.rows import Cell
 from varlen_bench.kernels.encoder import random_prompts
-from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
+from varlen_bench.kernels.machine import Budget, Machine
 from varlen_bench.kernels.timing import WARM, host_time
 from varlen_bench.ops.sequences import attention_varlen
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, save_random_checkpoint
@@ -40,7 +40,7 @@ _ROOMS = (1, 4, 16)
 
 def measure_load(
     shape: EncoderShape, machine: Machine, batches: tuple[tuple[int, int], ...], max_tokens: int
-) -> Iterator[dict[str, Cell]]:
+) -> Iterator[Figure]:
     """Yield the cost of two loads of a random checkpoint, and times of answers.
 
     Only the first load may compile.
@@ -71,7 +71,7 @@ def measure_load(
             torch.cuda.empty_cache()
 
 
-def _graphs(shape: EncoderShape, load: str, runner: Runner) -> Iterator[dict[str, Cell]]:
+def _graphs(shape: EncoderShape, load: str, runner: Runner) -> Iterator[Figure]:
     use = runner.graph_use
     if use.count:
         yield figure("load", shape.name, f"{load}, graphs", use.count, "graphs")
@@ -81,7 +81,7 @@ def _graphs(shape: EncoderShape, load: str, runner: Runner) -> Iterator[dict[str
 
 def _answers(
     shape: EncoderShape, runner: Runner, batches: tuple[tuple[int, int], ...]
-) -> Iterator[dict[str, Cell]]:
+) -> Iterator[Figure]:
     for count, length in batches:
         prompts = random_prompts([length] * count, shape.vocabulary)
         options = [RequestOptions()] * count
@@ -91,9 +91,7 @@ def _answers(
 
 
 @torch.inference_mode()
-def measure_rooms(
-    machine: Machine, tokens: int, lengths: tuple[int, ...]
-) -> Iterator[dict[str, Cell]]:
+def measure_rooms(machine: Machine, tokens: int, lengths: tuple[int, ...]) -> Iterator[Figure]:
     """Yield the time of attention by the number of places in `cu_seqlens`."""
     for length in lengths:
         count = max(1, tokens // length)
@@ -108,32 +106,23 @@ def measure_rooms(
             yield figure("room", f"{count}x{length}", name, spent.median, "us")
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[dict[str, Cell]]:
-    """Yield all figures until the budget is spent."""
+def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:
+    """Return all figures until the budget is spent."""
     parts = (
         measure_load(MINILM, machine, _BATCHES, _MAX_BATCH_TOKENS),
         measure_rooms(machine, _MAX_BATCH_TOKENS, _LENGTHS),
         measure_load(BERT_BASE, machine, _BATCHES, _MAX_BATCH_TOKENS),
     )
-    for part in parts:
-        for row in part:
-            yield row
-            if not budget.allows():
-                print(budget.spent_note)
-                return
+    return within(budget, chain.from_iterable(parts))
 
 
 def main(
     context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
 ) -> None:
     """Measure loads, answers and unused places on this GPU."""
-    if not torch.cuda.is_available():
-        print("load: skipped, torch finds no CUDA GPU")
-        return
     # the load reports its graphs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    limit, machine = Budget(budget), gpu_machine(samples=30)
-    write_figures(context, "load", measure_all(machine, limit), machine, output, revision)
+    write_figures(context, "load", measure_all, budget, output, revision)
 
 
 def _free_memory(machine: Machine) -> int | None:

@@ -6,17 +6,16 @@ of the product.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 import typer
 from torch import Tensor
 
-from varlen_bench.gpu_report.figures import Seconds, figure, write_figures
+from varlen_bench.gpu_report.figures import Figure, Seconds, figure, within, write_figures
 from varlen_bench.harness.command import Output, Revision
-from varlen_bench.harness.rows import Cell
-from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
+from varlen_bench.kernels.machine import Budget, Machine
 from varlen_bench.kernels.timing import WARM
 from varlen_bench.ops.call import Inputs, Tensors, relative_error
 
@@ -27,9 +26,7 @@ _WIDTHS = ((768, 3072), (384, 1536))
 _LAYERS = 8
 
 
-def measure_products(
-    machine: Machine, tokens: int, hidden: int, features: int
-) -> Iterator[dict[str, Cell]]:
+def measure_products(machine: Machine, tokens: int, hidden: int, features: int) -> Iterator[Figure]:
     """Yield times of the four products of a layer, one with GELU."""
     sizes = {
         "qkv": (hidden, 3 * hidden),
@@ -63,7 +60,7 @@ def _timed(
     name: str,
     call: Callable[[Inputs], Tensor],
     inputs: list[dict[str, Tensor]],
-) -> dict[str, Cell]:
+) -> Figure:
     spread = machine.timer.graph(call, inputs, WARM)
     return figure("product", case, name, spread.median, "us")
 
@@ -105,25 +102,18 @@ def _with_gelu(layer: Inputs) -> Tensor:
 
 
 @torch.inference_mode()
-def measure_all(machine: Machine, budget: Budget) -> Iterator[dict[str, Cell]]:
+def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:
     """Yield all figures until the budget is spent."""
-    for (hidden, features), tokens in product(_WIDTHS, _TOKENS):
-        for row in measure_products(machine, tokens, hidden, features):
-            yield row
-            if not budget.allows():
-                print(budget.spent_note)
-                return
+    cases = product(_WIDTHS, _TOKENS)
+    figures = (measure_products(machine, tokens, *width) for width, tokens in cases)
+    yield from within(budget, chain.from_iterable(figures))
 
 
 def main(
     context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
 ) -> None:
     """Measure matrix products on this GPU."""
-    if not torch.cuda.is_available():
-        print("products: skipped, torch finds no CUDA GPU")
-        return
-    limit, machine = Budget(budget), gpu_machine(samples=30)
-    write_figures(context, "products", measure_all(machine, limit), machine, output, revision)
+    write_figures(context, "products", measure_all, budget, output, revision)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from typing import Annotated
 import torch
 import typer
 
-from varlen_bench.harness.command import Output, Revision, Run, select
+from varlen_bench.harness.command import Output, Revision, select
 from varlen_bench.harness.machine import gpu_driver
 from varlen_bench.harness.rows import Cell
+from varlen_bench.kernels.gpu_run import GpuRun
 from varlen_bench.kernels.groups import DTYPES
 from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.any_batch import ANY_BATCH
@@ -31,9 +32,7 @@ def check(call: OpCall, device: torch.device, ops: object) -> dict[str, Cell]:
     """Return the row of a call; `note` is "ok" if its result is right."""
     began, error, note = time.perf_counter(), None, "ok"
     try:
-        inputs = call.make(device, 1)
-        call.prepare(ops, inputs)
-        error = call.error(call.run(ops, inputs), inputs, call.exact(inputs))
+        error = call.error_of(ops, device, seed=1)
         if not error <= call.max_error:
             note = "wrong"
     except Exception as failure:  # other ops may be right
@@ -66,24 +65,22 @@ def main(
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     gpu = torch.cuda.get_device_name(device) if on_gpu else "none"
-    run = Run(
+    packages = ("torch", "triton", "varlen")
+    run = GpuRun(
         context,
-        "varlen_bench.gpu_report.smoke",
-        threads=torch.get_num_threads(),
-        packages=("torch", "triton", "varlen"),
+        "gpu_report.smoke",
+        (gpu, gpu_driver()),
         output=output,
         revision=revision,
+        packages=packages,
     )
-    machine: dict[str, Cell] = {"gpu": gpu, "driver": gpu_driver()}
-    rows = []
-    for row in check_all(
-        select(dtypes, DTYPES), device, kernels("fused" if on_gpu else "reference")
-    ):
-        rows.append(row)
+    ops, notes = kernels("fused" if on_gpu else "reference"), []
+    for row in check_all(select(dtypes, DTYPES), device, ops):
+        notes.append(row["note"])
         run.show(f"{row['op']} {row['dtype']}: error {row['error']}, {row['note']}")
-        run.append([machine | row])
-    wrong = [row for row in rows if row["note"] != "ok"]
-    run.finish("smoke", {"gpu": gpu.replace(" ", "_"), "calls": len(rows), "wrong": len(wrong)})
+        run.append([row])
+    wrong = len(notes) - notes.count("ok")
+    run.finish("smoke", {"calls": len(notes), "wrong": wrong})
     if wrong:
         raise typer.Exit(1)
 

@@ -28,25 +28,9 @@ class Files:
     folder: Path
     revision: str = ""
 
-    @property
-    def kernels(self) -> Path:
-        """Rows of the kernel benchmark."""
-        return self.folder / "kernels.csv"
-
-    @property
-    def smoke(self) -> Path:
-        """The error of every op."""
-        return self.folder / "smoke.csv"
-
-    @property
-    def load(self) -> Path:
-        """Rows of loads, of times from ids to vectors, and of unused places."""
-        return self.folder / "load.csv"
-
-    @property
-    def products(self) -> Path:
-        """Rows of matrix products."""
-        return self.folder / "products.csv"
+    def rows(self, name: str) -> Path:
+        """Return the CSV of "kernels", "smoke" (errors), "load" or "products"."""
+        return self.folder / f"{name}.csv"
 
     @property
     def tuning(self) -> Path:
@@ -60,15 +44,15 @@ def all_stages(files: Files) -> list[Stage]:
     return [
         Stage("environment", 20, lambda _: _module("gpu_report.environment")),
         Stage("compile", 45, lambda s: _module("gpu_report.compile", "--budget", _budget(s))),
-        Stage("smoke", 45, lambda _: [*smoke, *_rows(files.smoke, files)], checks=True),
+        Stage("smoke", 45, lambda _: [*smoke, *_rows("smoke", files)], checks=True),
         _tests("kernel tests", 85, KERNELS),
         _tests("tests of served shapes", 70, SERVED_SHAPES),
         _benchmark("encoder", 65, ENCODER, files),
         _benchmark("attention", 40, "attention", files),
         _benchmark("rows", 50, _ROW_GROUPS, files),
         _benchmark("beam", 22, "beam", files),
-        Stage("load", 40, _measured("gpu_report.load", files.load, files)),
-        Stage("products", 40, _measured("gpu_report.products", files.products, files)),
+        Stage("load", 40, _measured("load", files)),
+        Stage("products", 40, _measured("products", files)),
         Stage(
             "tune",
             75,
@@ -116,7 +100,7 @@ def _benchmark(
 ) -> Stage:
     def command(limit: float) -> list[str]:
         options = ["--quick", "--only", groups, "--passes", str(_PASSES)]
-        options += ["--budget", _budget(limit), *_rows(files.kernels, files)]
+        options += ["--budget", _budget(limit), *_rows("kernels", files)]
         return _module("kernels", *options, *(["--tuning", str(files.tuning)] if tuned else []))
 
     def missing() -> str:
@@ -125,13 +109,14 @@ def _benchmark(
     return Stage(name, seconds, command, missing=missing)
 
 
-def _measured(module: str, rows: Path, files: Files) -> Callable[[float], Sequence[str]]:
-    return lambda limit: _module(module, "--budget", _budget(limit), *_rows(rows, files))
+def _measured(name: str, files: Files) -> Callable[[float], Sequence[str]]:
+    options = _rows(name, files)
+    return lambda limit: _module(f"gpu_report.{name}", "--budget", _budget(limit), *options)
 
 
-def _rows(path: Path, files: Files) -> list[str]:
+def _rows(name: str, files: Files) -> list[str]:
     revision = ["--revision", files.revision] if files.revision else []
-    return ["--output", str(path), *revision]
+    return ["--output", str(files.rows(name)), *revision]
 
 
 def _budget(seconds: float) -> str:

@@ -24,7 +24,7 @@ Row = Mapping[str, str]
 
 def summary(files: Files, outcomes: Sequence[Outcome]) -> str:
     """Return the summary of the stages so far."""
-    kernels = _read(files.kernels)
+    kernels = _read(files.rows("kernels"))
     encoders = {ENCODER, ENCODER_OP, ENCODER_HOST}
     ours = [row for row in kernels if row["system"] == OURS and row["op"] not in encoders]
     lines = ["# GPU report", "", "```", *_log(files, "environment"), "```", ""]
@@ -35,8 +35,8 @@ def summary(files: Files, outcomes: Sequence[Outcome]) -> str:
     for title, rows, columns in (
         ("Encoder", encoder_rows, _OP_COLUMNS),
         ("Ops", ours, _OP_COLUMNS),
-        ("Loads, answers, unused places", _read(files.load), _FIGURE_COLUMNS),
-        ("Matrix products", _read(files.products), _FIGURE_COLUMNS),
+        ("Loads, answers, unused places", _read(files.rows("load")), _FIGURE_COLUMNS),
+        ("Matrix products", _read(files.rows("products")), _FIGURE_COLUMNS),
     ):
         if rows:
             lines += [f"## {title}", ""]
@@ -56,8 +56,8 @@ def is_wrong(files: Files, outcomes: Sequence[Outcome]) -> bool:
 
 def wrong_rows(files: Files) -> list[str]:
     """Return a line per wrong or failed result of ours."""
-    smoke = [row for row in _read(files.smoke) if row["note"] != "ok"]
-    ours = [row for row in _read(files.kernels) if row["system"] in {OURS, OURS_ON_HOST}]
+    smoke = [row for row in _read(files.rows("smoke")) if row["note"] != "ok"]
+    ours = [row for row in _read(files.rows("kernels")) if row["system"] in {OURS, OURS_ON_HOST}]
     # a call that was skipped is not wrong
     wrong = [row for row in ours if re.search(r"\b(wrong|failed)\b", row["note"])]
     return [f"{row['op']} {row['shape']} {row['dtype']}: {row['note']}" for row in smoke + wrong]

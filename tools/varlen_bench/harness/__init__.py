@@ -1,1 +1,1 @@
-"""What every benchmark shares: provenance, CSV rows, worker processes, accuracy, memory and machine speed."""
+"""What every benchmark shares: command line, provenance, CSV rows, worker processes, memory and machine speed."""

@@ -115,6 +115,37 @@ class Run:
         print(bench_line(name, figures), flush=True)
 
 
+def started(
+    context: typer.Context,
+    name: str,
+    threads: int,
+    *,
+    packages: Sequence[str],
+    quick: bool,
+    revision: str,
+    output: Path | None,
+) -> Run:
+    """Start a run of the benchmark `name`, whose rows are appended to its CSV."""
+    return Run(
+        context,
+        f"varlen_bench.{name}",
+        threads=threads,
+        packages=packages,
+        output=csv_path(name, output, is_trial=quick),
+        revision=revision,
+    )
+
+
+@contextmanager
+def refused(*others: type[Exception]) -> Iterator[None]:
+    """Report ValueError, OSError and `others` as a wrong value of an option."""
+    expected: tuple[type[Exception], ...] = (ValueError, OSError, *others)
+    try:
+        yield
+    except expected as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def csv_path(name: str, output: Path | None, *, is_trial: bool) -> Path | None:
     """Return `output`; by default the CSV in docs/benchmarks, or None for a trial."""
     return output or (None if is_trial else Path("docs/benchmarks", f"{name}.csv"))

@@ -103,6 +103,18 @@ class WorkerProcess:
             self._process.wait()
 
 
+def ask_once(
+    module: str, argument: Message, log: Path, *, threads: int, **order: object
+) -> Message:
+    """Return the answer to the one order of a worker process.
+
+    Raises:
+        WorkerError: as in `WorkerProcess.ask`.
+    """
+    with WorkerProcess(module, argument, log, threads=threads) as process:
+        return process.ask(**order)
+
+
 def run_worker(start: Callable[[Message], Callable[[Message], Message]]) -> None:
     """Answer orders until stdin ends; the main function of a worker module.
 

@@ -14,12 +14,11 @@ from varlen_bench.harness.command import (
     Progress,
     Quick,
     Revision,
-    Run,
     csv_path,
-    select,
 )
 from varlen_bench.kernels import report
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP, measure_encoder
+from varlen_bench.kernels.gpu_run import GpuRun, chosen, finds_gpu
 from varlen_bench.kernels.grid import FULL, QUICK, TINY, Grid
 from varlen_bench.kernels.groups import DTYPES, GROUPS, is_compiled
 from varlen_bench.kernels.machine import (
@@ -59,24 +58,20 @@ def main(
     output: Output = None,
 ) -> None:
     """Compare our kernels with torch, torch.compile, liger-kernel and transformers on this GPU."""
-    try:
-        groups, kinds = select(only, [*GROUPS, ENCODER]), select(dtypes, DTYPES)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if not dry_run and not torch.cuda.is_available():
-        print("bench-kernels: skipped, torch finds no CUDA GPU; --dry-run needs none")
+    groups, kinds = chosen(only, [*GROUPS, ENCODER]), chosen(dtypes, DTYPES)
+    if not dry_run and not finds_gpu("bench-kernels", "; --dry-run needs none"):
         return
     if tuning_table is not None:
         tuning.use_tables(tuning_table)
     grid = TINY if dry_run else QUICK if quick else FULL
     machine = fake_machine() if dry_run else gpu_machine(passes)
-    run = Run(
+    run = GpuRun(
         context,
-        "varlen_bench.kernels",
-        threads=torch.get_num_threads(),
-        packages=PACKAGES,
+        "kernels",
+        (machine.gpu, machine.driver),
         output=csv_path("kernels", output, is_trial=dry_run or quick),
         revision=revision,
+        packages=PACKAGES,
     )
     copy = copy_rate(machine.timer, machine.device, grid.copy_bytes)
     run.show(
@@ -91,16 +86,14 @@ def main(
             for call in calls:
                 for rows in _until_lost(call, progress):
                     results += rows
-                    run.append(
-                        report.csv_rows(rows, gpu=machine.gpu, driver=machine.driver, copy=copy)
-                    )
+                    run.append(report.csv_rows(rows, copy))
         except DeviceLostError as error:
             lost.append(f"stopped: {error}; the remaining calls were not measured")
     for op in dict.fromkeys(result.op for result in results):
         is_encoder = op in {ENCODER, ENCODER_OP, ENCODER_HOST}
         run.show(report.listing(results, op) if is_encoder else report.table(results, op, copy))
     run.show(*report.missing_times(results), *lost)
-    run.finish("kernels", report.bench_figures(results, machine.gpu, copy))
+    run.finish("kernels", report.bench_figures(results, copy))
     if lost:
         raise typer.Exit(1)
 

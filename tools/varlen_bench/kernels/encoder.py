@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varlen.config import DType, EngineConfig
 from varlen.execution.cuda.buckets import Buckets
-from varlen.execution.packing import fill_inputs, input_bytes, input_views
+from varlen.execution.packing import InputLayout, fill_inputs
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch
@@ -52,11 +52,10 @@ class PackedForward:
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         dims = Buckets(max_tokens, len(lengths)).smallest(sum(lengths), len(lengths)).dims
         self.program = runner.program
-        declared = self.program.inputs
-        host = torch.zeros(input_bytes(declared, dims), dtype=torch.uint8)
-        views = input_views(host, declared, dims)
-        fill_inputs(views, [prompts[i] for i in order], [_NORMALIZED] * len(order))
-        self._batch = PackedBatch(input_views(host.to(runner.device), declared, dims), dims)
+        layout = InputLayout.of(self.program.inputs, dims)
+        host = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        fill_inputs(layout.views(host), [prompts[i] for i in order], [_NORMALIZED] * len(order))
+        self._batch = PackedBatch(layout.views(host.to(runner.device)), dims)
         self._region = runner.arena.allocate(dims)
         self._out = [out.zero_() for out in self.program.new_outputs(dims, runner.device)]
         self._rows = torch.tensor(np.argsort(order).tolist(), device=runner.device)
@@ -170,9 +169,9 @@ def _measure_encoder(
                 op=ENCODER,
                 shape=f"{shape.name} {tokens} packed",
                 dtype=dtype,
-                inputs=lambda make: {},  # noqa: ARG005  # the batch is part of the call
-                formula=lambda: exact,
-                bytes_moved=0,
+                # the batch is part of the call
+                inputs={},
+                formula=lambda _: exact,
                 read=forward.in_order,
                 threshold=MAX_ERROR,
                 tokens=tokens,

@@ -8,7 +8,7 @@ import torch
 
 from varlen.execution.cuda.buckets import Buckets
 from varlen_bench.kernels.grid import Grid, packed_lengths
-from varlen_bench.ops import beam, kv_blocks, padded, rows, sequences
+from varlen_bench.ops import chosen_tokens, kv_blocks, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
 # Width of a feed-forward block over the hidden size.
@@ -73,7 +73,7 @@ def packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return the beam step."""
     return [
-        beam.beam_step(count, grid.beams, vocabulary, dtype)
+        chosen_tokens.beam_step(count, grid.beams, vocabulary, dtype)
         for vocabulary in grid.vocabularies
         for count in grid.sequences
     ]
@@ -81,29 +81,25 @@ def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return paged attention of decode steps and chunks, and the append of a batch."""
-    calls = []
-    for heads, key_heads, head_dim in grid.decoder_heads:
-        for count, new, longest in grid.paged:
-            # the shortest context is half of the longest
-            contexts = [longest - i * longest // (2 * count) for i in range(count)]
-            call = kv_blocks.attention_paged(
-                [new] * count, contexts, heads, key_heads, head_dim, dtype
-            )
-            shape = f"{count}x{new} of {longest} {heads}/{key_heads}x{head_dim}"
-            calls.append(replace(call, shape=shape))
-        # a chunk of a prompt, and single tokens of long contexts beside it
-        count, new, _ = grid.paged[-1]
-        longest = max(each[2] for each in grid.paged)
-        mixed = kv_blocks.attention_paged(
-            [new] + [1] * (2 * count),
-            [new] + [longest] * (2 * count),
-            heads,
-            key_heads,
-            head_dim,
-            dtype,
+    # new tokens and contexts of each sequence, and a text
+    steps: list[tuple[list[int], list[int], str]] = []
+    for count, new, longest in grid.paged:
+        # the shortest context is half of the longest
+        contexts = [longest - i * longest // (2 * count) for i in range(count)]
+        steps.append(([new] * count, contexts, f"{count}x{new} of {longest}"))
+    # a chunk of a prompt, and single tokens of long contexts beside it
+    count, new, _ = grid.paged[-1]
+    decoding, longest = 2 * count, max(each[2] for each in grid.paged)
+    contexts = [new] + [longest] * decoding
+    steps.append(([new] + [1] * decoding, contexts, f"{new} and {decoding}x1 of {longest}"))
+    calls = [
+        replace(
+            kv_blocks.attention_paged(new_tokens, contexts, *heads, dtype),
+            shape=f"{text} {heads[0]}/{heads[1]}x{heads[2]}",
         )
-        shape = f"{new} and {2 * count}x1 of {longest} {heads}/{key_heads}x{head_dim}"
-        calls.append(replace(mixed, shape=shape))
+        for heads in grid.decoder_heads
+        for new_tokens, contexts, text in steps
+    ]
     appends = [
         kv_blocks.append_kv(grid.serving_tokens, *heads, dtype) for heads in grid.decoder_heads
     ]

@@ -156,7 +156,7 @@ def _measure_system(
 
 def _measure_copy(call: OpCall, machine: Machine) -> Result:
     size = call.bytes_moved // 2
-    copy = replace(call, bytes_moved=2 * size, flops=0, tokens=0)
+    copy = replace(call, moved=2 * size, flops=0, tokens=0)
     try:
         return Result.of(copy, COPY, graph=copy_time(machine.timer, machine.device, size))
     except Exception as failure:

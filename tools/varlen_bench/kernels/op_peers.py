@@ -1,6 +1,7 @@
 """The peers of each op: other implementations of the same computation."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
@@ -18,8 +19,8 @@ from varlen_bench.kernels.peers import (
     torch_peer,
 )
 from varlen_bench.ops.call import Inputs, OpCall, as_tensor, stacked
-from varlen_bench.ops.padded import padded_rows
 from varlen_bench.padded import reference as padded
+from varlen_kernels import reference
 
 LIGHTSEQ = "lightseq"
 
@@ -55,17 +56,42 @@ def _softmax(call: OpCall) -> Peers:
     return Peers(tuple(peers), prepare)
 
 
-def _formula(call: OpCall) -> Peers:
-    return Peers((torch_peer(call.formula), compiled_peer(call.formula)))
+def _activate(call: OpCall) -> Peers:
+    def activated(x: Tensor, bias: Tensor) -> Tensor:
+        return reference.activate(x, bias, **call.options)
+
+    return Peers((torch_peer(activated), compiled_peer(activated)))
+
+
+def _embed_layer_norm(call: OpCall) -> Peers:
+    def embedded(
+        token_ids: Tensor,
+        position_ids: Tensor,
+        type_ids: Tensor,
+        token_table: Tensor,
+        position_table: Tensor,
+        type_table: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        summed = F.embedding(token_ids, token_table) + F.embedding(position_ids, position_table)
+        summed = summed + F.embedding(type_ids, type_table)
+        return F.layer_norm(summed, weight.shape, weight, bias, call.options["eps"])
+
+    return Peers((torch_peer(embedded), compiled_peer(embedded)))
 
 
 def _add_layer_norm(call: OpCall) -> Peers:
     eps = call.options["eps"]
+
+    def plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x + residual, weight.shape, weight, bias, eps)
+
     liger = liger_peer(
         "liger_layer_norm",
         lambda function, i: function(i["x"] + i["residual"], i["weight"], i["bias"], eps),
     )
-    return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)))
+    return Peers((torch_peer(plain), liger, compiled_peer(plain)))
 
 
 def _residual_rms_norm(call: OpCall) -> Peers:
@@ -94,12 +120,15 @@ def _first(result: object, inputs: Inputs) -> Tensor:
 
 
 def _activate_gate(call: OpCall) -> Peers:
+    def gated(x: Tensor) -> Tensor:
+        return reference.activate_gate(x, **call.options)
+
     def prepare(inputs: Inputs) -> Inputs:
         gate, up = inputs["x"].chunk(2, dim=1)
         return {"gate": gate.contiguous(), "up": up.contiguous()}
 
     liger = liger_peer("liger_swiglu", lambda function, i: function(i["gate"], i["up"]))
-    return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)), prepare)
+    return Peers((torch_peer(gated), liger, compiled_peer(gated)), prepare)
 
 
 def _attention(call: OpCall) -> Peers:
@@ -235,16 +264,21 @@ def _unpack(call: OpCall) -> Peers:
         out = x.new_zeros(batch * longest, x.shape[1])
         return out.index_copy_(0, row, x).view(batch, longest, -1)
 
-    return Peers((torch_peer(copied),), lambda i: {"row": padded_rows(i["cu_seqlens"], longest)})
+    return Peers((torch_peer(copied),), partial(_padded_rows, longest))
 
 
 def _pack(call: OpCall) -> Peers:
-    longest = max(call.lengths)
-
     def selected(x: Tensor, row: Tensor) -> Tensor:
         return x.flatten(0, 1).index_select(0, row)
 
-    return Peers((torch_peer(selected),), lambda i: {"row": padded_rows(i["cu_seqlens"], longest)})
+    return Peers((torch_peer(selected),), partial(_padded_rows, max(call.lengths)))
+
+
+def _padded_rows(longest: int, inputs: Inputs) -> Inputs:
+    """Return the padded row of each token, `[tokens]` int64."""
+    lengths = inputs["cu_seqlens"].diff()
+    position = torch.arange(longest, device=lengths.device)
+    return {"row": (position < lengths[:, None]).flatten().nonzero().squeeze(1)}
 
 
 def _beam_step(call: OpCall) -> Peers:
@@ -282,9 +316,9 @@ _PEERS: dict[str, Callable[[OpCall], Peers]] = {
     "masked_softmax": _softmax,
     "add_layer_norm": _add_layer_norm,
     "residual_rms_norm": _residual_rms_norm,
-    "activate": _formula,
+    "activate": _activate,
     "activate_gate": _activate_gate,
-    "embed_layer_norm": _formula,
+    "embed_layer_norm": _embed_layer_norm,
     "attention_varlen": _attention,
     "append_kv": _append_kv,
     "attention_paged": _attention_paged,

@@ -20,13 +20,13 @@ BEAM_SHAPE = "8x4x32000"
 _LISTED_COLUMNS = "shape dtype system graph_us eager_us tokens_per_second note".split()
 
 
-def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str, Cell]:
+def bench_figures(results: Sequence[Result], copy: float) -> dict[str, Cell]:
     """Return the figures of the BENCH line; None if not measured.
 
     Args:
         copy: GB/s of a copy on the device.
     """
-    figures: dict[str, Cell] = {"gpu": gpu.replace(" ", "_")}
+    figures: dict[str, Cell] = {}
     ops = {"softmax": "masked_softmax", "layernorm": "add_layer_norm"}
     for key, op in ops.items():
         figures[f"{key}_frac"] = rounded(lowest_fraction(results, op, copy), 3)
@@ -57,9 +57,7 @@ def lowest_fraction(results: Sequence[Result], op: str, copy: float) -> float | 
     return worst(min, fractions)
 
 
-def csv_rows(
-    results: Sequence[Result], *, gpu: str, driver: str, copy: float
-) -> list[dict[str, Cell]]:
+def csv_rows(results: Sequence[Result], copy: float) -> list[dict[str, Cell]]:
     """Return one row per result.
 
     Args:
@@ -68,8 +66,6 @@ def csv_rows(
     """
     return [
         {
-            "gpu": gpu,
-            "driver": driver,
             "copy_gb_per_s": copy,
             "op": r.op,
             "shape": r.shape,
@@ -118,7 +114,7 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
 
 def listing(results: Sequence[Result], op: str) -> tables.Table:
     """Return the table of an op with one line per result."""
-    rows = csv_rows([r for r in results if r.op == op], gpu="", driver="", copy=0.0)
+    rows = csv_rows([r for r in results if r.op == op], copy=0.0)
     return tables.Table.of(_title(results, op), _LISTED_COLUMNS, rows)
 
 

@@ -38,18 +38,11 @@ def main(
     output: command.Output = None,
 ) -> None:
     """Compare the memory of a forward pass with that of transformers, and watch a server's."""
-    try:
+    with command.refused():
         encoders = [ENCODERS[name] for name in command.select(only, ENCODERS)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     cores = threads or machine.cpu_count()
-    bench = command.Run(
-        context,
-        "varlen_bench.memory",
-        threads=cores,
-        packages=_PACKAGES,
-        output=command.csv_path("memory", output, is_trial=quick),
-        revision=revision,
+    bench = command.started(
+        context, "memory", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
     )
     soak = Soak(repository, model, requests=served, longest=longest)
     if quick:

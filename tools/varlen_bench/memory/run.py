@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias
 
 from varlen_bench.harness.command import Progress
-from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess
+from varlen_bench.harness.worker import Message, WorkerError, ask_once
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, POSITIONS, Case
 from varlen_bench.memory.rows import STUB, Row, empty_row, finish_rows
 from varlen_bench.memory.soak import Soak, soak
@@ -59,9 +59,8 @@ def measure_case(case: Case, device: Device, ask: Ask, report: Progress) -> list
 def ask_worker(what: str, case: Case, folder: Path, device: Device, threads: int) -> Message:
     """Return the answer of a process that measures `what`, with the checkpoint in `folder`."""
     argument = {"case": asdict(case), "folder": str(folder), "device": device, "threads": threads}
-    log = folder / "worker.log"
-    with WorkerProcess("varlen_bench.memory.measure", argument, log, threads=threads) as process:
-        return process.ask(measure=what)
+    module, log = "varlen_bench.memory.measure", folder / "worker.log"
+    return ask_once(module, argument, log, threads=threads, measure=what)
 
 
 def measure_server(settings: Soak, report: Progress) -> list[Row]:

@@ -8,53 +8,56 @@ from typing import TypeAlias
 
 import torch
 
-from varlen_bench.ops import beam, kv_blocks, padded, rows, sampling, sequences
+from varlen_bench.ops import chosen_tokens, kv_blocks, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
 # Returns the call for the lengths of a batch.
 AnyBatch: TypeAlias = Callable[[list[int], torch.dtype], OpCall]
 
+
+def _of_tokens(make: Callable[..., OpCall], *sizes: int, **tables: int) -> AnyBatch:
+    return lambda lengths, dtype: make(sum(lengths), *sizes, dtype, **tables)
+
+
+def _of_lengths(make: Callable[..., OpCall], *sizes: int) -> AnyBatch:
+    return lambda lengths, dtype: make(lengths, *sizes, dtype)
+
+
+def _of_halves(make: Callable[..., OpCall], *sizes: int) -> AnyBatch:
+    """The last half of each sequence is new: a decode step if all have one token."""
+    return lambda lengths, dtype: make([-(-n // 2) for n in lengths], lengths, *sizes, dtype)
+
+
 ANY_BATCH: dict[str, AnyBatch] = {
-    "embed_layer_norm": lambda lengths, dtype: rows.embed_layer_norm(
-        sum(lengths), 768, dtype, vocabulary=1000, positions=512
-    ),
-    "embed": lambda lengths, dtype: rows.embed(
-        sum(lengths), 768, dtype, vocabulary=1000, positions=512
-    ),
-    "activate": lambda lengths, dtype: rows.activate(sum(lengths), 3072, dtype),
-    "linear_activate": lambda lengths, dtype: rows.linear_activate(sum(lengths), 16, 3072, dtype),
-    "activate_gate": lambda lengths, dtype: rows.activate_gate(sum(lengths), 3072, dtype),
-    "add_layer_norm": lambda lengths, dtype: rows.add_layer_norm(sum(lengths), 768, dtype),
-    "layer_norm": lambda lengths, dtype: rows.layer_norm(sum(lengths), 768, dtype),
-    "residual_layer_norm": lambda lengths, dtype: rows.residual_layer_norm(
-        sum(lengths), 768, dtype
-    ),
-    "rms_norm": lambda lengths, dtype: rows.rms_norm(sum(lengths), 768, dtype),
-    "residual_rms_norm": lambda lengths, dtype: rows.residual_rms_norm(sum(lengths), 768, dtype),
-    "norm_heads": lambda lengths, dtype: rows.norm_heads(sum(lengths), 12, 4, 64, dtype),
-    "rotary": lambda lengths, dtype: rows.rotary(sum(lengths), 12, 4, 64, dtype),
+    "embed_layer_norm": _of_tokens(rows.embed_layer_norm, 768, vocabulary=1000, positions=512),
+    "embed": _of_tokens(rows.embed, 768, vocabulary=1000, positions=512),
+    "activate": _of_tokens(rows.activate, 3072),
+    "linear_activate": _of_tokens(rows.linear_activate, 16, 3072),
+    "activate_gate": _of_tokens(rows.activate_gate, 3072),
+    "add_layer_norm": _of_tokens(rows.add_layer_norm, 768),
+    "layer_norm": _of_tokens(rows.layer_norm, 768),
+    "residual_layer_norm": _of_tokens(rows.residual_layer_norm, 768),
+    "rms_norm": _of_tokens(rows.rms_norm, 768),
+    "residual_rms_norm": _of_tokens(rows.residual_rms_norm, 768),
+    "norm_heads": _of_tokens(rows.norm_heads, 12, 4, 64),
+    "rotary": _of_tokens(rows.rotary, 12, 4, 64),
     "masked_softmax": lambda lengths, dtype: padded.masked_softmax(
         lengths, max(lengths), 12, dtype
     ),
-    "append_kv": lambda lengths, dtype: kv_blocks.append_kv(sum(lengths), 12, 4, 64, dtype),
-    # the last half of each sequence is new: a decode step if all have one token
-    "attention_paged": lambda lengths, dtype: kv_blocks.attention_paged(
-        [(length + 1) // 2 for length in lengths], lengths, 12, 4, 64, dtype
-    ),
-    "paged_tiles": lambda lengths, dtype: kv_blocks.paged_tiles(
-        [(length + 1) // 2 for length in lengths], lengths, 12, 4, 64, dtype
-    ),
-    "attention_tiles": lambda lengths, dtype: sequences.attention_tiles(lengths, 12, 64, dtype),
-    "attention_varlen": lambda lengths, dtype: sequences.attention_varlen(lengths, 12, 64, dtype),
-    "pool": lambda lengths, dtype: sequences.pool(lengths, 768, dtype),
-    "term_weights": lambda lengths, dtype: sequences.term_weights(lengths, 768, 3000, dtype),
-    "first_tokens": lambda lengths, dtype: sequences.first_tokens(lengths, 768, dtype),
-    "unpack": lambda lengths, dtype: padded.unpack(lengths, 768, dtype),
-    "pack": lambda lengths, dtype: padded.pack(lengths, 768, dtype),
-    "beam_step": lambda lengths, dtype: beam.beam_step(
+    "append_kv": _of_tokens(kv_blocks.append_kv, 12, 4, 64),
+    "attention_paged": _of_halves(kv_blocks.attention_paged, 12, 4, 64),
+    "paged_tiles": _of_halves(kv_blocks.paged_tiles, 12, 4, 64),
+    "attention_tiles": _of_lengths(sequences.attention_tiles, 12, 64),
+    "attention_varlen": _of_lengths(sequences.attention_varlen, 12, 64),
+    "pool": _of_lengths(sequences.pool, 768),
+    "term_weights": _of_lengths(sequences.term_weights, 768, 3000),
+    "first_tokens": _of_lengths(sequences.first_tokens, 768),
+    "unpack": _of_lengths(padded.unpack, 768),
+    "pack": _of_lengths(padded.pack, 768),
+    "beam_step": lambda lengths, dtype: chosen_tokens.beam_step(
         len(lengths), 4, 1000, dtype, edits=max(lengths), has_finished=True
     ),
-    "sample_tokens": lambda lengths, dtype: sampling.sample_tokens(
+    "sample_tokens": lambda lengths, dtype: chosen_tokens.sample_tokens(
         len(lengths), 500, dtype, top_k=50, top_p=0.9
     ),
 }

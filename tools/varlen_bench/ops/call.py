@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Tensor arguments of one call by parameter name; `out` receives the result.
 Inputs: TypeAlias = Mapping[str, Any]
-Read: TypeAlias = Callable[[object, Inputs], Tensor]
+Read: TypeAlias = Callable[[Any, Inputs], Tensor]
 
 # Largest ||result - exact|| / ||exact|| of a right result.
 THRESHOLDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -27,13 +27,13 @@ def kernels(form: Literal["reference", "fused"]) -> SimpleNamespace:
     return SimpleNamespace(**ops | padded_ops)
 
 
-def as_tensor(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
+def as_tensor(result: Any, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
     """Return the result, which must be a tensor."""
     assert isinstance(result, Tensor)
     return result
 
 
-def stacked(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
+def stacked(result: Any, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
     """Return the results of an op with several, of one shape, as one tensor."""
     assert isinstance(result, tuple)
     return torch.stack(result)
@@ -72,10 +72,41 @@ class Tensors:
         """Return these values as int32."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def cu_seqlens(self, lengths: list[int], slots: int = 0) -> Tensor:
-        """Return cumulative lengths; `slots` past the last sequence are empty."""
-        padding = [0] * max(slots - len(lengths), 0)
-        return self.ints(list(accumulate([*lengths, *padding], initial=0)))
+
+# Returns a tensor, or several in a tuple.
+Make: TypeAlias = Callable[[Tensors], Any]
+# How to make an input: the shape of random values in the dtype of the call, int32 values, or a function.
+Made: TypeAlias = tuple[int, ...] | list[int] | Make | None
+
+
+def shaped(shape: tuple[int, ...], names: str) -> dict[str, Made]:
+    """Return inputs of random values that have one shape."""
+    return dict.fromkeys(names.split(), shape)
+
+
+def random_fp32(*shape: int) -> Make:
+    """Return how to make random values in fp32."""
+    return lambda make: make.random(*shape, dtype=torch.float32)
+
+
+def ids(rows: int, count: int) -> Make:
+    """Return how to make `count` random int32 below `rows`."""
+    return lambda make: make.ids(rows, count)
+
+
+def unwritten(dtype: torch.dtype, *shape: int) -> Make:
+    """Return how to make a tensor for a result in this dtype."""
+    return lambda make: make.unwritten(*shape, dtype=dtype)
+
+
+def flags(count: int, *, value: bool) -> Make:
+    """Return how to make `count` bools of one value."""
+    return lambda make: torch.full((count,), value, device=make.device)
+
+
+def bounds(lengths: list[int]) -> list[int]:
+    """Return `cu_seqlens` of these lengths."""
+    return list(accumulate(lengths, initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +116,15 @@ class OpCall:
     Attributes:
         op: name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
         shape: text for tables.
-        inputs: makes the tensor arguments.
-        formula: computes the result in plain torch; gets the inputs by name, without `out`.
-        bytes_moved: fewest bytes that any implementation reads and writes.
+        inputs: how to make each tensor argument.
+        out: the shape of a result in the dtype of the call, or how to make it.
         options: arguments that are not tensors.
+        formula: computes the exact result from the inputs; None for the reference in float64.
         read: converts a result to the form of the exact one.
         lengths: sequence lengths, if the op uses them.
         fill: computes inputs from others by other ops, see `prepare`.
         written: arguments that hold the result of an op that returns None.
+        moved: fewest bytes that any implementation reads and writes; None for the sizes of all tensors.
         flops: multiplications and additions; 0 if they cannot bound the time.
         tokens: tokens of the batch; 0 if tokens per second mean nothing.
         threshold: largest error of a right result; None for the threshold of the dtype.
@@ -101,14 +133,15 @@ class OpCall:
     op: str
     shape: str
     dtype: torch.dtype
-    inputs: Callable[[Tensors], Inputs]
-    formula: Callable[..., Tensor]
-    bytes_moved: int
+    inputs: Mapping[str, Made]
+    out: tuple[int, ...] | Make | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    formula: Callable[[Inputs], Tensor] | None = None
     read: Read = as_tensor
     lengths: tuple[int, ...] = ()
     fill: Callable[[Any, Inputs], object] | None = None
     written: tuple[str, ...] = ()
+    moved: int | None = None
     flops: int = 0
     tokens: int = 0
     threshold: float | None = None
@@ -126,13 +159,25 @@ class OpCall:
         """Largest error of a right result."""
         return THRESHOLDS[self.dtype] if self.threshold is None else self.threshold
 
+    @property
+    def bytes_moved(self) -> int:
+        """Fewest bytes that any implementation reads and writes."""
+        return _size(tuple(self.make_empty().values())) if self.moved is None else self.moved
+
     def make(self, device: torch.device | str, seed: int) -> Inputs:
         """Return random inputs; tensors for results are poisoned."""
-        return self.inputs(Tensors(self.dtype, device, seed))
+        return self._make(Tensors(self.dtype, device, seed))
 
     def make_empty(self) -> Inputs:
         """Return unfilled inputs on the CPU, for a call that is compiled and not run."""
-        return self.inputs(Tensors(self.dtype))
+        return self._make(Tensors(self.dtype))
+
+    def _make(self, make: Tensors) -> Inputs:
+        inputs = {name: _made(make, how) for name, how in self.inputs.items()}
+        if self.out is None:
+            return inputs
+        out = make.unwritten(*self.out) if isinstance(self.out, tuple) else self.out(make)
+        return {**inputs, "out": out}
 
     def prepare(self, kernels: object, inputs: Inputs) -> None:
         """Fill the inputs that a model computes once for many calls.
@@ -142,22 +187,25 @@ class OpCall:
         if self.fill is not None:
             self.fill(kernels, inputs)
 
-    def run(self, kernels: object, inputs: Inputs) -> object:
+    def run(self, kernels: object, inputs: Inputs) -> Any:
         """Return the result of the op in `kernels`."""
         result = getattr(kernels, self.op)(**inputs, **self.options)
         return tuple(inputs[name] for name in self.written) if self.written else result
 
     def exact(self, inputs: Inputs) -> Tensor:
-        """Return the result of the formula in float64."""
-        return self.formula(
-            **{
-                name: value.double()
-                if isinstance(value, Tensor) and value.is_floating_point()
-                else value
-                for name, value in inputs.items()
-                if not name.endswith("out")
-            }
-        )
+        """Return the result in float64; the inputs stay as they are."""
+        if self.formula is not None:
+            return self.formula(inputs)
+        copies = {name: _in_float64(value) for name, value in inputs.items()}
+        return self.read(self.run(kernels("reference"), copies), copies)
+
+    def error_of(self, kernels: object, device: torch.device | str, seed: int) -> float:
+        """Return the relative error of the op in `kernels` on random inputs."""
+        inputs = self.make(device, seed)
+        self.prepare(kernels, inputs)
+        # before the run, which may overwrite inputs
+        exact = self.exact(inputs)
+        return self.error(self.run(kernels, inputs), inputs, exact)
 
     def error(self, result: object, inputs: Inputs, exact: Tensor) -> float:
         """Return the relative error of a result."""
@@ -180,3 +228,27 @@ def poison(result: Any) -> Any:
         if isinstance(tensor, Tensor):
             tensor.fill_(torch.nan if tensor.dtype.is_floating_point else -7)
     return result
+
+
+def _made(make: Tensors, how: Made) -> Any:
+    """Return an input."""
+    if isinstance(how, tuple):
+        return make.random(*how)
+    return make.ints(how) if isinstance(how, list) else how and how(make)
+
+
+def _in_float64(value: Any) -> Any:
+    """Return a copy of tensors, in float64 if they are of real numbers."""
+    if isinstance(value, tuple):
+        copies = map(_in_float64, value)
+        return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
+    if not isinstance(value, Tensor):
+        return value
+    return value.double() if value.is_floating_point() else value.clone()
+
+
+def _size(value: Any) -> int:
+    """Return the bytes of all tensors."""
+    if isinstance(value, tuple):
+        return sum(map(_size, value))
+    return value.nbytes if isinstance(value, Tensor) else 0

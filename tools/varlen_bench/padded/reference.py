@@ -6,6 +6,8 @@ Each op writes its result into `out` if given, and returns it. Softmax is comput
 import torch
 from torch import Tensor
 
+from varlen_kernels.reference.torch_parts import at_least_fp32
+
 
 def masked_softmax(
     x: Tensor, seqlens: Tensor, *, scale: float, causal: bool = False, out: Tensor | None = None
@@ -26,7 +28,7 @@ def masked_softmax(
     if causal:
         last = torch.arange(queries, device=x.device)[:, None] + (keys - queries)
         readable = readable & (key <= last)
-    scores = (x.float() * scale).masked_fill(~readable, -torch.inf)
+    scores = (at_least_fp32(x) * scale).masked_fill(~readable, -torch.inf)
     # a row that is -inf throughout gives NaN, and becomes zeros
     result = scores.softmax(dim=-1).masked_fill(~readable, 0.0).to(x.dtype)
     return result if out is None else out.copy_(result)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
 
 Attention = Literal["eager", "sdpa"]
 
@@ -38,13 +39,10 @@ def save_random_checkpoint(
     shape: EncoderShape, folder: Path, positions: int, seed: int = 0
 ) -> None:
     """Save a BertModel with random weights, and an empty tokenizer, which varlen requires."""
-    import torch
-    from transformers import BertConfig, BertModel
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(seed)
-    config = BertConfig(
+    model = random_model(
+        "BertModel",
+        "BertConfig",
+        seed,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -52,8 +50,23 @@ def save_random_checkpoint(
         intermediate_size=shape.features,
         max_position_embeddings=positions,
     )
-    BertModel(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({}), encoding="utf-8")
+
+
+def random_model(kind: str, config: str, seed: int = 0, **fields: Any) -> Any:
+    """Return a model with random weights.
+
+    Args:
+        kind, config: classes of transformers, such as "BertModel" and "BertConfig".
+        fields: fields of the configuration that differ from the defaults of its class.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    return getattr(transformers, kind)(getattr(transformers, config)(**fields))
 
 
 def load_encoder(
@@ -77,31 +90,50 @@ def load_encoder(
     return model.eval().to(device)
 
 
+def load_generator(kind: str, folder: Path, threads: int) -> Any:
+    """Return transformers' fp32 model of a checkpoint on `threads` cores.
+
+    Args:
+        kind: class of transformers that loads it.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    auto = getattr(transformers, kind)
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
 @dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """The sizes of a GPT-2 model."""
+class GeneratorShape:
+    """The sizes of a GPT-2 model, or of each side of a Marian model."""
 
     name: str
     hidden: int
     layers: int
     heads: int
-    positions: int = 1024
-    vocabulary: int = 50_257
+    positions: int
+    vocabulary: int
+
+    @property
+    def features(self) -> int:
+        """Width of the feed-forward layers."""
+        return 4 * self.hidden
 
 
-GPT2_SMALL = DecoderShape("gpt2-small", hidden=768, layers=12, heads=12)
+GPT2_SMALL = GeneratorShape("gpt2-small", 768, 12, 12, positions=1024, vocabulary=50_257)
+TRANSFORMER_BASE = GeneratorShape("transformer-base", 512, 6, 8, positions=512, vocabulary=32_000)
 
 
-def save_random_decoder(shape: DecoderShape, folder: Path, seed: int = 0) -> None:
+def save_random_decoder(shape: GeneratorShape, folder: Path, seed: int = 0) -> None:
     """Save a GPT2LMHeadModel with random weights, and a tokenizer that splits text into bytes."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    torch.manual_seed(seed)
-    config = GPT2Config(
+    model = random_model(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        seed,
         vocab_size=shape.vocabulary,
         n_positions=shape.positions,
         n_embd=shape.hidden,
@@ -110,7 +142,6 @@ def save_random_decoder(shape: DecoderShape, folder: Path, seed: int = 0) -> Non
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = GPT2LMHeadModel(config)
     # at the usual scale, random weights repeat one token whatever the prompt
     for weight in model.parameters():
         if weight.ndim == 2:
@@ -123,44 +154,26 @@ def save_random_decoder(shape: DecoderShape, folder: Path, seed: int = 0) -> Non
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(known[:1])
-    tokenizer.save(str(folder / "tokenizer.json"))
     # CTranslate2 needs all three
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), known[0])
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    _save_tokenizer(
+        tokenizer, folder, dict.fromkeys(("bos_token", "eos_token", "unk_token"), known[0])
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatorShape:
-    """The sizes of a Marian model; its encoder and its decoder have `layers` layers."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    features: int
-    positions: int = 512
-    vocabulary: int = 32_000
-
-
-TRANSFORMER_BASE = TranslatorShape("transformer-base", hidden=512, layers=6, heads=8, features=2048)
 # Logit of tokens that no answer has.
 _NEVER = -100.0
 
 
-def save_random_translator(shape: TranslatorShape, folder: Path, seed: int = 0) -> None:
+def save_random_translator(shape: GeneratorShape, folder: Path, seed: int = 0) -> None:
     """Save a MarianMTModel with random weights, and a tokenizer whose words are numbers.
 
     Its answers never end: the bias of the end token is too low. Tokens 0 and 1 end and pad.
     """
-    import torch
-    from transformers import MarianConfig, MarianMTModel
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(seed)
     end, pad = 0, 1
-    config = MarianConfig(
+    model = random_model(
+        "MarianMTModel",
+        "MarianConfig",
+        seed,
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.positions,
         d_model=shape.hidden,
@@ -177,7 +190,6 @@ def save_random_translator(shape: TranslatorShape, folder: Path, seed: int = 0) 
         decoder_start_token_id=pad,
         forced_eos_token_id=None,
     )
-    model = MarianMTModel(config)
     model.final_logits_bias[0, [end, pad]] = _NEVER
     # at the usual scale, answers are the same for most sources
     for name, weight in model.named_parameters():
@@ -199,7 +211,11 @@ def save_word_tokenizer(words: list[str], folder: Path) -> None:
     ids = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    _save_tokenizer(tokenizer, folder, special)
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

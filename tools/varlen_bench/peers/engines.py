@@ -44,6 +44,16 @@ def load(
     return loaders[engine](checkpoint, precision, threads, pooling)
 
 
+def ctranslate2_options(precision: Precision, threads: int) -> dict[str, Any]:
+    """Return the arguments of CTranslate2's engines for one batch at a time on a CPU."""
+    return {
+        "device": "cpu",
+        "compute_type": "int8" if precision == "int8" else "float32",
+        "inter_threads": 1,
+        "intra_threads": threads,
+    }
+
+
 def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return ids padded with 0 and the mask of real tokens, each [sequences, longest]."""
     ids = np.zeros((len(batch), max(map(len, batch))), dtype=np.int64)
@@ -113,13 +123,7 @@ def _ctranslate2(
 ) -> Embed:
     import ctranslate2
 
-    encoder: Any = ctranslate2.Encoder(
-        str(checkpoint),
-        device="cpu",
-        compute_type="int8" if precision == "int8" else "float32",
-        inter_threads=1,
-        intra_threads=threads,
-    )
+    encoder: Any = ctranslate2.Encoder(str(checkpoint), **ctranslate2_options(precision, threads))
 
     def embed(batch: list[list[int]]) -> Vectors:
         # [sequences, longest, hidden]; CTranslate2 pads the batch

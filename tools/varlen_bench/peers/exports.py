@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from varlen_bench.harness.machine import cpu_count
-from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess, run_worker
+from varlen_bench.harness.worker import Message, WorkerError, ask_once, run_worker
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.engines import EngineName, Precision
 from varlen_bench.peers.pooling import PoolingMode, pool_padded
@@ -49,8 +49,7 @@ def exported(
         argument |= {"precision": precision, "pooling": pooling}
         log = Path(folder) / "log"
         try:
-            with WorkerProcess(_MODULE, argument, log, threads=cpu_count()) as process:
-                process.ask()
+            ask_once(_MODULE, argument, log, threads=cpu_count())
         except WorkerError as error:
             raise RuntimeError(f"export for {engine} failed: {error}") from error
         shutil.move(made, target)
@@ -113,8 +112,8 @@ def export_onnx(model: Path, folder: Path, precision: Precision, pooling: Poolin
         plain.rename(folder / "model.onnx")
 
 
-def export_ctranslate2(model: Path, folder: Path, precision: Precision, _: PoolingMode) -> None:
-    """Write the CTranslate2 folder of the encoder."""
+def convert_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
+    """Write the CTranslate2 folder of a checkpoint."""
     from ctranslate2.converters import TransformersConverter
     from transformers import PretrainedConfig
 
@@ -150,9 +149,11 @@ def _version(package: str) -> str:
 
 def start(argument: Message) -> Callable[[Message], Message]:
     """Export a checkpoint; every order is answered after that."""
-    export = export_onnx if argument["engine"] == "onnxruntime" else export_ctranslate2
     model, target = Path(argument["model"]), Path(argument["target"])
-    export(model, target, argument["precision"], argument["pooling"])
+    if argument["engine"] == "onnxruntime":
+        export_onnx(model, target, argument["precision"], argument["pooling"])
+    else:
+        convert_ctranslate2(model, target, argument["precision"])
     return lambda order: order
 
 

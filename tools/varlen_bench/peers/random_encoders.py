@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from varlen_bench.peers.checkpoints import config_field
+from varlen_bench.peers.checkpoints import config_field, random_model
 from varlen_bench.peers.exports import cache_folder
 
 # Files of a tokenizer; CTranslate2 reads the second.
@@ -57,20 +57,13 @@ def random_encoder(name: str, tokenizer: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / name
-            _save(name, made, config_field(tokenizer, "vocab_size"))
+            config, fields = _ENCODERS[name]
+            vocabulary = config_field(tokenizer, "vocab_size")
+            model = random_model(
+                config.replace("Config", "Model"), config, **{**fields, "vocab_size": vocabulary}
+            )
+            model.save_pretrained(made)
             for file in _TOKENIZER:
                 shutil.copy(tokenizer / file, made)
             shutil.move(made, folder)
     return folder
-
-
-def _save(name: str, folder: Path, vocabulary: int) -> None:
-    import torch
-    import transformers
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    kind, fields = _ENCODERS[name]
-    config = getattr(transformers, kind)(**{**fields, "vocab_size": vocabulary})
-    transformers.AutoModel.from_config(config).save_pretrained(folder)

@@ -75,7 +75,7 @@ def main(
 ) -> None:
     """Load real servers, ours and plain ones, until they cannot keep up."""
     lengths = lengths or ("uniform" if quick or overload else ",".join(MIXES))
-    try:
+    with command.refused():
         settings = Settings(
             model=model,
             systems=chosen_systems(only or _default_systems(paired, overload), quick=quick),
@@ -88,15 +88,9 @@ def main(
             seed=seed,
             note="beside half a busy core" if busy else "",
         )
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    bench = command.Run(
-        context,
-        "varlen_bench.serving",
-        threads=settings.threads,
-        packages=_PACKAGES,
-        output=command.csv_path("serving", output, is_trial=quick),
-        revision=revision,
+    cores = settings.threads
+    bench = command.started(
+        context, "serving", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
     )
     with (
         TemporaryDirectory(prefix="varlen-serving-") as scratch,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from varlen_bench.serving.rows import GOAL_P99_MS, Row
-from varlen_bench.serving.systems import OURS, SYSTEMS, System
+from varlen_bench.serving.systems import OURS, SYSTEMS, ServedSystem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,7 +92,7 @@ def _finish_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) ->
         axes.axhline(GOAL_P99_MS, **_GUIDE)
 
 
-def _style(system: System) -> dict[str, Any]:
+def _style(system: ServedSystem) -> dict[str, Any]:
     return {
         "color": COLORS[system.name],
         "linewidth": 2.6 if system.name == OURS else 1.4,

@@ -14,12 +14,12 @@ from pathlib import Path
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.exports import exported
-from varlen_bench.serving.systems import INPUT, OUTPUT, Settings, System
+from varlen_bench.serving.systems import INPUT, OUTPUT, ServedSystem, Settings
 
 PEER = Path(__file__).with_name("padded_model.py")
 
 
-def write_model(repository: Path, system: System, settings: Settings) -> None:
+def write_model(repository: Path, system: ServedSystem, settings: Settings) -> None:
     """Write the model of a system; it has the system's name."""
     model = repository / system.name
     model.mkdir(parents=True)
@@ -47,7 +47,7 @@ def write_model(repository: Path, system: System, settings: Settings) -> None:
     (model / "config.pbtxt").write_text(_config(system, settings, parameters), encoding="utf-8")
 
 
-def _config(system: System, settings: Settings, parameters: Mapping[str, str]) -> str:
+def _config(system: ServedSystem, settings: Settings, parameters: Mapping[str, str]) -> str:
     peer_batch = settings.peer_batch if system.dynamic else 1
     ragged = "allow_ragged_batch: true" if system.dynamic else ""
     hidden = config_field(settings.model, "hidden_size")

@@ -28,8 +28,8 @@ from varlen_bench.serving.systems import (
     OURS,
     PAIRED,
     SYSTEMS,
+    ServedSystem,
     Settings,
-    System,
 )
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import Mix, token_ids
@@ -78,7 +78,7 @@ class LoadTest:
         if set(PAIRED) <= {system.name for system in self._settings.systems}:
             self.compare_in_turns([SYSTEMS[name] for name in PAIRED])
 
-    def compare_in_turns(self, systems: Sequence[System]) -> None:
+    def compare_in_turns(self, systems: Sequence[ServedSystem]) -> None:
         """Measure systems under the same arrivals, at loads of the capacity of the first."""
         self._run_part(self._measure_in_turns, *systems)
 
@@ -87,7 +87,7 @@ class LoadTest:
         for system in self._settings.systems:
             self._run_part(self._measure_overload, system)
 
-    def _run_part(self, measure: Callable[..., None], *systems: System) -> None:
+    def _run_part(self, measure: Callable[..., None], *systems: ServedSystem) -> None:
         """Measure systems, each on its server; an error becomes the last row of the part."""
         names = " and ".join(system.name for system in systems)
         self._report(f"{names}: starting")
@@ -224,7 +224,7 @@ class LoadTest:
         return [row for row in self.rows if row.lengths == mix.label]
 
 
-def is_hopeless(system: System, capacity: float, rows: Sequence[Row]) -> bool:
+def is_hopeless(system: ServedSystem, capacity: float, rows: Sequence[Row]) -> bool:
     """Return whether a peer cannot be the best: another one sustains more than its capacity."""
     best = best_peer(rows)
     is_candidate = not system.is_ours and system.name != DYNAMIC_BATCHER

@@ -23,7 +23,7 @@ from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.repository import write_model
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.systems import Settings, System
+from varlen_bench.serving.systems import ServedSystem, Settings
 from varlen_client.metrics import fetch_metrics, model_series
 from varlen_tools.local_server import LocalServer
 from varlen_tools.setup_server import SERVER_FOLDER
@@ -50,7 +50,7 @@ from varlen.model import TritonPythonModel
 class Served:
     """A ready server of one system, and the process that sends requests to it."""
 
-    system: System
+    system: ServedSystem
     server: LocalServer
     generator: WorkerProcess
     address: str
@@ -92,7 +92,7 @@ class Served:
 
 
 @contextmanager
-def serve(system: System, settings: Settings, scratch: Path) -> Iterator[Served]:
+def serve(system: ServedSystem, settings: Settings, scratch: Path) -> Iterator[Served]:
     """Yield a server of a system; it keeps the costs that it measures in `scratch`."""
     environment = {"XDG_CACHE_HOME": str(scratch), "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory(prefix="varlen-serving-") as folder:

@@ -26,7 +26,7 @@ OURS_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class ServedSystem:
     """One way to serve the model; its name is also that of its model."""
 
     name: str
@@ -57,9 +57,9 @@ class System:
         return not self.is_ours or self.name in {OURS, OURS_FP32, OURS_INT8, TOKEN_BUDGET}
 
 
-def before(revision: str) -> System:
+def before(revision: str) -> ServedSystem:
     """Return our backend as of a commit, with a token budget."""
-    return System(BEFORE, "varlen", revision=revision, parameters={"policy": "token_budget"})
+    return ServedSystem(BEFORE, "varlen", revision=revision, parameters={"policy": "token_budget"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Settings:
     """
 
     model: Path
-    systems: Sequence[System]
+    systems: Sequence[ServedSystem]
     mixes: Sequence[Mix]
     seconds: float
     turns: int
@@ -89,7 +89,7 @@ class Settings:
         """Number of token ids."""
         return config_field(self.model, "vocab_size")
 
-    def search_effort(self, system: System, *, is_hopeless: bool) -> tuple[float, int]:
+    def search_effort(self, system: ServedSystem, *, is_hopeless: bool) -> tuple[float, int]:
         """Return the measured seconds of each load of a search, and its number of steps."""
         if self.quick:
             return self.seconds, 2 if system.is_key and not is_hopeless else 0
@@ -102,25 +102,25 @@ class Settings:
 _PADDED = {"execution": "padded", "max_batch_sequences": "20", "max_batch_tokens": "10240"}
 
 
-def _ours(name: str, policy: str, **parameters: str) -> System:
+def _ours(name: str, policy: str, **parameters: str) -> ServedSystem:
     padded = _PADDED if name.endswith("-padded") else {}
-    return System(name, "varlen", parameters={"policy": policy} | padded | parameters)
+    return ServedSystem(name, "varlen", parameters={"policy": policy} | padded | parameters)
 
 
 _ALL = (
     _ours(TOKEN_BUDGET, "token_budget"),
     _ours(OURS, "dp"),
-    System(OURS_FP32, "varlen", parameters={"dtype": "fp32"}),
-    System(OURS_INT8, "varlen", parameters={"dtype": "int8"}),
+    ServedSystem(OURS_FP32, "varlen", parameters={"dtype": "fp32"}),
+    ServedSystem(OURS_INT8, "varlen", parameters={"dtype": "int8"}),
     _ours(OURS_PADDED, "dp", dp_pressure="infinite"),
     _ours(FIFO_PADDED, "fifo"),
     _ours(NONE, "none"),
-    System(DYNAMIC_BATCHER, "transformers", dynamic=True),
-    System("onnxruntime-fp32-single", "onnxruntime"),
-    System("onnxruntime-fp32-dynamic", "onnxruntime", dynamic=True),
-    System("transformers-fp32-single", "transformers"),
-    System("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True),
-    System("transformers-bf16-single", "transformers", "bf16"),
+    ServedSystem(DYNAMIC_BATCHER, "transformers", dynamic=True),
+    ServedSystem("onnxruntime-fp32-single", "onnxruntime"),
+    ServedSystem("onnxruntime-fp32-dynamic", "onnxruntime", dynamic=True),
+    ServedSystem("transformers-fp32-single", "transformers"),
+    ServedSystem("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True),
+    ServedSystem("transformers-bf16-single", "transformers", "bf16"),
 )
 # Compared in turns unless others are chosen.
 PAIRED = (TOKEN_BUDGET, OURS)
@@ -130,7 +130,7 @@ SYSTEMS = {system.name: system for system in _ALL}
 _NOT_QUICK = (NONE, "transformers-bf16", "transformers-fp32-single")
 
 
-def chosen_systems(only: str, *, quick: bool) -> list[System]:
+def chosen_systems(only: str, *, quick: bool) -> list[ServedSystem]:
     """Return the systems that `only` names; by default all, or the important ones if `quick`."""
     excluded = _NOT_QUICK if quick and not only else ()
     return [SYSTEMS[name] for name in select(only, SYSTEMS) if not name.startswith(excluded)]

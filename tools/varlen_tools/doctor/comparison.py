@@ -69,16 +69,10 @@ def compare_values(
     """
     what = f"{what} in {dtype}"
     pairs = list(zip(actual, expected, strict=True))
-    for index, (ours, theirs) in enumerate(pairs):
-        if ours.shape != theirs.shape:
-            remark = f"input {index} has the shape {ours.shape}, and there {theirs.shape}"
-            return Comparison(what, original, len(pairs), False, remark=remark)
-    # a difference to NaN is not above any limit
-    for index, (ours, theirs) in enumerate(pairs):
-        for values, agrees, owner in ((theirs, None, original), (ours, False, "varlen")):
-            if not np.isfinite(values).all():
-                remark = f"input {index} has NaN or infinite values in {owner}"
-                return Comparison(what, original, len(pairs), agrees, remark=remark)
+    fault = _fault(pairs, original)
+    if fault is not None:
+        agrees, remark = fault
+        return Comparison(what, original, len(pairs), agrees, remark=remark)
     largest = float(max(np.abs(theirs).max() for _, theirs in pairs)) or 1.0
     differences = [float(np.abs(ours - theirs).max()) / largest for ours, theirs in pairs]
     cosine = float(np.min([_least_cosine(*pair) for pair in pairs]))
@@ -100,6 +94,21 @@ def compare_values(
         cosine if has_cosine else None,
         "" if agrees else f"input {worst} differs most",
     )
+
+
+def _fault(
+    pairs: Sequence[tuple[Float32Array, Float32Array]], original: str
+) -> tuple[bool | None, str] | None:
+    """Return result and remark for values that have no difference: other shapes, NaN, infinity."""
+    for index, (ours, theirs) in enumerate(pairs):
+        if ours.shape != theirs.shape:
+            return False, f"input {index} has the shape {ours.shape}, and there {theirs.shape}"
+    # a difference to NaN is not above any limit
+    for index, (ours, theirs) in enumerate(pairs):
+        for values, agrees, owner in ((theirs, None, original), (ours, False, "varlen")):
+            if not np.isfinite(values).all():
+                return agrees, f"input {index} has NaN or infinite values in {owner}"
+    return None
 
 
 def compare_ids(

@@ -1,8 +1,9 @@
 """Loads a model as a server would, and compares it with the original library."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from varlen.request.request import Float32Array
 from varlen.request.sparse_vectors import SparseVector
 from varlen.service.generation import GenerationService
 from varlen.service.service import Service
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
 from varlen.telemetry.metrics import Stats
 from varlen_tools.doctor.comparison import (
     TOKENIZATION,
@@ -26,7 +27,6 @@ from varlen_tools.doctor.comparison import (
     short_dtype,
 )
 from varlen_tools.doctor.originals import (
-    LOGITS,
     NEW_TOKENS,
     Transformers,
     has_library,
@@ -37,20 +37,8 @@ from varlen_tools.doctor.originals import (
     token_vectors,
 )
 from varlen_tools.doctor.samples import LONGEST, sample_inputs, sample_prompts
+from varlen_tools.messages import first_line
 
-# Names of answers of one step.
-_NAMES: Mapping[Task, str] = {
-    "embed": "vectors",
-    "sparse_embed": "term weights",
-    "hidden": "hidden states",
-    "fill_mask": "filled masks",
-    "classify": "logits",
-    "rerank": "logits",
-    "token_classify": "logits",
-    "token_embed": "vectors of tokens",
-}
-# Tasks whose answers sentence-transformers gives alone.
-_SENTENCE_TASKS: tuple[Task, ...] = ("embed", "sparse_embed", "token_embed")
 _LENGTHS = (16, 128, 512)
 # Tokens of one measured call, and how long calls are repeated.
 _CALL_TOKENS = 4096
@@ -151,16 +139,16 @@ def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) 
     if task == compared or not has_library("transformers"):
         return []
     reason = "" if task == "fill_mask" else "sentence-transformers is not installed: "
-    remark = f"{reason}{_NAMES[compared]} are compared instead"
-    return [Comparison(_NAMES[task], "", 0, None, remark=remark)]
+    remark = f"{reason}{TASKS[compared].answers} are compared instead"
+    return [Comparison(TASKS[task].answers, "", 0, None, remark=remark)]
 
 
 def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     """Return the task that the original libraries can answer too."""
-    needs_sentences = task in _SENTENCE_TASKS or checkpoint.logit_score is not None
+    needs_sentences = TASKS[task].takes_prompts or checkpoint.logit_score is not None
     if needs_sentences:
         return task if has_library("sentence-transformers") else "hidden"
-    if task in LOGITS:
+    if TASKS[task].has_labels:
         return task
     return "hidden"
 
@@ -203,32 +191,37 @@ def _compare(
 ) -> Iterator[Comparison]:
     if not has_library("transformers"):
         return
-    what = _NAMES[task]
+    what = TASKS[task].answers
     # what they call chats is tokenized with their answers
     is_chat = task == "rerank" and checkpoint.logit_score is not None
-    is_vector = task in _SENTENCE_TASKS
-    library = "sentence-transformers" if is_vector or is_chat else "transformers"
+    is_of_sentences = is_chat or TASKS[task].takes_prompts
+    library = named("sentence-transformers" if is_of_sentences else "transformers")
     with readable_folder(checkpoint) as folder:
         try:
             original = Transformers(folder, checkpoint)
             if not is_chat:
                 yield _compare_tokens(checkpoint, original, inputs, limit)
-            if is_chat:
-                expected = pair_scores(folder, inputs, limit)
-            elif is_vector:
-                texts = [text for text in inputs if isinstance(text, str)]
-                if task == "token_embed":
-                    expected = token_vectors(folder, texts, limit)
-                else:
-                    is_sparse = task == "sparse_embed"
-                    expected = sentence_vectors(folder, texts, limit, is_sparse=is_sparse)
+            if is_of_sentences:
+                expected = _sentence_answers(folder, task, inputs, limit)
             else:
                 expected = original.values(task, inputs, limit)
         except Exception as error:
-            yield Comparison(what, named(library), 0, None, remark=_first_line(error))
+            yield Comparison(what, library, 0, None, remark=first_line(error))
             return
     for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
-        yield compare_values(what, named(library), actual=actual, expected=expected, dtype=dtype)
+        yield compare_values(what, library, actual=actual, expected=expected, dtype=dtype)
+
+
+def _sentence_answers(
+    folder: Path, task: Task, inputs: Sequence[Text], limit: int
+) -> list[Float32Array]:
+    """Return the answers of sentence-transformers."""
+    if task == "rerank":
+        return pair_scores(folder, inputs, limit)
+    texts = [text for text in inputs if isinstance(text, str)]
+    if task == "token_embed":
+        return token_vectors(folder, texts, limit)
+    return sentence_vectors(folder, texts, limit, is_sparse=task == "sparse_embed")
 
 
 def _compare_tokens(
@@ -272,21 +265,23 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
     )
     speeds: tuple[Speed, ...] = ()
     greedy = {} if checkpoint.translate else {"temperature": 0.0}
+
+    def answers_of(generator: Generator, prompts: list[str]) -> list[list[int]]:
+        made = generator.generate(prompts, max_tokens=NEW_TOKENS, **greedy)
+        return [list(each.token_ids) for each in made]
+
     answers: dict[DType, list[list[int]]] = {}
     with Generator(service) as generator:
-        made = generator.generate(prompts, max_tokens=NEW_TOKENS, **greedy)
-        answers[dtype] = [list(each.token_ids) for each in made]
+        answers[dtype] = answers_of(generator, prompts)
         if has_speed:
             began = time.perf_counter()
-            timed = generator.generate(prompts * 2, max_tokens=NEW_TOKENS, **greedy)
-            tokens = sum(len(each.token_ids) for each in timed)
-            rate = tokens / (time.perf_counter() - began)
+            timed = answers_of(generator, prompts * 2)
+            rate = sum(map(len, timed)) / (time.perf_counter() - began)
             speeds = (Speed(f"{len(timed)} answers at a time, tokens generated in {dtype}", rate),)
     if dtype != "fp32":
         service = GenerationService.load(checkpoint.folder, replace(config, dtype="fp32"), Stats())
         with Generator(service) as generator:
-            made = generator.generate(prompts, max_tokens=NEW_TOKENS, **greedy)
-        answers["fp32"] = [list(each.token_ids) for each in made]
+            answers["fp32"] = answers_of(generator, prompts)
     return Examination(memory, tuple(_compare_generated(checkpoint, prompts, answers)), speeds)
 
 
@@ -309,7 +304,7 @@ def _compare_generated(
         try:
             expected = stripped(Transformers(folder, checkpoint).generated(prompts))
         except Exception as error:
-            yield Comparison(what, name, 0, None, remark=_first_line(error))
+            yield Comparison(what, name, 0, None, remark=first_line(error))
             return
     for dtype, rows in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
         made = compare_ids(f"{what} in {dtype}", name, actual=stripped(rows), expected=expected)
@@ -324,7 +319,3 @@ def _unjudged(made: Comparison, actual: list[list[int]], expected: list[list[int
     equal = sum(ours == theirs for ours, theirs in zip(actual, expected, strict=True))
     remark = f"rounding may change tokens; {equal} of {made.count} are equal"
     return replace(made, agrees=None, remark=remark)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

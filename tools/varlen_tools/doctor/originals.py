@@ -6,7 +6,7 @@ transformers' own models, and no code of a checkpoint runs.
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,11 +21,11 @@ import torch
 from varlen.intake.tokenization import Text
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 
 # Tasks whose answers are compared with those of the checkpoint's own class; of others, hidden states are.
-LOGITS: tuple[Task, ...] = ("classify", "rerank", "token_classify")
 NEW_TOKENS = 16
+_ONE_BY_ONE: Mapping[str, Any] = {"batch_size": 1, "show_progress_bar": False}
 
 
 def has_library(name: str) -> bool:
@@ -75,7 +75,7 @@ class Transformers:
 
     def values(self, task: Task, inputs: Sequence[Text], limit: int) -> list[Float32Array]:
         """Return the logits of each input, or its hidden states, `[tokens, hidden]`."""
-        has_logits = task in LOGITS
+        has_logits = TASKS[task].has_labels
         name = self._checkpoint.architecture if has_logits else "AutoModel"
         model = self._load(name)
         # some models have no such argument
@@ -122,59 +122,40 @@ def sentence_vectors(
     folder: Path, texts: Sequence[str], limit: int, *, is_sparse: bool = False
 ) -> list[Float32Array]:
     """Return the vector of each text in sentence-transformers, sparse ones with all their zeros."""
-    import sentence_transformers
-
-    kind = (
-        sentence_transformers.SparseEncoder
-        if is_sparse
-        else sentence_transformers.SentenceTransformer
-    )
-    model = kind(
-        str(folder),
-        device="cpu",
-        local_files_only=True,
-        trust_remote_code=False,
-        model_kwargs={"dtype": torch.float32},
-    )
+    model = _load("SparseEncoder" if is_sparse else "SentenceTransformer", folder)
     model.max_seq_length = limit
     options = {"convert_to_sparse_tensor": False} if is_sparse else {}
-    vectors = model.encode(list(texts), batch_size=1, show_progress_bar=False, **options)
+    vectors = model.encode(list(texts), **_ONE_BY_ONE, **options)
     return [np.asarray(vector, dtype=np.float32) for vector in vectors]
 
 
 def token_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Float32Array]:
     """Return the vectors of each text as a query, then as a document, in sentence-transformers."""
-    from sentence_transformers import MultiVectorEncoder
-
-    model = MultiVectorEncoder(
-        str(folder),
-        device="cpu",
-        local_files_only=True,
-        trust_remote_code=False,
-        model_kwargs={"dtype": torch.float32},
-    )
-    transformer: Any = model[0]
+    model = _load("MultiVectorEncoder", folder)
     for name in ("query_length", "document_length"):
-        length = getattr(transformer, name)
-        setattr(transformer, name, limit if length is None else min(length, limit))
-    options: Any = {"batch_size": 1, "show_progress_bar": False, "convert_to_numpy": True}
+        length = getattr(model[0], name)
+        setattr(model[0], name, limit if length is None else min(length, limit))
+    options = {**_ONE_BY_ONE, "convert_to_numpy": True}
     queries = model.encode_query(list(texts), **options)
     return [*queries, *model.encode_document(list(texts), **options)]
 
 
 def pair_scores(folder: Path, pairs: Sequence[Text], limit: int) -> list[Float32Array]:
     """Return the score of each pair in sentence-transformers, without an activation."""
-    from sentence_transformers import CrossEncoder
+    model = _load("CrossEncoder", folder)
+    model.max_seq_length = limit
+    scores = model.predict(list(pairs), activation_fn=torch.nn.Identity(), **_ONE_BY_ONE)
+    return [np.array([score], dtype=np.float32) for score in scores]
 
-    model = CrossEncoder(
+
+def _load(kind: str, folder: Path) -> Any:
+    """Return a model of a class of sentence-transformers, in fp32 on the CPU."""
+    import sentence_transformers
+
+    return getattr(sentence_transformers, kind)(
         str(folder),
         device="cpu",
         local_files_only=True,
         trust_remote_code=False,
         model_kwargs={"dtype": torch.float32},
     )
-    model.max_seq_length = limit
-    scores = model.predict(
-        list(pairs), activation_fn=torch.nn.Identity(), batch_size=1, show_progress_bar=False
-    )
-    return [np.array([score], dtype=np.float32) for score in scores]

@@ -12,7 +12,7 @@ from rich.table import Table
 from varlen.config import SETTINGS
 from varlen_tools.doctor.comparison import TOKENIZATION, Comparison
 from varlen_tools.doctor.examine import Examination
-from varlen_tools.findings import Findings, table
+from varlen_tools.findings import Findings, rows, table
 
 Verdict = Literal["agrees", "differs", "not compared", "refused"]
 _PARAMETER = re.compile(r'parameters \{ key: "(\w+)" value: \{ string_value: "(.*)" \} \}')
@@ -77,7 +77,7 @@ class Report:
             console.print(escape(self.refused), style="red")
         if self.findings is None or self.examination is None:
             return
-        console.print(table(self.findings))
+        console.print(table(rows(self.findings)))
         for title, made in _tables(self.examination):
             console.print(f"\n[bold]{title}[/bold]")
             console.print(made)
@@ -109,21 +109,21 @@ def _is_default(line: str) -> bool:
 
 
 def _tables(examination: Examination) -> Iterator[tuple[str, Table]]:
-    yield "memory", _pairs(examination.memory)
+    yield "memory", table(examination.memory)
     libraries = " and ".join(
         dict.fromkeys(each.original for each in examination.comparisons if each.original)
     )
     yield f"compared with {libraries or 'nothing'}", _comparison_table(examination.comparisons)
     if examination.speeds:
-        rows = [
+        speeds = [
             (each.what, f"{each.tokens_per_second:,.0f} tokens/s") for each in examination.speeds
         ]
-        yield "speed of this machine, now, without the measurements of a first start", _pairs(rows)
+        yield "speed of this machine, now, without the measurements of a first start", table(speeds)
 
 
 def _comparison_table(comparisons: tuple[Comparison, ...]) -> Table:
     if not comparisons:
-        return _pairs([("not compared", _INSTALL)])
+        return table([("not compared", _INSTALL)])
     made = Table("", "difference", "cosine", "", box=None, pad_edge=False)
     made.columns[0].style = "bold"
     results = {True: "[green]agrees[/green]", False: "[red]differs[/red]", None: "not compared"}
@@ -135,12 +135,4 @@ def _comparison_table(comparisons: tuple[Comparison, ...]) -> Table:
             "" if each.cosine is None else f"{each.cosine:.6f}",
             f"{results[each.agrees]}{remark}",
         )
-    return made
-
-
-def _pairs(rows: tuple[tuple[str, str], ...] | list[tuple[str, str]]) -> Table:
-    made = Table(show_header=False, box=None, pad_edge=False)
-    made.add_column(style="bold", no_wrap=True)
-    for name, value in rows:
-        made.add_row(name, escape(value))
     return made

@@ -1,4 +1,4 @@
 """Costs of a model's batches: measured into the server's cache, printed and drawn.
 
-`profile` holds what is shown, `tables` prints it, `picture` draws it, and `page` shows both on an HTML page.
+`profile` holds what is shown, `tables` prints it, and `picture` draws it, with the tables on an HTML page.
 """

@@ -6,7 +6,6 @@ What it measures goes into the cache that the server reads, so that a model's fi
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,8 +24,7 @@ from varlen_tools.model_source import (
     find_source,
     parse_settings,
 )
-from varlen_tools.profile_costs.page import render
-from varlen_tools.profile_costs.picture import draw
+from varlen_tools.profile_costs.picture import draw, render
 from varlen_tools.profile_costs.profile import Profile
 from varlen_tools.profile_costs.tables import tables
 
@@ -46,10 +44,7 @@ def main(
         bool, typer.Option("--again", help="Measure again what is in the cache.")
     ] = False,
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
-    ] = None,
+    output: pictures.OutputOption = None,
 ) -> None:
     """Measure the cost of a model's batches unless it is cached; print and draw it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")

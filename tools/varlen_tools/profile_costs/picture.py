@@ -1,15 +1,22 @@
-"""The picture of a profile: two heat maps of predicted costs, and predictions beside measurements."""
+"""The picture of a profile: two heat maps of predicted costs, and predictions beside measurements; its page."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen_tools import html_page, pictures
 from varlen_tools.pictures import COLORS
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import three_digits
+from varlen_tools.profile_costs.tables import (
+    BATCH_HEADINGS,
+    BATCHES_TITLE,
+    batch_rows,
+    three_digits,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +44,30 @@ def draw(profile: Profile) -> Figure:
     patch = Patch(label="beyond the limits of a batch", **_beyond())
     figure.legend(handles=[patch], loc="outside lower left")
     return figure
+
+
+def render(profile: Profile) -> str:
+    """Return the page."""
+    costs = profile.costs
+    measurement = costs.measurement
+    cut = "" if measurement.is_complete else f", cut short after {costs.allowed_seconds:g} s"
+    title = f"Cost of a batch of {profile.name}"
+    return html_page.page(
+        title,
+        [
+            html_page.paragraph(
+                f"{len(measurement.batches)} batches measured in {measurement.seconds:.1f} s"
+                f" on {costs.measured_at:%Y-%m-%d at %H:%M %Z}{cut}; the reference batch took"
+                f" {measurement.spread:.2f} times as long in slow moments as in fast ones."
+                f" The median error of the fitted costs is {profile.median_error():.1%}."
+            ),
+            pictures.embedded(partial(draw, profile), title),
+            html_page.heading(BATCHES_TITLE.capitalize()),
+            html_page.table(BATCH_HEADINGS, batch_rows(profile)),
+            html_page.heading("Measured with"),
+            html_page.table(["property", "value"], [list(item) for item in costs.key.items()]),
+        ],
+    )
 
 
 def _beyond() -> dict[str, Any]:

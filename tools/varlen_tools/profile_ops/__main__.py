@@ -6,7 +6,6 @@ The recorded program runs with timed kernels, so the measured program is the ser
 import random
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -26,7 +25,7 @@ from varlen_tools.model_source import (
     parse_settings,
 )
 from varlen_tools.profile_ops.models import profile_batches, profile_steps
-from varlen_tools.profile_ops.picture import class_rows, draw, op_rows, render
+from varlen_tools.profile_ops.picture import OP_HEADINGS, class_rows, draw, op_rows, render
 from varlen_tools.profile_ops.timed import Breakdown
 
 _RUNNING = [1, 32]
@@ -48,10 +47,7 @@ def main(
         int, typer.Option(min=1, max=MAX_BEAMS, help="Generation: beams of a sequence.")
     ] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch or step.")] = 3,
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
-    ] = None,
+    output: pictures.OutputOption = None,
 ) -> None:
     """Print where a model spends its time on a CPU, by op.
 
@@ -73,12 +69,8 @@ def main(
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     _print(breakdowns)
-    if output:
-        pictures.write_outputs(
-            output,
-            partial(draw, found.name, breakdowns),
-            lambda: render(found.name, breakdowns),
-        )
+    shown = (found.name, breakdowns)
+    pictures.write_outputs(output or [], partial(draw, *shown), partial(render, *shown))
 
 
 def _profile_encoder(
@@ -101,7 +93,7 @@ def _profile_encoder(
 def _print(breakdowns: list[Breakdown]) -> None:
     console = Console()
     for one in breakdowns:
-        table = Table("op", "class", "calls", "seconds", "share", title=one.title)
+        table = Table(*OP_HEADINGS, title=one.title)
         for row in op_rows(one):
             table.add_row(*row)
         console.print(table)

@@ -21,7 +21,14 @@ from varlen.execution.step_runner import StepRunner
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
+from varlen.request.request import (
+    DEFAULT_OPTIONS,
+    Int32Array,
+    Prompt,
+    Request,
+    RequestOptions,
+    Source,
+)
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
 from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
@@ -105,18 +112,8 @@ def profile_steps(
     timed = TimedKernels(kernels_for(_CPU))
     choose = timed.timed("choose", _token_choice(checkpoint).choose)
     runner = StepRunner(checkpoint, config, choose, kernels=timed)
-    if context >= runner.max_sequence_tokens:
-        raise ConfigError(
-            f"a context of {context} tokens leaves no room for an answer; this model takes"
-            f" {runner.max_sequence_tokens} tokens"
-        )
-    has_sources = checkpoint.translate is not None
-    workload = _Workload(context, beams, runner.kv.block_size, has_sources)
-    needed = most * workload.blocks_per_sequence
-    if needed > runner.kv.num_blocks:
-        raise ConfigError(
-            f"kv_bytes allows {runner.kv.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
-        )
+    workload = _Workload(context, beams, runner.kv.block_size, checkpoint.translate is not None)
+    _check_fits(runner, workload, most)
     breakdowns = []
     for count in running:
         sequences = workload.sequences(count, checkpoint.vocab_size)
@@ -140,6 +137,21 @@ def profile_steps(
             breakdowns.append(breakdown)
     runner.close()
     return breakdowns
+
+
+def _check_fits(runner: StepRunner, workload: _Workload, most: int) -> None:
+    """Raise ConfigError unless `most` sequences and an answer fit the model and its blocks."""
+    context = workload.context
+    if context >= runner.max_sequence_tokens:
+        raise ConfigError(
+            f"a context of {context} tokens leaves no room for an answer; this model takes"
+            f" {runner.max_sequence_tokens} tokens"
+        )
+    needed = most * workload.blocks_per_sequence
+    if needed > runner.kv.num_blocks:
+        raise ConfigError(
+            f"kv_bytes allows {runner.kv.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
+        )
 
 
 def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
@@ -191,7 +203,8 @@ class _Workload:
             return numbers.integers(0, vocab_size, self.context, dtype=np.int32)
 
         prompts = tuple(
-            Prompt(draw(), source_ids=draw() if self.has_sources else None) for _ in range(count)
+            Prompt(draw(), payload=Source(draw()) if self.has_sources else None)
+            for _ in range(count)
         )
         request = Request(
             prompts, RequestOptions(generation=GenerationOptions(num_beams=self.beams))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Smaller parts of a bar have no label.
 _LEAST_LABELLED = 0.05
-_OP_HEADINGS = ("op", "class", "calls", "seconds", "share")
+OP_HEADINGS = ("op", "class", "calls", "seconds", "share")
 NOTE = (
     "Shares of the time of all threads that run ops. Python and rest: all that is not in an op, such as packing a"
     " batch, starting ops, and waiting for other worker threads."
@@ -78,6 +78,6 @@ def render(name: str, breakdowns: Sequence[Breakdown]) -> str:
         html_page.table(headings, class_rows(breakdowns)),
     ]
     for one in breakdowns:
-        table = html_page.table(_OP_HEADINGS, op_rows(one))
+        table = html_page.table(OP_HEADINGS, op_rows(one))
         parts.append(html_page.folded(f"Every op: {one.title}", table))
     return html_page.page(heading, parts)

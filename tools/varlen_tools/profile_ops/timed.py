@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import ParamSpec, TypeVar
@@ -125,25 +125,19 @@ def measure(
         rounds: how often everything runs.
         prepare: is called before each run, and not measured.
     """
-
-    def prepared() -> Iterator[Callable[[], object]]:
-        for run in runs:
-            if prepare is not None:
-                prepare()
-            yield run
-
-    for run in prepared():
-        run()
-    timed.clear()
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     elapsed = 0.0
-    for _ in range(rounds):
-        for run in prepared():
+    for number in range(1 + rounds):
+        for run in runs:
+            if prepare is not None:
+                prepare()
             timed.clear()
             began = time.perf_counter()
             run()
             spent = time.perf_counter() - began
+            if number == 0:
+                continue
             elapsed += spent
             calls.update(timed.calls)
             for op, in_op in timed.seconds.items():

@@ -11,8 +11,7 @@ from varlen.execution.runner import Runner
 from varlen_tools import pictures
 from varlen_tools.model_source import find_source
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map
-from varlen_tools.show_plan.page import render
-from varlen_tools.show_plan.picture import draw, in_units
+from varlen_tools.show_plan.picture import draw, in_units, render
 
 _PAPER = "paper"
 _LENGTHS = ["200", "240"]
@@ -36,9 +35,7 @@ def main(
         list[str],
         typer.Option(help="Tokens of a batch's sequences: 200 or 5,17,200. May be repeated."),
     ] = _LENGTHS,
-    output: Annotated[
-        list[Path], typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs)
-    ] = _OUTPUT,
+    output: pictures.OutputOption = _OUTPUT,
 ) -> None:
     """Draw where every intermediate of a batch lies in memory, and when."""
     try:
@@ -60,7 +57,7 @@ def main(
             f" footprint {in_units(one.footprint)}, {one.ratio:.3f} of the peak of live bytes"
         )
     pictures.write_outputs(
-        output, partial(draw, heading, maps), lambda: render(heading, maps, note)
+        output or [], partial(draw, heading, maps), partial(render, heading, maps, note)
     )
 
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen.costs.model import CostModel
 from varlen.errors import ConfigError
 from varlen_tools import workloads
+from varlen_tools.simulate.batches import BatchFigures, BatchStudy, full_load, with_policy
 from varlen_tools.simulate.command import (
+    COSTS_HELP,
     MILLISECONDS,
+    AsConfigured,
+    CacheOption,
+    SeedOption,
+    TableOption,
     new_console,
     parse_numbers,
+    table_of_loads,
     write_results,
 )
 from varlen_tools.simulate.costs import CostSource, cost_models
-from varlen_tools.simulate.study import PolicyResult, compare, full_load, most_within, with_policy
 from varlen_tools.workloads import Arrival
 
 # Lengths drawn to find the mean and the longest.
@@ -54,15 +56,11 @@ def main(
     loads: Annotated[
         str, typer.Option(help="By comma; 1 is full batches of the mean length, without padding.")
     ] = "0.2,0.4,0.6,0.8,0.9,1.0,1.2",
-    costs: Annotated[
-        CostSource, typer.Option(help="Costs of batches: by formula, or measured on this machine.")
-    ] = CostSource.cpu,
+    costs: Annotated[CostSource, typer.Option(help=COSTS_HELP)] = CostSource.cpu,
     workers: Annotated[
         int, typer.Option(min=0, help="Batches that run at the same time; 0: 2 for cpu, else 1.")
     ] = 0,
-    cache: Annotated[
-        str, typer.Option("--cache-folder", help="Cache of measured costs; the latest are used.")
-    ] = "auto",
+    cache: CacheOption = "auto",
     stream: Annotated[Stream, typer.Option(help="How requests arrive.")] = Stream.poisson,
     lengths: Annotated[
         str, typer.Option(help="Shortest and longest uniform length, in tokens.")
@@ -79,13 +77,13 @@ def main(
     deadline_ms: Annotated[
         float, typer.Option(min=0, help="Deadline of each request; 0: none.")
     ] = 0.0,
-    max_batch_sequences: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 4096,
+    max_batch_sequences: AsConfigured = 64,
+    max_batch_tokens: AsConfigured = 4096,
     goal_ms: Annotated[
         float, typer.Option(min=0, help="Also find the highest rate with this p99; 0: do not.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0,
-    table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
+    seed: SeedOption = 0,
+    table: TableOption = None,
 ) -> None:
     """Run the scheduler on a virtual clock and compare policies under load."""
     base = EngineConfig(
@@ -105,43 +103,29 @@ def main(
             raise ValueError(
                 f"a length of {longest} tokens; a batch has at most {max_batch_tokens}"
             )
+        executions = {"packed", *(config.execution for config in configs)}
         make_model = cost_models(
-            costs,
-            {"packed", *(config.execution for config in configs)},
-            cache=cache,
-            max_sequences=max_batch_sequences,
-            longest=longest,
+            costs, executions, cache=cache, max_sequences=max_batch_sequences, longest=longest
         )
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-
-    def make_costs(config: EngineConfig) -> Callable[[], CostModel]:
-        return partial(make_model, config.execution)
 
     def make_arrivals(rate: float) -> list[Arrival]:
         arrivals = _STREAMS[stream](count, rate, population, seed)
         return workloads.with_deadline(arrivals, deadline_ms / MILLISECONDS or None)
 
     slots = workers or costs.workers
+    study = BatchStudy(make_model, make_arrivals, slots)
     one = full_load(make_model("packed"), drawn, max_batch_sequences, workers=slots)
-    rates = [factor * one for factor in factors]
-    results = list(compare(configs, make_costs, make_arrivals, rates, slots))
+    results = [study.measure(config, factor * one) for factor in factors for config in configs]
     console = new_console()
     console.print(
         f"{slots} workers; load 1 is {one:.1f} requests per second; {count:,} requests per run"
     )
-    console.print(_table(results))
-    if table is not None:
-        write_results(table, results)
+    console.print(table_of_loads(_HEADINGS, results, _cells))
+    write_results(table, results)
     for config in configs if goal_ms else ():
-        most = most_within(
-            config,
-            make_costs(config),
-            make_arrivals,
-            p99=goal_ms / MILLISECONDS,
-            upper=2 * one,
-            workers=slots,
-        )
+        most = study.most_within(config, p99=goal_ms / MILLISECONDS, upper=2 * one)
         console.print(
             f"{config.policy}, {config.execution}: {most:.1f} requests per second with a p99 of {goal_ms:g} ms"
         )
@@ -156,25 +140,18 @@ def _lengths(text: str, trace: Path | None, limit: int) -> Sequence[int]:
     return range(int(low), int(high) + 1)
 
 
-def _table(results: Sequence[PolicyResult]) -> Table:
-    table = Table()
-    for heading in _HEADINGS:
-        is_name = heading == "policy"
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
-    for result, following in zip_longest(results, results[1:]):
-        times = (result.mean, result.p50, result.p95, result.p99)
-        table.add_row(
-            f"{result.policy}, {result.execution}",
-            f"{result.offered:.1f}",
-            f"{result.served:.1f}",
-            *(f"{MILLISECONDS * seconds:.1f}" for seconds in times),
-            f"{result.mean_batch:.1f}",
-            f"{result.padding:.0%}",
-            str(result.refused),
-            str(result.lost),
-            end_section=following is not None and following.offered != result.offered,
-        )
-    return table
+def _cells(result: BatchFigures) -> list[str]:
+    times = (result.mean, result.p50, result.p95, result.p99)
+    return [
+        f"{result.policy}, {result.execution}",
+        f"{result.offered:.1f}",
+        f"{result.served:.1f}",
+        *(f"{MILLISECONDS * seconds:.1f}" for seconds in times),
+        f"{result.mean_batch:.1f}",
+        f"{result.padding:.0%}",
+        str(result.refused),
+        str(result.lost),
+    ]
 
 
 if __name__ == "__main__":

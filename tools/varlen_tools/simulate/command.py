@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias, TypeVar
 
+import typer
 from rich.console import Console
+from rich.table import Table
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -18,6 +21,28 @@ if TYPE_CHECKING:
 MILLISECONDS = 1e3
 # Columns of output that goes to a file.
 _WIDTH = 120
+
+SeedOption: TypeAlias = Annotated[int, typer.Option(help="Seed of arrivals and lengths.")]
+TableOption: TypeAlias = Annotated[
+    Path | None, typer.Option(help="CSV file of all results to write.")
+]
+AsConfigured: TypeAlias = Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")]
+CacheOption: TypeAlias = Annotated[
+    str, typer.Option("--cache-folder", help="Cache of measured costs; the latest are used.")
+]
+# Help of an option that names a source of batch costs.
+COSTS_HELP = "Costs of batches: by formula, or measured on this machine."
+
+
+class Figures(Protocol):
+    """Figures of a run under one load."""
+
+    @property
+    def offered(self) -> float:
+        """Requests per second."""
+
+
+_F = TypeVar("_F", bound=Figures)
 
 
 def new_console() -> Console:
@@ -38,11 +63,7 @@ def parse_numbers(name: str, text: str) -> list[float]:
 
 
 def parse_positive(name: str, text: str) -> list[float]:
-    """Return the numbers of an option, each finite and more than 0.
-
-    Raises:
-        ValueError: it has something else; the message has its name.
-    """
+    """Return the numbers of an option, each finite and more than 0; else raise ValueError."""
     numbers = parse_numbers(name, text)
     if not all(0.0 < number < math.inf for number in numbers):
         raise ValueError(f'{name} are "{text}"; allowed: numbers above 0')
@@ -50,19 +71,31 @@ def parse_positive(name: str, text: str) -> list[float]:
 
 
 def parse_counts(name: str, text: str) -> list[int]:
-    """Return the whole numbers of an option, each at least 1.
-
-    Raises:
-        ValueError: it has something else; the message has its name.
-    """
+    """Return the whole numbers of an option, each at least 1; else raise ValueError."""
     numbers = parse_positive(name, text)
     if any(number != int(number) for number in numbers):
         raise ValueError(f'{name} are "{text}"; allowed: whole numbers from 1')
     return [int(number) for number in numbers]
 
 
-def write_results(path: Path, results: Sequence[DataclassInstance]) -> None:
-    """Write a CSV file of results of one kind, at least one."""
+def table_of_loads(
+    headings: Sequence[str], results: Sequence[_F], cells: Callable[[_F], Sequence[str]]
+) -> Table:
+    """Return a table of results with a line between loads; the first column has names."""
+    table = Table()
+    for heading in headings:
+        is_name = heading == headings[0]
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
+    for result, following in zip_longest(results, results[1:]):
+        is_last = following is not None and following.offered != result.offered
+        table.add_row(*cells(result), end_section=is_last)
+    return table
+
+
+def write_results(path: Path | None, results: Sequence[DataclassInstance]) -> None:
+    """Write a CSV file of results of one kind, at least one, if there is a path."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         names = [field.name for field in fields(results[0])]

@@ -1,17 +1,22 @@
-"""Costs of batches for the simulator: a formula, or measurements of this machine."""
+"""Costs of the simulator: seconds of a batch and of a step, by a formula or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
 from varlen.config import Execution
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostStore, StoredCosts
+from varlen.costs.store import CostStore, StoredCosts, cache_folder
+from varlen.scheduling.sequence import StepBatch
+from varlen_tools.simulate.command import parse_numbers
 
 # Makes a new cost model for an execution.
 MakeModel: TypeAlias = Callable[[Execution], CostModel]
+
+_MICROSECONDS = 1e6
 
 
 class CostSource(str, Enum):
@@ -40,17 +45,17 @@ def gpu_seconds(count: int, length: int) -> float:
 
 def cost_models(
     source: CostSource,
-    executions: Iterable[Execution],
+    executions: Iterable[Execution] = (),
     *,
-    cache: str,
+    cache: str = "auto",
     max_sequences: int,
     longest: int,
 ) -> MakeModel:
-    """Return a function that makes a cost model for one of the executions.
+    """Return a function that makes a cost model for an execution.
 
     Args:
         source: formula or measurements.
-        executions: what models are made for.
+        executions: executions that must have been measured.
         cache: cache folder of measured costs; the latest measurement is used.
         max_sequences, longest: largest batch that a formula is asked for.
 
@@ -58,9 +63,6 @@ def cost_models(
         ValueError: nothing has been measured for an execution.
     """
     if source is CostSource.measured:
-        # imports torch, which nothing else here needs
-        from varlen.costs.store import cache_folder
-
         stored = CostStore(cache_folder(cache)).entries()
         latest = {execution: _latest(stored, execution) for execution in executions}
         return lambda execution: latest[execution].measurement.model(execution)
@@ -77,3 +79,46 @@ def _latest(stored: Iterable[StoredCosts], execution: Execution) -> StoredCosts:
             f"the cache has no costs of {execution} batches; python -m varlen_tools.profile_costs measures them"
         )
     return max(matching, key=lambda costs: costs.measured_at)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step: constant, per token, and per KV token that it reads.
+
+    Attention's arithmetic in long chunks of prompts counts as a part of their tokens.
+    """
+
+    step: float
+    token: float
+    kv_token: float
+
+    @classmethod
+    def parse(cls, text: str) -> StepCosts:
+        """Return the costs of three numbers of microseconds, as `str` writes them.
+
+        Raises:
+            ValueError: they are not three, or one is negative, or a step or a token costs nothing.
+        """
+        numbers = parse_numbers("costs", text)
+        if len(numbers) != 3 or min(numbers) < 0 or numbers[0] + numbers[1] == 0:
+            raise ValueError(
+                f'costs are "{text}"; allowed: microseconds of a step, a token and a KV token, such as 20000,700,5'
+            )
+        return cls(*(number / _MICROSECONDS for number in numbers))
+
+    def __str__(self) -> str:
+        numbers = (self.step, self.token, self.kv_token)
+        return ",".join(f"{float(f'{_MICROSECONDS * number:.3g}'):g}" for number in numbers)
+
+    def seconds(self, step: StepBatch) -> float:
+        """Return the seconds of a step."""
+        return self.of(step.shape.tokens, kv_tokens(step))
+
+    def of(self, tokens: int, kv_tokens: int) -> float:
+        """Return the seconds of a step of these sizes."""
+        return self.step + self.token * tokens + self.kv_token * kv_tokens
+
+
+def kv_tokens(step: StepBatch) -> int:
+    """Return the number of tokens whose keys and values a step reads."""
+    return sum(chunk.start + len(chunk.token_ids) for chunk in step.chunks)

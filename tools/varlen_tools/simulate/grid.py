@@ -9,38 +9,48 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen.costs.model import CostModel
 from varlen.errors import ConfigError
-from varlen_tools.simulate.command import new_console, parse_counts, parse_positive, write_results
-from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
-from varlen_tools.simulate.study import full_load, measure, with_policy
+from varlen_tools.simulate.batches import BatchStudy, full_load, with_policy
+from varlen_tools.simulate.command import (
+    TableOption,
+    new_console,
+    parse_counts,
+    parse_positive,
+    write_results,
+)
+from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.workloads import MIXES, Arrival, named_mix, poisson_arrivals
 
 # Lengths of `uniform`, where three requests in ten have several rows.
 ROWS = "rows"
 _MANY_ROWS, _SHARE = range(2, 33), 0.3
 _LONGEST = 500
-_SECONDS: dict[str, Callable[[int, int], float]] = {"cpu": cpu_seconds, "gpu": gpu_seconds}
+_FORMULAS = ("cpu", "gpu")
 
 app = typer.Typer(add_completion=False)
 
 
-class Cell(NamedTuple):
-    """One comparison."""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One comparison.
+
+    Attributes:
+        costs, lengths, workers: names of costs and lengths, and number of workers.
+        load: 1 is full batches of the mean length.
+    """
 
     costs: str
     lengths: str
@@ -49,20 +59,15 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GridRow:
+class GridRow(Cell):
     """One policy in one cell; latencies are means over the seeds.
 
     Attributes:
-        costs, lengths, workers, load: the cell; a load of 1 is full batches of the mean length.
         policy: the policy, or policy/execution.
         seeds, count: number of runs, and of requests in each.
         mean, p99: latency in seconds.
     """
 
-    costs: str
-    lengths: str
-    workers: int
-    load: float
     policy: str
     seeds: int
     count: int
@@ -86,7 +91,7 @@ def main(
     costs: Annotated[str, typer.Option(help="By comma: cpu, gpu.")] = "cpu,gpu",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
     count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 1000,
-    table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
+    table: TableOption = None,
 ) -> None:
     """Compare policies on a virtual clock over mixes of lengths, workers and loads."""
     names = list(dict.fromkeys([*policies.split(","), over]))
@@ -101,11 +106,10 @@ def main(
     run = partial(run_cell, names=names, seeds=seeds, count=count)
     # a process for each core; spawned, since threads of libraries do not survive a fork
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        rows = [row for found in pool.map(run, cells) for row in found]
+        found = dict(zip(cells, pool.map(run, cells), strict=True))
     console = new_console()
-    console.print(_table(rows, [name for name in names if name != over], over))
-    if table is not None:
-        write_results(table, rows)
+    console.print(_table(found, [name for name in names if name != over], over))
+    write_results(table, [row for rows in found.values() for row in rows])
 
 
 def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> list[GridRow]:
@@ -113,39 +117,27 @@ def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> lis
     base = EngineConfig(max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT)
     mix = named_mix("uniform" if cell.lengths == ROWS else cell.lengths, _LONGEST)
     rows = 1 + _SHARE * (fmean(_MANY_ROWS) - 1) if cell.lengths == ROWS else 1.0
-    full = full_load(
-        _model("packed", cell), mix.lengths, base.max_batch_sequences, workers=cell.workers
+    make_model = cost_models(
+        CostSource(cell.costs), max_sequences=base.max_batch_sequences, longest=_LONGEST
     )
-    rate = cell.load * full / rows
+    one = full_load(
+        make_model("packed"), mix.lengths, base.max_batch_sequences, workers=cell.workers
+    )
+    studies = [
+        BatchStudy(make_model, partial(_arrivals, cell, mix.lengths, count, seed), cell.workers)
+        for seed in range(seeds)
+    ]
     found = []
     for name in names:
         config = with_policy(base, name)
-        results = [
-            measure(
-                config,
-                partial(_model, config.execution, cell),
-                _arrivals(cell, mix.lengths, count, rate, seed),
-                offered=rate,
-                workers=cell.workers,
-            )
-            for seed in range(seeds)
-        ]
+        results = [study.measure(config, cell.load * one / rows) for study in studies]
         latency = (fmean(result.mean for result in results), fmean(r.p99 for r in results))
-        found.append(GridRow(*cell, name, seeds, count, *latency))
+        found.append(GridRow(*astuple(cell), name, seeds, count, *latency))
     return found
 
 
-def _model(execution: str, cell: Cell) -> CostModel:
-    return CostModel.of_function(
-        _SECONDS[cell.costs],
-        "padded" if execution == "padded" else "packed",
-        max_sequences=EngineConfig().max_batch_sequences,
-        max_length=_LONGEST,
-    )
-
-
 def _arrivals(
-    cell: Cell, lengths: Sequence[int], count: int, rate: float, seed: int
+    cell: Cell, lengths: Sequence[int], count: int, seed: int, rate: float
 ) -> list[Arrival]:
     arrivals = poisson_arrivals(count, rate, lengths, seed)
     if cell.lengths != ROWS:
@@ -165,7 +157,7 @@ def _cells(
     Raises:
         ValueError: there are no such costs or lengths.
     """
-    for name, allowed in ((costs, _SECONDS), (lengths, {**MIXES, ROWS: ()})):
+    for name, allowed in ((costs, _FORMULAS), (lengths, (*MIXES, ROWS))):
         for word in name.split(","):
             if word not in allowed:
                 raise ValueError(f'"{word}" is not known; allowed: {", ".join(allowed)}')
@@ -174,24 +166,18 @@ def _cells(
             yield Cell(source, mix, number, load)
 
 
-def _table(rows: Sequence[GridRow], names: Sequence[str], over: str) -> Table:
+def _table(found: Mapping[Cell, Sequence[GridRow]], names: Sequence[str], over: str) -> Table:
     """Return a line for each cell, then the geometric means and the worst ratios."""
     table = Table(title=f"mean latency, p99 over {over}")
     for heading in ("costs", "lengths", "workers", "load", *names):
         table.add_column(heading, no_wrap=True)
-    cells: dict[Cell, dict[str, GridRow]] = {}
-    for row in rows:
-        cell = Cell(row.costs, row.lengths, row.workers, row.load)
-        cells.setdefault(cell, {})[row.policy] = row
-    ratios = {
-        name: [
-            (of[name].mean / of[over].mean, of[name].p99 / of[over].p99) for of in cells.values()
-        ]
-        for name in names
-    }
-    for number, cell in enumerate(cells):
-        found = (ratios[name][number] for name in names)
-        table.add_row(*map(str, cell), *(f"{mean:.2f}, {p99:.2f}" for mean, p99 in found))
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for cell, rows in found.items():
+        of = {row.policy: row for row in rows}
+        for name in names:
+            ratios[name].append((of[name].mean / of[over].mean, of[name].p99 / of[over].p99))
+        cells = (f"{mean:.2f}, {p99:.2f}" for mean, p99 in (ratios[name][-1] for name in names))
+        table.add_row(*map(str, astuple(cell)), *cells)
     table.add_section()
     for title, summary in (("geometric mean", _geometric_mean), ("worst", max)):
         lines = (map(summary, zip(*ratios[name], strict=True)) for name in names)

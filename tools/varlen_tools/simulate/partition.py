@@ -17,7 +17,13 @@ from varlen.config import Execution
 from varlen.costs.batch_shape import BatchShape, FloatArray
 from varlen.costs.model import CostModel
 from varlen.scheduling.partition import best_partition
-from varlen_tools.simulate.command import MILLISECONDS, new_console, parse_counts
+from varlen_tools.simulate.command import (
+    COSTS_HELP,
+    MILLISECONDS,
+    CacheOption,
+    new_console,
+    parse_counts,
+)
 from varlen_tools.simulate.costs import CostSource, cost_models
 
 # The five requests in the figure of the authors' report.
@@ -29,15 +35,11 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     lengths: Annotated[str, typer.Argument(help="Lengths in tokens, by comma.")] = _EXAMPLE,
-    costs: Annotated[
-        CostSource, typer.Option(help="Costs of batches: by formula, or measured on this machine.")
-    ] = CostSource.cpu,
+    costs: Annotated[CostSource, typer.Option(help=COSTS_HELP)] = CostSource.cpu,
     packed: Annotated[
         bool, typer.Option("--packed", help="Batches without padding; by default they pad.")
     ] = False,
-    cache: Annotated[
-        str, typer.Option("--cache-folder", help="Cache of measured costs; the latest are used.")
-    ] = "auto",
+    cache: CacheOption = "auto",
 ) -> None:
     """Print the seconds of one batch, of the best partition, and of single sequences."""
     execution: Execution = "packed" if packed else "padded"

@@ -17,11 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from varlen.errors import VarlenError
-from varlen.request.request import Output, Prompt, Request
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Output, Prompt, Request, RequestOptions
 from varlen.scheduling.engine import Engine, Scheduler
-from varlen.scheduling.sequence import Batch, BatchResult
+from varlen.scheduling.sequence import Batch, BatchResult, NewWriter
 from varlen.telemetry.metrics import Stats
 from varlen_tools.workloads import Arrival
+
+# Share of the offered requests that a sustained rate serves.
+LEAST_SERVED = 0.98
+_BISECTIONS = 10
 
 
 @dataclass(slots=True)
@@ -47,6 +52,38 @@ class Outcome:
         """Latency, of an answered request."""
         assert self.end is not None
         return self.end - self.arrival.at
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A whole simulated run.
+
+    Attributes:
+        outcomes: outcome of every arrival, in order.
+    """
+
+    outcomes: list[Outcome]
+
+    @property
+    def answered(self) -> list[Outcome]:
+        """Outcomes of requests that were answered without an error."""
+        return [each for each in self.outcomes if each.end is not None and each.error is None]
+
+    @property
+    def latencies(self) -> list[float]:
+        """Latencies of answers without an error, ascending."""
+        return sorted(outcome.seconds for outcome in self.answered)
+
+    @property
+    def served_per_second(self) -> float:
+        """Answers without an error per second, from the first arrival to the last answer."""
+        began = self.outcomes[0].arrival.at
+        end = max((each.end for each in self.outcomes if each.end is not None), default=began)
+        return len(self.answered) / (end - began)
+
+    def refused(self, *kinds: type[VarlenError]) -> int:
+        """Return the number of requests answered with one of these errors."""
+        return sum(isinstance(outcome.error, kinds) for outcome in self.outcomes)
 
 
 @dataclass(slots=True)
@@ -130,8 +167,10 @@ def play(
     scheduler: Scheduler,
     run_batch: Callable[[Batch], BatchResult],
     arrivals: Sequence[Arrival],
-    make_request: Callable[[Arrival], Request],
+    *,
+    generation: Callable[[Arrival], GenerationOptions] | None = None,
     workers: int = 1,
+    new_writer: NewWriter | None = None,
 ) -> list[Outcome]:
     """Return the outcome of every arrival, in order, on an engine of its own.
 
@@ -139,12 +178,13 @@ def play(
         scheduler: new, without requests.
         run_batch: returns the result of a batch, whose seconds pass on the clock.
         arrivals: in order of time.
-        make_request: returns the request of an arrival; its reply is a `VirtualReply`.
+        generation: returns the options of an arrival that generates; its reply is a `VirtualReply`.
         workers: number of batches that run at the same time.
+        new_writer: maker of writers for the engine.
     """
     clock = _Clock(arrivals[0].at if arrivals else 0.0)
     executor = _Executor(clock, run_batch, workers)
-    engine = Engine(scheduler, executor, Stats(), clock)
+    engine = Engine(scheduler, executor, Stats(), clock, new_writer)
     outcomes: list[Outcome] = []
     coming = deque(arrivals)
     wake_at: float | None = None
@@ -160,13 +200,42 @@ def play(
             reply = VirtualReply(Outcome(coming.popleft()), clock)
             outcomes.append(reply.outcome)
             try:
-                engine.submit(make_request(reply.outcome.arrival), reply)
+                engine.submit(_request(reply.outcome.arrival, generation), reply)
             except VarlenError as error:
                 reply.fail(error)
         wake_at = engine.step()
 
 
+def _request(
+    arrival: Arrival, generation: Callable[[Arrival], GenerationOptions] | None
+) -> Request:
+    options = RequestOptions(
+        priority=arrival.priority,
+        deadline_seconds=arrival.deadline_seconds,
+        generation=generation(arrival) if generation is not None else None,
+    )
+    return Request((_prompt(arrival.tokens),) * arrival.rows, options)
+
+
 @lru_cache(maxsize=4096)
-def prompt_of(tokens: int) -> Prompt:
+def _prompt(tokens: int) -> Prompt:
     """Return a prompt of this length; its tokens do not matter."""
     return Prompt(np.zeros(tokens, dtype=np.int32))
+
+
+def highest(sustains: Callable[[float], bool], upper: float) -> float:
+    """Return the highest rate up to `upper` that is sustained; higher ones are not."""
+    low, high = 0.0, upper
+    if sustains(upper):
+        return upper
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sustains(middle) else (low, middle)
+    return low
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """Return the value at rank `share * count`; NaN if there are none."""
+    if not ascending:
+        return math.nan
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]

@@ -3,55 +3,20 @@
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_DEVIATION = 0.04  # of initial weights
-_EPSILON = 1e-5
+from varlen_tools.train_demo.transformer import Shape, attend
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a GPT-2 model."""
-
-    vocabulary: int
-    positions: int
-    hidden: int
-    layers: int
-    heads: int
-
-    def config(self, end_token: int) -> dict[str, object]:
-        """Return config.json."""
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "dtype": "float32",
-            "vocab_size": self.vocabulary,
-            "n_positions": self.positions,
-            "n_embd": self.hidden,
-            "n_layer": self.layers,
-            "n_head": self.heads,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": _EPSILON,
-            "initializer_range": _DEVIATION,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "scale_attn_weights": True,
-            "tie_word_embeddings": True,
-            "bos_token_id": end_token,
-            "eos_token_id": end_token,
-        }
+DEVIATION = 0.04  # of initial weights
+EPSILON = 1e-5
 
 
 class Linear(nn.Module):
     """A linear layer whose weight is `[inputs, outputs]`, as GPT-2 stores it."""
 
-    def __init__(self, inputs: int, outputs: int, deviation: float = _DEVIATION) -> None:
+    def __init__(self, inputs: int, outputs: int, deviation: float = DEVIATION) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs, outputs) * deviation)
         self.bias = nn.Parameter(torch.zeros(outputs))
@@ -68,17 +33,12 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.c_attn = Linear(shape.hidden, 3 * shape.hidden)
-        self.c_proj = Linear(shape.hidden, shape.hidden, _DEVIATION / (2 * shape.layers) ** 0.5)
+        self.c_proj = Linear(shape.hidden, shape.hidden, DEVIATION / (2 * shape.layers) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[batch, tokens, hidden]`."""
-        # [batch, tokens, 3 * hidden] -> 3 x [batch, heads, tokens, head_dim]
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.c_attn(x).chunk(3, dim=-1)
-        )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.c_proj(mixed.transpose(1, 2).flatten(2))
+        mixed = attend(*self.c_attn(x).chunk(3, dim=-1), heads=self.heads, is_causal=True)
+        out: Tensor = self.c_proj(mixed)
         return out
 
 
@@ -88,7 +48,7 @@ class FeedForward(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.c_fc = Linear(shape.hidden, 4 * shape.hidden)
-        self.c_proj = Linear(4 * shape.hidden, shape.hidden, _DEVIATION / (2 * shape.layers) ** 0.5)
+        self.c_proj = Linear(4 * shape.hidden, shape.hidden, DEVIATION / (2 * shape.layers) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[batch, tokens, hidden]`."""
@@ -101,9 +61,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(shape.hidden, _EPSILON)
+        self.ln_1 = nn.LayerNorm(shape.hidden, EPSILON)
         self.attn = Attention(shape)
-        self.ln_2 = nn.LayerNorm(shape.hidden, _EPSILON)
+        self.ln_2 = nn.LayerNorm(shape.hidden, EPSILON)
         self.mlp = FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,9 +81,9 @@ class GPT2(nn.Module):
         self.wte = nn.Embedding(shape.vocabulary, shape.hidden)
         self.wpe = nn.Embedding(shape.positions, shape.hidden)
         self.h = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.ln_f = nn.LayerNorm(shape.hidden, _EPSILON)
+        self.ln_f = nn.LayerNorm(shape.hidden, EPSILON)
         for embedding in (self.wte, self.wpe):
-            nn.init.normal_(embedding.weight, std=_DEVIATION)
+            nn.init.normal_(embedding.weight, std=DEVIATION)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return logits `[batch, tokens, vocabulary]` of token ids `[batch, tokens]`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from varlen_tools.train_demo.muon import Muon
+from varlen_tools.train_demo.transformer import Shape, Training
 
 _MATRIX_RATE, _OTHER_RATE = 0.02, 3e-3
 _WARMUP_STEPS = 20
@@ -16,39 +18,37 @@ _LARGEST_GRADIENT = 1.0
 # Gets the number of a step, from 1, and its loss.
 Report = Callable[[int, float], None]
 
+_M = TypeVar("_M", bound=nn.Module)
+
 
 def fit(
-    model: nn.Module,
-    matrices: Iterable[Tensor],
-    loss_of_step: Callable[[], Tensor],
-    *,
-    steps: int,
+    make_model: Callable[[Shape], _M],
+    training: Training,
+    loss_of_step: Callable[[_M], Tensor],
     report: Report,
-) -> None:
-    """Train a model in place; the learning rates fall to zero over the steps.
+) -> _M:
+    """Return a trained model; the learning rates fall to zero over the steps.
+
+    The same training gives the same weights, on one machine with one number of threads.
 
     Args:
-        model: the parameters to train.
-        matrices: those of them that Muon updates.
-        loss_of_step: returns the loss of the next samples.
-        steps: number of updates.
-        report: is called after each of them.
+        make_model: makes a model; the layers are in lists of modules.
+        training: sizes, steps and seed.
+        loss_of_step: returns the model's loss on the next samples.
+        report: is called after each step.
     """
-    chosen = list(matrices)
-    ids = set(map(id, chosen))
-    others = [weight for weight in model.parameters() if id(weight) not in ids]
-    optimizers = (
-        Muon(chosen, lr=_MATRIX_RATE),
-        torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(training.seed)
+        model = make_model(training.shape)
+    optimizers = _optimizers(model)
     rates = [
         torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / steps)
+            optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / training.steps)
         )
         for optimizer in optimizers
     ]
-    for step in range(steps):
-        loss = loss_of_step()
+    for step in range(training.steps):
+        loss = loss_of_step(model)
         model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
@@ -56,3 +56,16 @@ def fit(
             optimizer.step()
             rate.step()
         report(step + 1, loss.item())
+    return model
+
+
+def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """Return Muon for the matrices of lists of layers, and AdamW for all other weights."""
+    layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    matrices = [weight for each in layers for weight in each.parameters() if weight.ndim == 2]
+    ids = set(map(id, matrices))
+    others = [weight for weight in model.parameters() if id(weight) not in ids]
+    return (
+        Muon(matrices, lr=_MATRIX_RATE),
+        torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    )

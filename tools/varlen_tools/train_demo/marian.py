@@ -5,59 +5,20 @@ Source: Junczys-Dowmunt et al. 2018, "Marian: Fast Neural Machine Translation in
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_DEVIATION = 0.02  # of initial weights
+from varlen_tools.train_demo.transformer import Shape, attend
 
-
-@dataclass(frozen=True, slots=True)
-class MarianShape:
-    """The sizes of a Marian model; its encoder and its decoder have `layers` layers."""
-
-    vocabulary: int
-    positions: int
-    hidden: int
-    layers: int
-    heads: int
-
-    def config(self, pad_token: int, end_token: int) -> dict[str, object]:
-        """Return config.json."""
-        return {
-            "architectures": ["MarianMTModel"],
-            "model_type": "marian",
-            "dtype": "float32",
-            "vocab_size": self.vocabulary,
-            "decoder_vocab_size": self.vocabulary,
-            "share_encoder_decoder_embeddings": True,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": self.positions,
-            "d_model": self.hidden,
-            "encoder_layers": self.layers,
-            "decoder_layers": self.layers,
-            "encoder_attention_heads": self.heads,
-            "decoder_attention_heads": self.heads,
-            "encoder_ffn_dim": 4 * self.hidden,
-            "decoder_ffn_dim": 4 * self.hidden,
-            "activation_function": "swish",
-            "scale_embedding": True,
-            "init_std": _DEVIATION,
-            "dropout": 0.0,
-            "is_encoder_decoder": True,
-            "pad_token_id": pad_token,
-            "eos_token_id": end_token,
-            "decoder_start_token_id": pad_token,
-            "forced_eos_token_id": end_token,
-        }
+DEVIATION = 0.02  # of initial weights
 
 
 class Attention(nn.Module):
     """Attention of queries over keys and values from one place."""
 
-    def __init__(self, shape: MarianShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.q_proj = nn.Linear(shape.hidden, shape.hidden)
@@ -69,25 +30,16 @@ class Attention(nn.Module):
         self, x: Tensor, context: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
     ) -> Tensor:
         """Return `[batch, tokens, hidden]`; `mask`, `[batch, 1, 1, context]`, is true for real tokens."""
-        query, key, value = (
-            projection(tokens).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for projection, tokens in (
-                (self.q_proj, x),
-                (self.k_proj, context),
-                (self.v_proj, context),
-            )
-        )
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal
-        )
-        out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        query, key, value = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        mixed = attend(query, key, value, heads=self.heads, mask=mask, is_causal=is_causal)
+        out: Tensor = self.out_proj(mixed)
         return out
 
 
 class Layer(nn.Module):
     """Self-attention and feed-forward, each with its norm after the residual."""
 
-    def __init__(self, shape: MarianShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.self_attn_layer_norm = nn.LayerNorm(shape.hidden)
@@ -112,7 +64,7 @@ class EncoderLayer(Layer):
 class DecoderLayer(Layer):
     """A layer of the decoder: causal, with attention to the source before the feed-forward."""
 
-    def __init__(self, shape: MarianShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.encoder_attn = Attention(shape)
         self.encoder_attn_layer_norm = nn.LayerNorm(shape.hidden)
@@ -135,7 +87,7 @@ class Stack(nn.Module):
 class Marian(nn.Module):
     """The model; its state is that of transformers' MarianModel, and the bias of its logits."""
 
-    def __init__(self, shape: MarianShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.scale = shape.hidden**0.5
         self.shared = nn.Embedding(shape.vocabulary, shape.hidden)
@@ -147,7 +99,7 @@ class Marian(nn.Module):
         )
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and name != "final_logits_bias":
-                nn.init.normal_(weight, std=_DEVIATION)
+                nn.init.normal_(weight, std=DEVIATION)
 
     def encode(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """Return the encoder's output `[batch, tokens, hidden]` of token ids `[batch, tokens]`."""

@@ -8,10 +8,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from varlen_tools.train_demo.gpt2 import GPT2, Shape
-from varlen_tools.train_demo.marian import Marian, MarianShape
+from varlen_tools.train_demo import gpt2, marian
+from varlen_tools.train_demo.gpt2 import GPT2
+from varlen_tools.train_demo.marian import Marian
 from varlen_tools.train_demo.train import END_OF_TEXT
 from varlen_tools.train_demo.train_dates import END, END_ID, PAD, PAD_ID, UNKNOWN
+from varlen_tools.train_demo.transformer import Shape
 
 WEIGHTS = "model.safetensors"
 # As in OPUS-MT's checkpoints.
@@ -25,7 +27,7 @@ def save_gpt2(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenizer) -> 
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
     files: dict[str, dict[str, object]] = {
-        "config.json": shape.config(end),
+        "config.json": _gpt2_config(shape, end),
         "generation_config.json": {
             "_from_model_config": True,
             "bos_token_id": end,
@@ -44,10 +46,34 @@ def save_gpt2(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenizer) -> 
     _write(folder, files, tokenizer, weights)
 
 
-def save_marian(folder: Path, model: Marian, shape: MarianShape, tokenizer: Tokenizer) -> None:
+def _gpt2_config(shape: Shape, end_token: int) -> dict[str, object]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "dtype": "float32",
+        "vocab_size": shape.vocabulary,
+        "n_positions": shape.positions,
+        "n_embd": shape.hidden,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": gpt2.EPSILON,
+        "initializer_range": gpt2.DEVIATION,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_token,
+        "eos_token_id": end_token,
+    }
+
+
+def save_marian(folder: Path, model: Marian, shape: Shape, tokenizer: Tokenizer) -> None:
     """Write a MarianMTModel with its tokenizer; it answers with four beams unless asked otherwise."""
     files: dict[str, dict[str, object]] = {
-        "config.json": shape.config(PAD_ID, END_ID),
+        "config.json": _marian_config(shape),
         "generation_config.json": {
             "bad_words_ids": [[PAD_ID]],
             "decoder_start_token_id": PAD_ID,
@@ -69,6 +95,35 @@ def save_marian(folder: Path, model: Marian, shape: MarianShape, tokenizer: Toke
     weights = {"final_logits_bias": state.pop("final_logits_bias")}
     weights |= {f"model.{name}": value for name, value in state.items()}
     _write(folder, files, tokenizer, weights)
+
+
+def _marian_config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["MarianMTModel"],
+        "model_type": "marian",
+        "dtype": "float32",
+        "vocab_size": shape.vocabulary,
+        "decoder_vocab_size": shape.vocabulary,
+        "share_encoder_decoder_embeddings": True,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": shape.positions,
+        "d_model": shape.hidden,
+        "encoder_layers": shape.layers,
+        "decoder_layers": shape.layers,
+        "encoder_attention_heads": shape.heads,
+        "decoder_attention_heads": shape.heads,
+        "encoder_ffn_dim": 4 * shape.hidden,
+        "decoder_ffn_dim": 4 * shape.hidden,
+        "activation_function": "swish",
+        "scale_embedding": True,
+        "init_std": marian.DEVIATION,
+        "dropout": 0.0,
+        "is_encoder_decoder": True,
+        "pad_token_id": PAD_ID,
+        "eos_token_id": END_ID,
+        "decoder_start_token_id": PAD_ID,
+        "forced_eos_token_id": END_ID,
+    }
 
 
 def _write(

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
 
-from varlen_tools.train_demo.gpt2 import GPT2, Shape
+from varlen_tools.train_demo.gpt2 import GPT2
 from varlen_tools.train_demo.loop import Report, fit
+from varlen_tools.train_demo.transformer import Shape, Training
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How a model is trained: sizes, steps, and sequences of `positions` tokens in each step."""
-
-    shape: Shape
-    steps: int
-    sequences: int
-    seed: int = 0
-
-
 # Four layers of 256 learn to repeat the text's phrases in about a minute on two cores.
 DEFAULT = Training(
-    Shape(vocabulary=2048, positions=256, hidden=256, layers=4, heads=4), steps=180, sequences=4
+    Shape(vocabulary=2048, positions=256, hidden=256, layers=4, heads=4), steps=180, samples=4
 )
 
 
@@ -55,28 +45,17 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tensor:
 
 
 def train(training: Training, token_ids: Tensor, report: Report) -> GPT2:
-    """Return a model that was trained on `token_ids`, `[tokens]`.
-
-    The same training gives the same weights, on one machine with one number of threads.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(training.seed)
-        model = GPT2(training.shape)
+    """Return a model that was trained on `token_ids`, `[tokens]`."""
     draw = torch.Generator().manual_seed(training.seed)
-    fit(
-        model,
-        [weight for weight in model.h.parameters() if weight.ndim == 2],
-        lambda: _loss(model, _windows(token_ids, training, draw)),
-        steps=training.steps,
-        report=report,
+    return fit(
+        GPT2, training, lambda model: _loss(model, _windows(token_ids, training, draw)), report
     )
-    return model
 
 
 def _windows(token_ids: Tensor, training: Training, draw: torch.Generator) -> Tensor:
-    """Return parts of the text, `[sequences, positions + 1]`."""
+    """Return parts of the text, `[samples, positions + 1]`."""
     length = training.shape.positions + 1
-    begins = torch.randint(len(token_ids) - length + 1, (training.sequences,), generator=draw)
+    begins = torch.randint(len(token_ids) - length + 1, (training.samples,), generator=draw)
     return torch.stack([token_ids[begin : begin + length] for begin in begins.tolist()])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tokenizers import (
@@ -21,7 +20,8 @@ from torch.nn import functional
 
 from varlen_tools.train_demo.dates import Example, training_examples
 from varlen_tools.train_demo.loop import Report, fit
-from varlen_tools.train_demo.marian import Marian, MarianShape
+from varlen_tools.train_demo.marian import Marian
+from varlen_tools.train_demo.transformer import Shape, Training
 
 END, UNKNOWN, PAD = "</s>", "<unk>", "<pad>"
 # The tokenizer puts them first.
@@ -31,19 +31,9 @@ _TOKENIZER_EXAMPLES = 5_000
 _EVALUATION_BATCH = 256
 
 
-@dataclass(frozen=True, slots=True)
-class DateTraining:
-    """How the date model is trained: sizes, steps, and dates in each step."""
-
-    shape: MarianShape
-    steps: int
-    dates: int
-    seed: int = 0
-
-
 # Two layers of 128 on each side learn the forms in about a minute on two cores.
-DEFAULT_DATES = DateTraining(
-    MarianShape(vocabulary=400, positions=128, hidden=128, layers=2, heads=4), steps=400, dates=64
+DEFAULT_DATES = Training(
+    Shape(vocabulary=400, positions=128, hidden=128, layers=2, heads=4), steps=400, samples=64
 )
 
 
@@ -73,24 +63,15 @@ def train_date_tokenizer(vocabulary: int, seed: int) -> Tokenizer:
     return tokenizer
 
 
-def train_dates(training: DateTraining, tokenizer: Tokenizer, report: Report) -> Marian:
-    """Return a model that was trained to rewrite dates.
-
-    The same training gives the same weights, on one machine with one number of threads.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(training.seed)
-        model = Marian(training.shape)
+def train_dates(training: Training, tokenizer: Tokenizer, report: Report) -> Marian:
+    """Return a model that was trained to rewrite dates."""
     numbers = random.Random(training.seed)
-    layers = (*model.encoder.parameters(), *model.decoder.parameters())
-    fit(
-        model,
-        [weight for weight in layers if weight.ndim == 2],
-        lambda: _loss(model, tokenizer, training_examples(training.dates, numbers)),
-        steps=training.steps,
-        report=report,
+    return fit(
+        Marian,
+        training,
+        lambda model: _loss(model, tokenizer, training_examples(training.samples, numbers)),
+        report,
     )
-    return model
 
 
 @torch.inference_mode()

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from varlen.errors import CheckpointError
 from varlen.execution.cpu.quantization import LayerKey, QuantizedLayer, layer_key, linear_weights
-from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views, largest_dims
+from varlen.execution.packing import dims_of, largest_dims, packed_batch
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
-from varlen.program.program import PackedBatch, Program
+from varlen.program.program import Program
 from varlen.request.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS
@@ -219,10 +219,8 @@ def run_prompts(
     vectors = []
     for prompt in prompts:
         dims = dims_of([prompt.num_tokens])
-        buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
-        inputs = input_views(buffer, program.inputs, dims)
-        fill_inputs(inputs, [prompt], [DEFAULT_OPTIONS])
-        (output,) = program.run(PackedBatch(inputs, dims), kernels, arena.allocate(dims))
+        batch = packed_batch(program.inputs, dims, [prompt], [DEFAULT_OPTIONS])
+        (output,) = program.run(batch, kernels, arena.allocate(dims))
         vectors.append(output[0].numpy())
     return np.stack(vectors)
 

@@ -7,16 +7,10 @@ import numpy as np
 import torch
 
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
-from varlen.execution.packing import (
-    dims_of,
-    fill_inputs,
-    input_bytes,
-    input_views,
-    split_answers,
-)
+from varlen.execution.packing import dims_of, packed_batch, split_answers
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
-from varlen.program.program import PackedBatch, Program
+from varlen.program.program import Program
 from varlen.request.request import Float32Array, Prompt, RequestOptions
 
 # oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
@@ -63,12 +57,9 @@ class CpuRunner:
         # the shortest first: neighbours of one length share an attention call
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         packed = [prompts[i] for i in order]
-        declared, dims = self._program.inputs, self._dims(packed)
-        buffer = torch.empty(input_bytes(declared, dims), dtype=torch.uint8)
-        inputs = input_views(buffer, declared, dims)
-        fill_inputs(inputs, packed, [options[i] for i in order])
-        region = self._arena.allocate(dims)
-        (output,) = self._program.run(PackedBatch(inputs, dims), self._kernels, region)
+        dims, in_order = self._dims(packed), [options[i] for i in order]
+        batch = packed_batch(self._program.inputs, dims, packed, in_order)
+        (output,) = self._program.run(batch, self._kernels, self._arena.allocate(dims))
         answers = split_answers(output.numpy(), packed, self._program.row_dimension)
         return [answers[place] for place in np.argsort(order).tolist()]
 

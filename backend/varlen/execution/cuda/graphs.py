@@ -7,9 +7,9 @@ put a device of their own in its place.
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 _MEGABYTE = 1e6
 
 Replay: TypeAlias = Callable[[], object]
+_Size = TypeVar("_Size", bound=Hashable)
+_Captured = TypeVar("_Captured")
 
 
 class Graphs(Protocol):
@@ -120,36 +122,36 @@ class CudaGraphs:
         self._graphs.clear()
 
 
-class CaptureMeter:
-    """Measures what the captures of a model cost, and logs it."""
+def capture_each(
+    graphs: Graphs,
+    sizes: Sequence[_Size],
+    capture: Callable[[_Size], _Captured],
+    *,
+    progress_lines: int = 1,
+) -> tuple[dict[_Size, _Captured], GraphUse]:
+    """Return what was captured for each size, and what all of it costs.
 
-    def __init__(self, graphs: Graphs, count: int, progress_lines: int = 1) -> None:
-        """Start measuring.
-
-        Args:
-            graphs: capture them.
-            count: number of graphs to come.
-            progress_lines: log lines about the progress, the last one included.
-        """
-        self._graphs = graphs
-        self._count = count
-        self._every = -(-count // progress_lines)
-        self._began = time.monotonic()
-        self._bytes_before = graphs.used_bytes()
-
-    def note(self, done: int) -> GraphUse:
-        """Return the cost of the first `done` graphs; log it now and then."""
-        taken = max(0, self._graphs.used_bytes() - self._bytes_before)
-        use = GraphUse(done, taken, time.monotonic() - self._began)
-        if done % self._every == 0 or done == self._count:
+    Args:
+        graphs: the device.
+        sizes: of the graphs, at least one.
+        capture: captures the graph of a size.
+        progress_lines: log lines about the progress, the last one included.
+    """
+    began, bytes_before = time.monotonic(), graphs.used_bytes()
+    captured, use = {}, GraphUse()
+    for done, size in enumerate(sizes, start=1):
+        captured[size] = capture(size)
+        taken = max(0, graphs.used_bytes() - bytes_before)
+        use = GraphUse(done, taken, time.monotonic() - began)
+        if done % -(-len(sizes) // progress_lines) == 0 or done == len(sizes):
             _log.info(
                 "captured %d of %d graphs in %.1f s; %.1f MB of device memory",
                 done,
-                self._count,
+                len(sizes),
                 use.seconds,
                 use.num_bytes / _MEGABYTE,
             )
-        return use
+    return captured, use
 
 
 def _end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:

@@ -6,7 +6,7 @@ Nothing waits either: while a batch runs, the next one is packed into other buff
 docs/decisions/0029-gpu-executor.md has the reasons.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from varlen.execution.cuda.buckets import Bucket, Buckets
-from varlen.execution.cuda.graphs import CaptureMeter, CudaGraphs, Graphs, Replay
-from varlen.execution.model_info import GraphUse
-from varlen.execution.packing import (
-    dims_of,
-    fill_inputs,
-    input_bytes,
-    input_views,
-    split_answers,
-)
+from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
+from varlen.execution.packing import InputLayout, dims_of, fill_inputs, split_answers
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
@@ -91,7 +84,7 @@ class CudaRunner:
         self._arena = arena
         self._graphs = graphs or CudaGraphs(device)
         self.buckets = Buckets(arena.max_tokens, largest["sequences"])
-        size = input_bytes(program.inputs, largest)
+        size = InputLayout.of(program.inputs, largest).num_bytes
         self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         (self._output,) = program.new_outputs(largest, device)
         self._buffers = [
@@ -102,8 +95,10 @@ class CudaRunner:
             self._free.put(buffers)
         # batches are started one at a time, each as a whole
         self._launching = Lock()
-        self.graph_use = GraphUse()
-        self._captured = dict(self._capture_all())
+        with torch.inference_mode():
+            self._captured, self.graph_use = capture_each(
+                self._graphs, list(self.buckets), self._capture, progress_lines=_PROGRESS_LINES
+            )
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
@@ -174,18 +169,11 @@ class CudaRunner:
                     self._graphs.record()()
                 raise
 
-    @torch.inference_mode()
-    def _capture_all(self) -> Iterator[tuple[Bucket, _Captured]]:
-        sizes = list(self.buckets)
-        meter = CaptureMeter(self._graphs, len(sizes), _PROGRESS_LINES)
-        for done, bucket in enumerate(sizes, start=1):
-            yield bucket, self._capture(bucket)
-            self.graph_use = meter.note(done)
-
     def _capture(self, bucket: Bucket) -> _Captured:
-        declared, dims = self._program.inputs, bucket.dims
+        dims = bucket.dims
+        layout = InputLayout.of(self._program.inputs, dims)
         # inputs of zeros are a batch whose tokens belong to no sequence
-        batch = PackedBatch(input_views(self._device_inputs, declared, dims), dims)
+        batch = PackedBatch(layout.views(self._device_inputs), dims)
         output = self._output[: self._output_rows(dims)]
         # a plan depends only on the bucket, so every batch gets the same region
         region = self._arena.allocate(dims)
@@ -194,8 +182,8 @@ class CudaRunner:
             self._program.run(batch, self._kernels, region, out=[output])
 
         return _Captured(
-            {each: input_views(each.inputs, declared, dims) for each in self._buffers},
-            input_bytes(declared, dims),
+            {each: layout.views(each.inputs) for each in self._buffers},
+            layout.num_bytes,
             self._graphs.capture(forward),
         )
 

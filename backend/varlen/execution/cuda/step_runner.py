@@ -5,7 +5,7 @@ one degree of freedom, the number of sequences, and a graph for each of a few si
 chunk of a prompt has longer ops and any shape; it runs op by op.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from varlen.execution.bound_program import BoundProgram
-from varlen.execution.cuda.graphs import CaptureMeter, CudaGraphs, Graphs, Replay
-from varlen.execution.model_info import GraphUse
-from varlen.execution.packing import input_bytes, input_views
+from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
+from varlen.execution.packing import InputLayout
 from varlen.execution.step_packing import step_dims, step_inputs
 from varlen.memory.usage import Dims
 from varlen.scheduling.sequence import Chunk
@@ -30,6 +29,7 @@ class _Captured:
     """The graph of decode steps of up to this number of sequences."""
 
     dims: Dims
+    layout: InputLayout
     replay: Replay
 
 
@@ -67,14 +67,15 @@ class CudaSteps:
         most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
         # a step of prompts has tables for each of its tokens
         blocks = {"blocks": rows * blocks_per_sequence, "source_blocks": tokens * blocks_per_source}
-        size = input_bytes(self._declared, {**most, **blocks})
+        size = InputLayout.of(self._declared, {**most, **blocks}).num_bytes
         pinned = arena.device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=arena.device)
         (self._logits,) = program.new_outputs(most, arena.device)
-        self.graph_use = GraphUse()
         with torch.inference_mode():
-            self._captured = list(self._capture_all(_graph_sizes(rows)))
+            self._captured, self.graph_use = capture_each(
+                self._graphs, _graph_sizes(rows), self._capture
+            )
 
     def stream(self) -> AbstractContextManager[object]:
         """Return the context that makes the stream, and its device, current."""
@@ -89,11 +90,15 @@ class CudaSteps:
         arrays = step_inputs(chunks, self._bound.block_size)
         dims = step_dims(arrays)
         if all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
-            captured = next(c for c in self._captured if c.dims["sequences"] >= len(chunks))
-            self._copy(_padded(arrays, captured.dims), captured.dims, dims)
+            captured = next(c for size, c in self._captured.items() if size >= len(chunks))
+            # tables last: only what is used of them is copied
+            used = InputLayout.of(self._declared, {**captured.dims, "blocks": dims["blocks"]})
+            self._copy(_padded(arrays, captured.dims), captured.layout, used.num_bytes)
             captured.replay()
             return self._logits[: len(chunks)]
-        logits = self._run(self._copy(arrays, dims, dims), dims)
+        layout = InputLayout.of(self._declared, dims)
+        self._copy(arrays, layout, layout.num_bytes)
+        logits = self._run(layout.views(self._device), dims)
         device = self._bound.arena.device
         if not dims["logit_rows"] and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -103,12 +108,6 @@ class CudaSteps:
         """Release the graphs."""
         self._captured.clear()
         self._graphs.close()
-
-    def _capture_all(self, sizes: Sequence[int]) -> Iterator[_Captured]:
-        meter = CaptureMeter(self._graphs, len(sizes))
-        for done, count in enumerate(sizes, start=1):
-            yield self._capture(count)
-            self.graph_use = meter.note(done)
 
     def _capture(self, count: int) -> _Captured:
         dims = {
@@ -120,29 +119,21 @@ class CudaSteps:
         }
         # inputs of zeros, but no slot: tokens of no sequence, which write nothing
         self._device.zero_()
-        inputs = input_views(self._device, self._declared, dims)
+        layout = InputLayout.of(self._declared, dims)
+        inputs = layout.views(self._device)
         inputs["slots"].fill_(-1)
-        replay = self._graphs.capture(lambda: self._run(inputs, dims))
-        return _Captured(dims, replay)
+        return _Captured(dims, layout, self._graphs.capture(lambda: self._run(inputs, dims)))
 
     def _run(self, inputs: Mapping[str, Tensor], dims: Dims) -> Tensor:
         logits = self._logits[: dims["logit_rows"]]
         self._bound.run(inputs, dims, [logits])
         return logits
 
-    def _copy(self, arrays: Mapping[str, Tensor], dims: Dims, used: Dims) -> dict[str, Tensor]:
-        """Copy the inputs of a step to the device and return them there.
-
-        Args:
-            arrays: by name, on the host.
-            dims: which the program runs with.
-            used: dimensions of the step, with no more blocks.
-        """
-        for name, view in input_views(self._host, self._declared, dims).items():
+    def _copy(self, arrays: Mapping[str, Tensor], layout: InputLayout, num_bytes: int) -> None:
+        """Copy the inputs of a step into the first bytes of the device's buffer."""
+        for name, view in layout.views(self._host).items():
             view[: len(arrays[name])] = arrays[name]
-        size = input_bytes(self._declared, {**dims, "blocks": used["blocks"]})
-        self._device[:size].copy_(self._host[:size], non_blocking=True)
-        return input_views(self._device, self._declared, dims)
+        self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
 
 
 def _graph_sizes(most: int) -> list[int]:

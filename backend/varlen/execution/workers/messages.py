@@ -6,18 +6,18 @@ Arrays are sent as their bytes, everything else as JSON. Nothing is pickled.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from varlen.memory.memory_use import MemoryUse
-from varlen.request.request import Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.request.request import PAYLOADS, Float32Array, Int32Array, Prompt, RequestOptions
 
-# Columns of the table of a batch, and the number that stands for nothing in it.
-_COLUMNS = 6
+# Columns of the table of a batch, and the number that stands for no payload in it.
+_COLUMNS = 4
 _NONE = -1
+_NO_NUMBERS: Int32Array = np.empty(0, np.int32)
 
 Problem: TypeAlias = Literal["memory", "error"]
 
@@ -43,23 +43,20 @@ def send_batch(
     connection: Connection, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
     """Send a batch to a worker; it goes as one array of int32."""
+    payloads = [_NO_NUMBERS if p.payload is None else p.payload.numbers() for p in prompts]
     has_types = any(prompt.type_ids is not None for prompt in prompts)
     # [columns, sequences]
     table = [
         [len(prompt.token_ids) for prompt in prompts],
         [each.normalize for each in options],
-        [_NONE if prompt.num_keys is None else prompt.num_keys for prompt in prompts],
-        [prompt.num_unpooled for prompt in prompts],
-        [_size(prompt.mask_places) for prompt in prompts],
-        [_size(prompt.kept_places) for prompt in prompts],
+        [_NONE if p.payload is None else PAYLOADS.index(type(p.payload)) for p in prompts],
+        [len(payload) for payload in payloads],
     ]
     parts = [np.array([len(prompts), has_types], np.int32), np.array(table, np.int32).ravel()]
     parts += [prompt.token_ids for prompt in prompts]
     if has_types:
         parts += [np.zeros_like(p.token_ids) if p.type_ids is None else p.type_ids for p in prompts]
-    parts += [p.mask_places for p in prompts if p.mask_places is not None]
-    parts += [p.kept_places for p in prompts if p.kept_places is not None]
-    connection.send_bytes(np.concatenate(parts).data)
+    connection.send_bytes(np.concatenate([*parts, *payloads]).data)
 
 
 def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOptions]]:
@@ -71,37 +68,17 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
     count, has_types = numbers[:2].tolist()
     columns = numbers[2 : 2 + _COLUMNS * count].reshape(_COLUMNS, count).tolist()
-    lengths, normalize, keys, unpooled, masks, kept = columns
-    sizes = [*lengths, *(lengths if has_types else [_NONE] * count), *masks, *kept]
-    arrays = _split(numbers[2 + _COLUMNS * count :], sizes)
-    ids, types, mask_places, kept_places = (
-        arrays[first : first + count] for first in range(0, len(arrays), count)
-    )
+    lengths, normalize, kinds, sizes = columns
+    bounds = np.cumsum([*lengths, *(lengths if has_types else []), *sizes])[:-1]
+    arrays = np.split(numbers[2 + _COLUMNS * count :], bounds)
+    types = arrays[count : 2 * count] if has_types else [None] * count
     prompts = [
-        Prompt(
-            cast(Int32Array, ids[index]),
-            types[index],
-            mask_places=mask_places[index],
-            num_keys=None if keys[index] == _NONE else keys[index],
-            kept_places=kept_places[index],
-            num_unpooled=unpooled[index],
+        Prompt(ids, type_ids, None if kind == _NONE else PAYLOADS[kind].of(payload))
+        for ids, type_ids, kind, payload in zip(
+            arrays[:count], types, kinds, arrays[-count:], strict=True
         )
-        for index in range(count)
     ]
     return prompts, [RequestOptions(normalize=bool(each)) for each in normalize]
-
-
-def _size(array: Int32Array | None) -> int:
-    return _NONE if array is None else len(array)
-
-
-def _split(numbers: Int32Array, sizes: Sequence[int]) -> list[Int32Array | None]:
-    """Return adjacent parts of these sizes, None where the size is _NONE."""
-    bounds = np.cumsum([0, *(max(size, 0) for size in sizes)]).tolist()
-    return [
-        None if size == _NONE else numbers[begin:end]
-        for size, (begin, end) in zip(sizes, pairwise(bounds), strict=True)
-    ]
 
 
 def send_answers(connection: Connection, answers: Answers) -> None:

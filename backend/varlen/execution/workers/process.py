@@ -214,9 +214,7 @@ class WorkerProcess:
 
     def run_batch(self, batch: Batch) -> Sequence[Float32Array]:
         """Return the answer of each sequence of a batch; see `Runner.run`."""
-        prompts = [each.prompt for each in batch.sequences]
-        options = [each.options for each in batch.sequences]
-        return self.run(prompts, options, seconds=batch.seconds)
+        return self.run(batch.prompts, batch.options, seconds=batch.seconds)
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions], *, seconds: float = 0.0

@@ -24,7 +24,7 @@ from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import RequestOptions
+from varlen.request.request import Masks, RequestOptions
 from varlen_kernels import reference
 
 PLAIN = RequestOptions()
@@ -89,7 +89,7 @@ def test_masks_get_the_answers_of_the_cpu(make_checkpoint):
     runner = Runner(checkpoint, EngineConfig(task="fill_mask", dtype="fp32"))
     executor = CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
     batch = [
-        replace(prompt, mask_places=np.arange(masks, dtype=np.int32) * 2)
+        replace(prompt, payload=Masks(np.arange(masks, dtype=np.int32) * 2))
         for prompt, masks in zip(prompts([9, 3, 40, 16]), (1, 2, 8, 1), strict=True)
     ]
 

@@ -15,14 +15,21 @@ from varlen.execution.workers.messages import (
     send_batch,
 )
 from varlen.memory.memory_use import MemoryUse
-from varlen.request.request import Prompt, RequestOptions
+from varlen.request.request import Masks, Prompt, RequestOptions, Unpooled, Vectors
 
+PLACES = st.lists(st.integers(0, 9), max_size=3).map(lambda each: np.array(each, dtype=np.int32))
+PAYLOADS = st.one_of(
+    st.none(),
+    st.builds(Unpooled, st.integers(0, 9)),
+    st.builds(Masks, PLACES),
+    st.builds(Vectors, st.none() | st.integers(0, 9), st.none() | PLACES),
+)
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 USE = MemoryUse(1, 2, 3, 4, 0.5, 6, 7)
 
 
 @given(
-    rows=st.lists(st.tuples(IDS, st.booleans(), st.booleans()), min_size=1, max_size=5),
+    rows=st.lists(st.tuples(IDS, st.booleans(), st.booleans(), PAYLOADS), min_size=1, max_size=5),
 )
 @settings(deadline=None, max_examples=50)
 def test_a_batch_arrives_with_its_ids_types_and_options(rows):
@@ -31,31 +38,27 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
         Prompt(
             np.array(ids, dtype=np.int32),
             np.arange(len(ids), dtype=np.int32) if has_types else None,
-            # the first token of every second row is a mask
-            mask_places=np.zeros(1, dtype=np.int32) if index % 2 else None,
-            num_keys=index if index % 3 else None,
-            num_unpooled=index,
-            # no vector of some rows
-            kept_places=np.arange(index - 2, dtype=np.int32) if index > 1 else None,
+            payload,
         )
-        for index, (ids, has_types, _) in enumerate(rows)
+        for (ids, has_types, _, payload) in rows
     ]
-    send_batch(ours, prompts, [RequestOptions(normalize=each) for _, _, each in rows])
+    send_batch(ours, prompts, [RequestOptions(normalize=each) for _, _, each, _ in rows])
 
     received, options = receive_batch(theirs)
 
-    assert [each.normalize for each in options] == [each for _, _, each in rows]
+    assert [each.normalize for each in options] == [each for _, _, each, _ in rows]
     for sent, got in zip(prompts, received, strict=True):
         np.testing.assert_array_equal(sent.token_ids, got.token_ids)
         if sent.type_ids is not None:
             np.testing.assert_array_equal(sent.type_ids, got.type_ids)
         else:
             assert got.type_ids is None or not got.type_ids.any()
-        assert (got.mask_places is None) == (sent.mask_places is None)
-        assert got.num_masks == sent.num_masks
-        assert got.num_keys == sent.num_keys
-        assert got.num_unpooled == sent.num_unpooled
-        assert got.num_vectors == sent.num_vectors
+        assert type(got.payload) is type(sent.payload)
+        for name in getattr(sent.payload, "__slots__", ()):
+            # None is not the same as no places
+            values = getattr(got.payload, name), getattr(sent.payload, name)
+            assert len({value is None for value in values}) == 1
+            np.testing.assert_array_equal(*values)
 
 
 @pytest.mark.parametrize(

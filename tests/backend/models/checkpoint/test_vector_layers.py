@@ -114,7 +114,7 @@ def test_a_request_decides_about_normalization_after_the_layers(saved):
         plain = encoder.embed(TEXTS, normalize=False)
         unit = encoder.embed(TEXTS)
         short = encoder.embed(TEXTS, dimensions=4)
-        with refused_request("the parameter dimensions is 11; this model takes 1 to 10"):
+        with refused_request("dimensions is 11; allowed: whole numbers from 1 to 10"):
             encoder.embed(TEXTS, dimensions=11)
 
     lengths = np.linalg.norm(plain, axis=1, keepdims=True)

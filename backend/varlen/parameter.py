@@ -1,0 +1,208 @@
+"""One parameter and its checks: a setting of a model, or option of a request.
+
+A dataclass declares its parameters as fields, with `parameter_field`. All of them share these checks and messages, and
+docs/reference has tables of them.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, get_args
+
+from varlen.errors import RequestError, VarlenError, shorten
+from varlen.tasks import Task
+
+MAX_INT32 = 2**31 - 1
+# Choices of a flag, as texts. The values are true and false.
+FLAG = ("true", "false")
+
+_MAX_DIGITS = 18  # fit an int64
+_NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Description and allowed values of one parameter.
+
+    Attributes:
+        default: value without the parameter. None leaves the value to the checkpoint, or asks for nothing.
+        description: a text in Markdown.
+        when: when to change a setting, for the reference page.
+        choices: allowed words; `true` and `false` stand for flags.
+        lowest, highest: smallest and largest allowed number, without a limit where it is None.
+        is_whole: whether only whole numbers are allowed.
+        pattern: regular expression of other allowed texts.
+        max_items: largest length of a tuple; None allows no tuple. The other fields then hold for its items.
+        allowed_text: the allowed values in words, where the fields above do not say them well.
+        tasks: tasks that read the parameter.
+    """
+
+    default: object
+    description: str
+    when: str = ""
+    choices: tuple[str, ...] = ()
+    lowest: float | None = None
+    highest: float | None = None
+    is_whole: bool = True
+    pattern: str | None = None
+    max_items: int | None = None
+    allowed_text: str = ""
+    tasks: tuple[Task, ...] = get_args(Task)
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        if self.allowed_text:
+            return self.allowed_text
+        if self.choices:
+            return ", ".join(self.choices)
+        kind = "whole numbers" if self.is_whole else "numbers"
+        numbers = " ".join(
+            f"{word} {limit if self.is_whole else format(limit, 'g')}"
+            for word, limit in (("from", self.lowest), ("to", self.highest))
+            if limit is not None
+        )
+        if self.max_items is not None:
+            return f"a list of {kind} {numbers}, at most {self.max_items}"
+        return f"{kind} {numbers}"
+
+    def up_to(self, highest: int) -> "Parameter":
+        """Return the parameter of a model that has an upper limit of its own."""
+        return replace(self, highest=highest)
+
+    def allows(self, value: object) -> bool:
+        """Return whether the parameter may have this value, or tuple of values of any length."""
+        if value is None:
+            return self.default is None
+        if self.max_items is None:
+            return self._allows_item(value)
+        return isinstance(value, tuple) and all(map(self._allows_item, value))
+
+    def check(self, name: str, value: object, error: type[VarlenError] = RequestError) -> None:
+        """Raise an error that names the parameter, unless it may have this value."""
+        if not self.allows(value):
+            refuse(name, value, self.allowed, error)
+        if isinstance(value, tuple) and self.max_items is not None:
+            check_number_of_tokens(name, value, self.max_items)
+
+    def from_text(self, text: str) -> str | int | bool:
+        """Return the value of a setting in config.pbtxt.
+
+        Text without a value for this setting is returned unchanged, and `allows` refuses it.
+        """
+        if text in FLAG and text in self.choices:
+            return text == "true"
+        # isdecimal accepts the digits of every script, as int() does, and no sign, point or space
+        if self.lowest is not None and text.isdecimal() and len(text) <= _MAX_DIGITS:
+            return int(text)
+        return text
+
+    def from_json(self, value: object) -> object:
+        """Return the value of an option in JSON, whose numbers and flags may be texts.
+
+        Other values are returned unchanged, and `allows` refuses them.
+        """
+        if isinstance(value, list):
+            return tuple(value)
+        if "true" in self.choices:
+            words = {"true": True, "false": False}
+            return words.get(value.lower(), value) if isinstance(value, str) else value
+        if self.lowest is None or self.max_items is not None:
+            return value
+        return _number(value, is_whole=self.is_whole)
+
+    def _allows_item(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return "true" in self.choices
+        if isinstance(value, str):
+            is_word = value in self.choices and value not in FLAG
+            return is_word or bool(self.pattern and re.fullmatch(self.pattern, value))
+        # a whole number is a real one too
+        if self.lowest is None or not isinstance(value, int if self.is_whole else (int, float)):
+            return False
+        return self.lowest <= value and (self.highest is None or value <= self.highest)
+
+
+def parameter_field(default: _T, description: str, **declared: Any) -> _T:
+    """Return a dataclass field with its `Parameter`, whose other attributes are given by name."""
+    return field(
+        default=default, metadata={"parameter": Parameter(default, description, **declared)}
+    )
+
+
+def whole_field(default: _T, lowest: int, highest: int, description: str, **declared: Any) -> _T:
+    """Return the field of a whole number."""
+    return parameter_field(default, description, lowest=lowest, highest=highest, **declared)
+
+
+def real_field(default: _T, lowest: float, highest: float, description: str, **declared: Any) -> _T:
+    """Return the field of a number."""
+    return parameter_field(
+        default, description, lowest=lowest, highest=highest, is_whole=False, **declared
+    )
+
+
+def word_field(default: _T, choices: tuple[str, ...], description: str, **declared: Any) -> _T:
+    """Return the field of a flag or a word."""
+    return parameter_field(default, description, choices=choices, **declared)
+
+
+def token_field(default: _T, most: int, description: str) -> _T:
+    """Return the field of a list of token ids."""
+    return parameter_field(default, description, lowest=0, highest=MAX_INT32, max_items=most)
+
+
+def parameters_of(declaring: type) -> Mapping[str, Parameter]:
+    """Return the parameters that a dataclass declares, by name."""
+    return MappingProxyType({each.name: each.metadata["parameter"] for each in fields(declaring)})
+
+
+def check_count(name: str, value: int, most: int) -> None:
+    """Raise RequestError unless a value is a whole number from 1 to `most`."""
+    Parameter(1, "", lowest=1, highest=most).check(name, value)
+
+
+def check_number_of_tokens(name: str, tokens: tuple[object, ...], most: int) -> None:
+    """Raise RequestError if a list of tokens is too long."""
+    if len(tokens) > most:
+        raise RequestError(f"{name} has {len(tokens)} tokens; allowed: up to {most}")
+
+
+def refuse(
+    name: str, value: object, allowed: str, error: type[VarlenError] = RequestError
+) -> NoReturn:
+    """Raise the error of a value that is not allowed.
+
+    Raises:
+        VarlenError: always; names the parameter, the value and what is allowed.
+    """
+    try:
+        # half a surrogate pair is no text of an error
+        shown = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    except (TypeError, ValueError, RecursionError):
+        # an in-process caller may pass any object
+        shown = f"a {type(value).__name__}"
+    raise error(f"{name} is {shorten(shown)}; allowed: {allowed}")
+
+
+def unknown_parameter(name: str, allowed: Iterable[str]) -> str:
+    """Return the message of an unknown name, with the closest one that is allowed."""
+    names = list(allowed)
+    close = get_close_matches(name, names, n=1)
+    hint = f' Did you mean "{close[0]}"?' if close else ""
+    return f'unknown parameter "{shorten(name)}".{hint} Allowed: {", ".join(names)}'
+
+
+def _number(value: object, *, is_whole: bool) -> object:
+    """Return the number in a text, else the value unchanged."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        is_digits = value.lstrip("+-").isdigit()
+        value = int(value) if is_whole and is_digits else float(value)
+    # JSON writers of some languages know no whole numbers
+    if is_whole and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value

@@ -1,0 +1,143 @@
+"""Parameters of requests to tasks of one step; every task has two of them."""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
+
+from varlen.errors import RequestError
+from varlen.parameter import (
+    FLAG,
+    parameter_field,
+    parameters_of,
+    real_field,
+    refuse,
+    whole_field,
+    word_field,
+)
+from varlen.request.scores import ScoreFunction
+from varlen.request.vectors import VECTOR_DTYPES, VectorDType
+from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
+
+MAX_PRIORITY = 9
+
+TruncationSide: TypeAlias = Literal["right", "left"]
+Activation: TypeAlias = Literal["auto"] | ScoreFunction
+
+# Parameters whose largest value is the width of the model's output.
+_UP_TO_WIDTH = ("dimensions", "max_active_dims", "top_k")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParameters:
+    """Checked parameters of one request. Each field describes itself."""
+
+    truncate: bool = word_field(
+        False,
+        FLAG,
+        "cut a text that is too long; otherwise it is an error",
+        tasks=ONE_SHOT_TASKS,
+    )
+    truncation_side: TruncationSide = word_field(
+        "right",
+        get_args(TruncationSide),
+        "which end is cut. `left` tokenizes long texts as a whole, which takes longer",
+        tasks=ONE_SHOT_TASKS,
+    )
+    normalize: bool | None = word_field(
+        None,
+        FLAG,
+        "scale each vector of `embed` and `token_embed` to length 1; default: the checkpoint's",
+        tasks=ONE_SHOT_TASKS,
+    )
+    prompt_name: str | None = parameter_field(
+        None,
+        "the prompt of this name, in `prompts` of config_sentence_transformers.json, is put before each text; default:"
+        " its `default_prompt_name`. Not with `input_ids`. Of `token_embed` also `query` and `document`, which have"
+        " [lengths and vectors of their own](../tasks/late_interaction.md#roles)",
+        pattern="(?s).*",
+        allowed_text="a string",
+        tasks=PROMPTED_TASKS,
+    )
+    dimensions: int | None = parameter_field(
+        None,
+        "keep only the first features, at most all; scaled to length 1 again if the vector is normalized. For models"
+        " trained for it (Matryoshka)",
+        lowest=1,
+        tasks=("embed",),
+    )
+    output_dtype: VectorDType = word_field(
+        "float32",
+        VECTOR_DTYPES,
+        "[data type](#data-types-of-vectors) of `sentence_embedding`",
+        tasks=("embed",),
+    )
+    activation: Activation = word_field(
+        "auto",
+        ("auto", *get_args(ScoreFunction)),
+        "makes `scores` of logits. `auto` is what the original library does: the activation that a CrossEncoder has"
+        " stored in config.json, else by `problem_type`, else sigmoid for one label and softmax for several",
+        tasks=LABEL_TASKS,
+    )
+    max_active_dims: int | None = parameter_field(
+        None,
+        "keep only the terms of the largest weights, at most the size of the vocabulary; default: the checkpoint's"
+        " number, else all",
+        lowest=1,
+        tasks=("sparse_embed",),
+    )
+    top_k: int | None = parameter_field(
+        None,
+        "tokens of each mask, at most 100 or the size of the vocabulary; default: 5",
+        lowest=1,
+        tasks=("fill_mask",),
+    )
+    request_priority: int = whole_field(
+        0, 0, MAX_PRIORITY, "larger runs sooner. The server reserves the name `priority`"
+    )
+    deadline_ms: float | None = real_field(
+        None,
+        math.nextafter(0, 1),
+        sys.float_info.max,
+        "latest time of the answer, in milliseconds after the request arrives. A request that cannot meet it is"
+        " refused as soon as that is known",
+        allowed_text="numbers above 0",
+    )
+
+    @classmethod
+    def read(
+        cls, given: Mapping[str, object], task: Task, *, width: int | None = None
+    ) -> "RowParameters":
+        """Return the parameters in a JSON object, whose other names are ignored.
+
+        Args:
+            given: values by name.
+            task: task of the model.
+            width: width of the model's output.
+
+        Raises:
+            RequestError: a parameter is for another task, or its value is not allowed.
+        """
+        values = {name: value for name, value in given.items() if name in ROW_PARAMETERS}
+        for name, value in values.items():
+            parameter = ROW_PARAMETERS[name]
+            if task not in parameter.tasks:
+                raise RequestError(
+                    f"the parameter {name} is for the task {' or '.join(parameter.tasks)};"
+                    f" this model has the task {task}"
+                )
+            if width is not None and name in _UP_TO_WIDTH:
+                parameter = parameter.up_to(width)
+            if value is None:
+                refuse(name, value, parameter.allowed)
+            parameter.check(name, value)
+        return cls(**values)  # type: ignore[arg-type]  # every value is checked
+
+
+ROW_PARAMETERS = parameters_of(RowParameters)
+# Parameters of every task.
+COMMON_PARAMETERS = MappingProxyType(
+    {name: ROW_PARAMETERS[name] for name in ("request_priority", "deadline_ms")}
+)

@@ -1,0 +1,240 @@
+"""The commands of row tasks: labels, scores, sparse vectors, masks and arrays of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from varlen_client.cli.files import texts_or_full_lines
+from varlen_client.cli.options import shorten
+from varlen_client.cli.requests import RowOptions, with_options
+from varlen_client.cli.row_command import (
+    Force,
+    JsonOfValues,
+    JsonPerText,
+    Normalize,
+    PromptName,
+    RowCommand,
+    exact_values,
+)
+from varlen_client.row_answers import SparseVector
+from varlen_client.row_options import Activation
+from varlen_client.sync import Client
+from varlen_client.wire import Floats
+
+SHOWN_TERMS = 8
+
+_Activation = Annotated[
+    Activation | None,
+    typer.Option(help="Makes scores of logits; auto: as the checkpoint says."),
+]
+_TopK = Annotated[int | None, typer.Option(min=1, help="Show only the best; default: all.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+_Texts = Annotated[list[str] | None, typer.Argument(help="Texts.")]
+_File = Annotated[Path | None, typer.Option(help="Send the lines of this UTF-8 file; - is stdin.")]
+_Output = Annotated[
+    Path | None,
+    typer.Option(help="Write one fp32 array per text here, .npz, named 0, 1 and so on."),
+]
+
+
+def _terms(vector: SparseVector) -> list[str]:
+    pairs = zip(vector.terms[:SHOWN_TERMS], vector.values, strict=False)
+    shown = ", ".join(f"{term} {value:.4f}" for term, value in pairs)
+    more = ", …" if len(vector.terms) > SHOWN_TERMS else ""
+    return [f"{len(vector.terms)} terms  [{shown}{more}]"]
+
+
+def _arrays(method: Callable[..., list[Floats]], name: str, rows: str) -> RowCommand[Floats]:
+    """Return a command that answers with an array per text.
+
+    Args:
+        method: of the client.
+        name: of the arrays; its first word is that of the JSON field.
+        rows: what the rows of an array are.
+    """
+    return RowCommand(
+        method,
+        "sending",
+        lambda array: {name.partition(" ")[0]: exact_values(array)},
+        lambda array: [f"{array.shape[0]} {rows} of {array.shape[1]} values"],
+        written=name,
+    )
+
+
+_CLASSIFY = RowCommand(
+    Client.predict,
+    "classifying",
+    lambda labels: {"labels": [asdict(each) for each in labels]},
+    lambda labels: [", ".join(f"{each.label} {each.score:.4f}" for each in labels)],
+)
+_SPARSE_EMBED = RowCommand(
+    Client.sparse_embed,
+    "embedding",
+    lambda vector: {
+        "indices": vector.indices.tolist(),
+        "values": exact_values(vector.values),
+        "terms": vector.terms,
+    },
+    _terms,
+)
+_FILL_MASK = RowCommand(
+    Client.fill_mask,
+    "filling",
+    lambda masks: {"masks": [[asdict(token) for token in mask] for mask in masks]},
+    lambda masks: [", ".join(f"{each.text} {each.score:.4f}" for each in mask) for mask in masks],
+)
+_TOKEN_LABELS = RowCommand(
+    Client.predict_tokens,
+    "sending",
+    lambda tokens: {"tokens": [asdict(each) for each in tokens]},
+    lambda tokens: [", ".join(f"{each.token} {each.label} {each.score:.4f}" for each in tokens)],
+)
+_TOKEN_LOGITS = _arrays(Client.token_classify, "logits", "tokens")
+# some tokens have no vector
+_TOKEN_EMBED = _arrays(Client.token_embed, "vectors", "vectors")
+_HIDDEN = _arrays(Client.hidden, "hidden states", "tokens")
+
+
+@with_options
+def classify(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to classify.")] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="Classify each line of this UTF-8 file; - is stdin.")
+    ] = None,
+    activation: _Activation = None,
+    top_k: _TopK = None,
+    as_json: _Json = False,
+    options: RowOptions,
+) -> None:
+    """Print labels and scores of texts, or of a file's lines, the best first."""
+    _CLASSIFY.run(texts, file, options, as_json=as_json, activation=activation, top_k=top_k)
+
+
+@with_options
+def rerank(
+    query: Annotated[str, typer.Argument(help="What the documents are compared with.")],
+    documents: Annotated[list[str] | None, typer.Argument(help="Documents to rank.")] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="Rank the lines of this UTF-8 file; - is stdin.")
+    ] = None,
+    activation: _Activation = "auto",
+    top_k: _TopK = None,
+    as_json: _Json = False,
+    options: RowOptions,
+) -> None:
+    """Print documents, or a file's lines, and their scores, the most relevant first.
+
+    The number of a document is its place in the input, from 1.
+    """
+    rows = texts_or_full_lines(documents, file)
+    with options.connect() as client:
+        scores = client.rerank(query, rows, activation=activation, **options.arguments).tolist()
+    best = sorted(range(len(rows)), key=lambda row: -scores[row])[:top_k]
+    for row in best:
+        if as_json:
+            found = {"number": row + 1, "score": scores[row], "document": rows[row]}
+            typer.echo(json.dumps(found, ensure_ascii=False))
+        else:
+            typer.echo(f"{scores[row]:8.4f}  {row + 1:4}  {shorten(rows[row])}")
+
+
+@with_options
+def sparse_embed(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.")] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="Embed each line of this UTF-8 file; - is stdin.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per text, with all terms.")
+    ] = False,
+    prompt_name: PromptName = None,
+    max_active_dims: Annotated[
+        int | None, typer.Option(min=1, help="Terms of the largest weights alone.")
+    ] = None,
+    options: RowOptions,
+) -> None:
+    """Print the terms of texts and their weights, the largest first."""
+    given: dict[str, Any] = {
+        "prompt_name": prompt_name,
+        "max_active_dims": max_active_dims,
+        "with_terms": True,
+    }
+    _SPARSE_EMBED.run(texts, file, options, as_json=as_json, **given)
+
+
+@with_options
+def fill_mask(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(help='Texts with masks: "Paris is the [MASK] of France."'),
+    ] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="Fill the lines of this UTF-8 file; - is stdin.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each mask; default: 5.")
+    ] = None,
+    as_json: JsonPerText = False,
+    options: RowOptions,
+) -> None:
+    """Print the most likely tokens of each mask, one line per mask, the likeliest first."""
+    _FILL_MASK.run(texts, file, options, as_json=as_json, top_k=top_k)
+
+
+@with_options
+def token_embed(
+    texts: _Texts = None,
+    *,
+    file: _File = None,
+    output: _Output = None,
+    force: Force = False,
+    as_json: JsonOfValues = False,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(help="query, document, or another prompt of the checkpoint."),
+    ] = None,
+    normalize: Normalize = None,
+    options: RowOptions,
+) -> None:
+    """Print or write the vectors of each text's tokens (late interaction, ColBERT)."""
+    given: dict[str, Any] = {"prompt_name": prompt_name, "normalize": normalize}
+    _TOKEN_EMBED.run(texts, file, options, output=output, force=force, as_json=as_json, **given)
+
+
+@with_options
+def token_classify(
+    texts: _Texts = None,
+    *,
+    file: _File = None,
+    output: _Output = None,
+    force: Force = False,
+    as_json: JsonPerText = False,
+    options: RowOptions,
+) -> None:
+    """Print each text's tokens with their best labels, or write the logits of all labels."""
+    command = _TOKEN_LABELS if output is None else _TOKEN_LOGITS
+    command.run(texts, file, options, output=output, force=force, as_json=as_json)
+
+
+@with_options
+def hidden(
+    texts: _Texts = None,
+    *,
+    file: _File = None,
+    output: _Output = None,
+    force: Force = False,
+    as_json: JsonOfValues = False,
+    options: RowOptions,
+) -> None:
+    """Print or write the last hidden state of each text's tokens."""
+    _HIDDEN.run(texts, file, options, output=output, force=force, as_json=as_json)

@@ -1,0 +1,143 @@
+"""Answers of row calls, and how they are read from the outputs of all requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen_client.row_outputs import Output, RowAnswers
+from varlen_client.wire import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScore:
+    """A label of a classifier and its score for a row."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class SparseVector:
+    """The terms of a text and their weights, the largest weight first.
+
+    Attributes:
+        indices: [terms] int32, numbers of the terms in the model's vocabulary.
+        values: [terms] fp32, their weights, all positive.
+        terms: their texts, if they were asked for.
+    """
+
+    indices: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
+    terms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FilledToken:
+    """A token that may take the place of a mask.
+
+    Attributes:
+        token_id, text: of the token.
+        score: its probability.
+    """
+
+    token_id: int
+    text: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLabel:
+    """A token and its best label.
+
+    Attributes:
+        token: as the tokenizer writes it, such as "[CLS]", "##ing" or "▁London".
+        label: its best one.
+        score: of this label.
+    """
+
+    token: str
+    label: str
+    score: float
+
+
+def read_matrix(answers: RowAnswers) -> Output:
+    """Return the first output, [rows, width]."""
+    return answers.joined(answers.outputs[0])
+
+
+def read_column(answers: RowAnswers) -> Floats:
+    """Return the first output, whose width is 1, as [rows]."""
+    return read_matrix(answers)[:, 0]
+
+
+def read_arrays(answers: RowAnswers) -> list[Floats]:
+    """Return the first output of each request of one row, without the batch dimension."""
+    return [output[0].copy() for (output,) in answers.each(answers.outputs[0].name)]
+
+
+def read_labels(answers: RowAnswers) -> list[list[LabelScore]]:
+    """Return the labels of each row with their scores, the best `top_k` first."""
+    scores, labels = (answers.joined(output) for output in answers.outputs[:2])  # [rows, labels]
+    order = np.argsort(-scores, axis=1, kind="stable")[:, : answers.options.get("top_k")]
+    return [
+        [LabelScore(_text(labels[row, at]), float(scores[row, at])) for at in best]
+        for row, best in enumerate(order)
+    ]
+
+
+def read_sparse_vectors(answers: RowAnswers) -> list[SparseVector]:
+    """Return the vector of each row, with texts of terms if they were requested."""
+    vectors = []
+    for request in answers.requests:
+        for row, count in enumerate(request["num_terms"][:, 0].tolist()):
+            terms = request["terms"][row, :count] if "terms" in request else ()
+            # not views, which would keep the whole response alive
+            indices, values = (request[name][row, :count].copy() for name in ("indices", "values"))
+            vectors.append(SparseVector(indices, values, tuple(map(_text, terms))))
+    return vectors
+
+
+def read_filled_masks(answers: RowAnswers) -> list[list[list[FilledToken]]]:
+    """Return the tokens of each mask of each row."""
+    return [
+        [
+            [
+                FilledToken(token_id, _text(text), score)
+                for token_id, text, score in zip(ids, texts, values, strict=True)
+            ]
+            for ids, texts, values in zip(
+                token_ids[row, :count].tolist(),
+                tokens[row, :count].tolist(),
+                scores[row, :count].tolist(),
+                strict=True,
+            )
+        ]
+        for token_ids, tokens, scores, counts in answers.each(
+            "token_ids", "tokens", "scores", "num_masks"
+        )
+        for row, count in enumerate(counts[:, 0].tolist())
+    ]
+
+
+def read_token_labels(answers: RowAnswers) -> list[list[TokenLabel]]:
+    """Return each row's tokens with their best labels."""
+    rows = []
+    for scores, labels, tokens, counts in answers.each("scores", "labels", "tokens", "num_tokens"):
+        best = scores.argmax(axis=2)  # [rows, tokens]
+        rows += [
+            [
+                TokenLabel(
+                    _text(tokens[row, at]), _text(labels[row, label]), float(scores[row, at, label])
+                )
+                for at, label in enumerate(best[row, :count])
+            ]
+            for row, count in enumerate(counts[:, 0].tolist())
+        ]
+    return rows
+
+
+def _text(text: bytes) -> str:
+    return text.decode(errors="replace")

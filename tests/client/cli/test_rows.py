@@ -1,0 +1,165 @@
+"""The commands of row tasks: what they print, write and send."""
+
+import json
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def lines(varlen):
+    """Return a function that runs a command which succeeds, and returns what it prints."""
+
+    def lines(*arguments):
+        result = varlen(*arguments)
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
+
+    return lines
+
+
+@pytest.mark.parametrize(
+    "task, arguments, expected",
+    [
+        (
+            "classify",
+            ("abc", "d"),
+            ["abc  über 0 0.0030, über 1 0.0000", "d  über 0 0.0010, über 1 0.0000"],
+        ),
+        (
+            "fill_mask",
+            ("_b_", "_"),
+            ["_b_  é3 0.3333, é4 0.2500"] * 2 + ["_  é1 1.0000, é2 0.5000"],
+        ),
+        (
+            "token_classify",
+            ("in ZÜRICH", "a"),
+            ["in ZÜRICH  in O 0.2500, ZÜRICH Ö 0.7500", "a  a O 0.2500"],
+        ),
+        (
+            "sparse_embed",
+            ("ab", "012345678"),
+            [
+                "ab  2 terms  [b 2.0000, a 1.0000]",
+                "012345678  9 terms  [8 9.0000, 7 8.0000, 6 7.0000, 5 6.0000, 4 5.0000, 3 4.0000,"
+                " 2 3.0000, 1 2.0000, …]",
+            ],
+        ),
+    ],
+)
+def test_a_command_prints_an_answer_after_each_text(lines, server, task, arguments, expected):
+    server.model.task = task
+
+    assert lines(task.replace("_", "-"), *arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "task, arguments, expected",
+    [
+        (
+            "classify",
+            ("abc", "--top-k", 1, "--activation", "none"),
+            {"labels": [{"label": "über 0", "score": pytest.approx(0.003)}]},
+        ),
+        (
+            "sparse_embed",
+            ("aé",),
+            {"indices": [233, 97], "values": [2.0, 1.0], "terms": ["é", "a"]},
+        ),
+        (
+            "fill_mask",
+            ("_", "--top-k", 1),
+            {"masks": [[{"token_id": 1, "text": "é1", "score": 1.0}]]},
+        ),
+        ("token_classify", ("A",), {"tokens": [{"token": "A", "label": "Ö", "score": 0.75}]}),
+    ],
+)
+def test_a_command_prints_json_on_request(lines, server, task, arguments, expected):
+    server.model.task = task
+
+    [line] = lines(task.replace("_", "-"), "--json", *arguments)
+
+    assert json.loads(line) == {"text": arguments[0], **expected}
+
+
+@pytest.mark.parametrize(
+    "task, arguments, expected",
+    [
+        (
+            "embed",
+            "--dimensions 2 --truncate --truncation-side left --prompt-name query",
+            {"dimensions": 2, "truncate": True, "truncation_side": "left", "prompt_name": "query"},
+        ),
+        ("sparse_embed", "--max-active-dims 9", {"max_active_dims": 9}),
+        (
+            "token_embed",
+            "--prompt-name query --no-normalize",
+            {"prompt_name": "query", "normalize": False},
+        ),
+    ],
+)
+def test_a_command_sends_its_options(lines, server, task, arguments, expected):
+    server.model.task = task
+
+    lines(task.replace("_", "-"), "a", *arguments.split())
+
+    assert server.model.requests[0].parameters == expected
+
+
+def test_rerank_prints_the_most_relevant_first(lines, server, tmp_path):
+    server.model.task = "rerank"
+    file = tmp_path / "documents.txt"
+    file.write_text("a\nabc\nab\n")
+
+    printed = lines("rerank", "q", "--file", file)
+
+    assert [line.split() for line in printed] == [
+        ["0.1030", "2", "abc"],
+        ["0.1020", "3", "ab"],
+        ["0.1010", "1", "a"],
+    ]
+    [line] = lines("rerank", "q", "a", "abc", "--top-k", 1, "--json")
+    assert json.loads(line) == {"number": 2, "score": pytest.approx(0.103), "document": "abc"}
+
+
+@pytest.mark.parametrize("command", [("classify",), ("rerank", "q")], ids=["classify", "rerank"])
+def test_an_empty_line_is_named(varlen, tmp_path, command):
+    file = tmp_path / "lines.txt"
+    file.write_text("a\n\nb\n")
+
+    result = varlen(*command, "--file", file)
+
+    assert result.exit_code == 2
+    assert "line 2: empty" in result.output
+
+
+@pytest.mark.parametrize(
+    "task, name, rows",
+    [("token_embed", "vectors", "vectors"), ("hidden", "hidden", "tokens")],
+)
+def test_arrays_of_tokens_are_printed_or_written(lines, server, client, tmp_path, task, name, rows):
+    server.model.task = task
+    command = task.replace("_", "-")
+    expected = getattr(client, task)(["a b", "c"])
+
+    printed = lines(command, "a b", "c")
+    objects = [json.loads(line) for line in lines(command, "--json", "a b", "c")]
+    lines(command, "a b", "c", "--output", tmp_path / "arrays.npz")
+
+    assert printed == [f"a b  2 {rows} of 3 values", f"c  1 {rows} of 3 values"]
+    assert [each["text"] for each in objects] == ["a b", "c"]
+    with np.load(tmp_path / "arrays.npz") as file:
+        written = dict(file)
+    assert list(written) == ["0", "1"]
+    for number, array in enumerate(expected):
+        np.testing.assert_array_equal(np.float32(objects[number][name]), array)
+        np.testing.assert_array_equal(written[str(number)], array)
+
+
+def test_logits_of_tokens_are_written(lines, server, client, tmp_path):
+    server.model.task = "token_classify"
+
+    lines("token-classify", "a b", "--output", tmp_path / "logits.npz")
+
+    with np.load(tmp_path / "logits.npz") as file:
+        np.testing.assert_array_equal(file["0"], client.token_classify(["a b"])[0])

@@ -1,0 +1,135 @@
+"""The comparison of systems: passes over requests, workers, and their options."""
+
+import importlib
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+
+import pytest
+from typer.testing import CliRunner
+
+from varlen_bench.compare.passes import Requests, drive_batches, drive_iterations
+from varlen_bench.compare.systems import REFERENCE, System
+from varlen_bench.compare.worker import Worker
+
+from .virtual_clock import VirtualTime
+
+SORTED = System("sorted", "transformers", "fp32", "sorted")
+
+
+def small(*lengths, due=None):
+    """Return requests with these lengths of prompt and answer."""
+    prompts = [[7] * prompt for prompt, _ in lengths]
+    return Requests("small", prompts, [limit for _, limit in lengths], due or [0.0] * len(lengths))
+
+
+def run_batch(prompts, limits, on_tokens):
+    """Generate the token 10 * length of prompt + number, step by step."""
+    for step in range(max(limits)):
+        for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            if step < limit:
+                on_tokens(row, [10 * len(prompt) + step], time.perf_counter())
+
+
+def test_poisson_arrivals_have_their_rate_and_the_same_requests():
+    whole = small(*[(3, 2)] * 2000)
+
+    due = whole.arriving(rate=50.0, seed=0).due
+
+    assert due == sorted(due)
+    assert 2000 / due[-1] == pytest.approx(50.0, rel=0.1)
+    assert whole.arriving(50.0, 0) == whole.arriving(50.0, 0)
+
+
+def test_batches_take_the_longest_prompts_that_wait_and_run_to_their_end(monkeypatch):
+    VirtualTime.replace(monkeypatch)
+    seen = []
+
+    def run(prompts, limits, on_tokens):
+        seen.append([len(prompt) for prompt in prompts])
+        time.sleep(0.8)
+        run_batch(prompts, limits, on_tokens)
+
+    # the last two arrive while the first batch runs
+    requests = small((4, 2), (9, 1), (5, 3), (6, 1), due=[0.0, 0.0, 0.5, 0.6])
+
+    answers = drive_batches(run, requests, SORTED, 2)
+
+    assert seen == [[9, 4], [6, 5]]
+    assert [answer.tokens for answer in answers] == [[40, 41], [90], [50, 51, 52], [60]]
+    assert [answer.moments[0] for answer in answers] == [0.8, 0.8, 1.6, 1.6]
+    assert [answer.end for answer in answers] == [0.8, 0.8, 1.6, 1.6]
+
+
+def test_iterations_start_requests_when_they_are_due(monkeypatch):
+    VirtualTime.replace(monkeypatch)
+    moments = []
+
+    def submit(prompt, limit, on_tokens):
+        moments.append(time.perf_counter())
+        run_batch([prompt], [limit], on_tokens)
+        done = Future()
+        done.set_result(None)
+        return done
+
+    answers = drive_iterations(submit, small((4, 2), (5, 1), due=[0.0, 0.1]))
+
+    assert moments == [answer.moments[0] for answer in answers] == [0.0, 0.1]
+    assert moments == [answer.end for answer in answers]
+    assert [answer.tokens for answer in answers] == [[40, 41], [50]]
+
+
+def test_a_worker_keeps_its_fastest_batch_size():
+    seen = []
+
+    def answer(requests, size):
+        seen.append((size, len(requests)))
+        time.sleep(0.001 if size == 8 else 0.1 * len(requests))
+        return drive_batches(run_batch, requests, SORTED, size)
+
+    def worker_of(system):
+        return Worker(system, answer, lambda answers, _: {"answers": len(answers)}, "tokens")
+
+    worker, requests = worker_of(SORTED), small(*[(3, 2)] * 10)
+
+    assert worker.calibrate(requests)["size"] == 8
+    assert seen == [(1, 4), (4, 4), (8, 8)]
+    measured = worker.measure(requests)
+    assert measured["figures"].keys() == {"answers", "machine_gflops"}
+    assert measured["answers"] == [[30, 31]] * 10
+    assert seen[-1] == (8, 10)
+    assert worker_of(REFERENCE).measure(requests)["answers"] == [[30, 31]] * 10
+    assert seen[-1] == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "module", ["beam.engines", "generate.engines", "encoder.worker"], ids=lambda name: name
+)
+def test_a_worker_imports_only_the_libraries_of_its_engine(module):
+    names = "{'torch', 'transformers', 'onnxruntime', 'ctranslate2', 'varlen'}"
+    code = f"import sys, varlen_bench.{module}; print({names} & set(sys.modules))"
+
+    # an engine that another system imports would count in its memory
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "benchmark, options, message",
+    [
+        ("beam", "--only vllm", "unknown name 'vllm'"),
+        ("beam", "--model llama", "unknown name 'llama'"),
+        ("beam", "--quick --repository none", "No such file"),
+        ("generate", "--only vllm", "unknown name 'vllm'"),
+        ("generate", "--models llama", "unknown name 'llama'"),
+        ("generate", "--quick --repository none", "No such file"),
+        ("memory", "--only minilm,gpt", "unknown name 'gpt'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(benchmark, options, message):
+    app = importlib.import_module(f"varlen_bench.{benchmark}.__main__").app
+
+    done = CliRunner().invoke(app, options.split(), env={"COLUMNS": "200"})
+
+    assert done.exit_code == 2
+    assert message in done.output

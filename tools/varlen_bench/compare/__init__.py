@@ -1,0 +1,1 @@
+"""Engines beside each other on one machine: systems, rounds in turn, results, rows and tables."""

@@ -1,0 +1,116 @@
+"""Figures of systems by round; their CSV rows, ratios and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+from varlen_bench.compare.systems import System
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.summary import Spread, paired_ratio, rounded
+from varlen_bench.harness.tables import Table
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """Figures of one system on one workload, by round; none if it failed.
+
+    Attributes:
+        workload: description for tables and rows.
+        work: tokens or sentences of the requests.
+        speed: name of the figure that counts, in work per second.
+        arrivals: "at once" or "poisson"; empty if the benchmark has one kind.
+        rate: requests/s of Poisson arrivals.
+        batch: batch size; None if the engine batches requests itself.
+        calibration: speed of each batch size.
+        equal_tokens: share of checked tokens that are those of the reference.
+    """
+
+    system: System
+    workload: str
+    requests: int
+    work: int
+    speed: str = "tokens_per_second"
+    model: str = ""
+    arrivals: str = ""
+    rate: float | None = None
+    batch: int | str | None = None
+    calibration: str = ""
+    equal_tokens: float | None = None
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    has_failed: bool = False
+    note: str = ""
+
+    @property
+    def speeds(self) -> list[float]:
+        """The speed in each round."""
+        return [each[self.speed] for each in self.rounds]
+
+    def median(self, name: str) -> float | None:
+        """Return the median of a figure over the rounds that have it."""
+        found = [each[name] for each in self.rounds if each.get(name) is not None]
+        return statistics.median(found) if found else None
+
+    def figures(self) -> dict[str, Cell]:
+        """Return the median of each figure, and the 20th and 80th percentile of the speed."""
+        if not self.rounds:
+            return {}
+        spread = Spread.of(self.speeds)
+        medians: dict[str, Cell] = {name: self.median(name) for name in self.rounds[0]}
+        return {**medians, f"{self.speed}_p20": spread.p20, f"{self.speed}_p80": spread.p80}
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def csv_row(result: Result, columns: Iterable[str], **derived: Cell) -> dict[str, Cell]:
+    """Return the cells of a result by column: what is `derived`, figures, fields, or None."""
+    known: dict[str, Cell] = {each.name: getattr(result, each.name) for each in fields(result)}
+    known |= {"system": result.system.name, "rounds": len(result.rounds)}
+    return empty_row(columns, **{**known, **result.figures(), **derived})
+
+
+def empty_row(columns: Iterable[str], **cells: Cell) -> dict[str, Cell]:
+    """Return a row with some cells; the other columns are None."""
+    return {column: cells.get(column) for column in columns}
+
+
+def result_of(results: Iterable[AnyResult], name: str) -> AnyResult | None:
+    """Return the first result of a system that ran."""
+    return next((each for each in results if each.system.name == name and each.rounds), None)
+
+
+def fastest(results: Iterable[AnyResult]) -> AnyResult | None:
+    """Return the fastest of the results that ran."""
+    ran = (result for result in results if result.rounds)
+    return max(ran, key=lambda result: statistics.median(result.speeds), default=None)
+
+
+def best_peer(results: Iterable[Result]) -> Result | None:
+    """Return the fastest peer in fp32 that ran."""
+    peers = (each for each in results if not each.system.is_ours)
+    return fastest(each for each in peers if each.system.precision == "fp32")
+
+
+def speed_ratio(result: Result | None, base: Result | None) -> float | None:
+    """Return the speed over the speed of another system in the same round; the median."""
+    if result is None or base is None:
+        return None
+    return rounded(paired_ratio(result.speeds, base.speeds))
+
+
+def tables(
+    rows: Sequence[Mapping[str, Cell]], columns: Sequence[str], *, by: Sequence[str], speed: str
+) -> list[Table]:
+    """Return a table of each combination of the cells `by`, the fastest system first."""
+    fastest_first = sorted(rows, key=lambda row: -float(row[speed] or 0))
+    lists: dict[str, list[Mapping[str, Cell]]] = {_title(row, by): [] for row in rows}
+    for row in fastest_first:
+        lists[_title(row, by)].append(row)
+    return [Table.of(title, columns, kept) for title, kept in lists.items()]
+
+
+def _title(row: Mapping[str, Cell], by: Iterable[str]) -> str:
+    return ", ".join(str(row[name]) for name in by if row[name])

@@ -1,0 +1,70 @@
+"""A compared system: an engine at a precision, and how requests become batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from varlen_bench.peers.engines import EngineName, Precision
+
+# The engine gets all requests and batches them itself; or it gets batches, in order of arrival or by length.
+Batching = Literal["engine", "arrival", "sorted"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """An engine at a precision, and how it batches requests.
+
+    Attributes:
+        unit: what the batch size counts: sequences, or tokens with their padding.
+        size: batch size; 0: calibrated, unless the engine batches requests itself.
+    """
+
+    name: str
+    engine: EngineName
+    precision: Precision
+    batching: Batching
+    unit: Literal["sequences", "tokens"] = "sequences"
+    size: int = 0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is varlen."""
+        return self.engine == "varlen"
+
+    def ordered(self, requests: Sequence[int], inputs: Sequence[Sequence[int]]) -> list[int]:
+        """Return requests in the order of their batches; sorted: the longest inputs first."""
+        if self.batching != "sorted":
+            return list(requests)
+        return sorted(requests, key=lambda request: -len(inputs[request]))
+
+    def split(self, inputs: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+        """Return the requests of each batch.
+
+        An input that is longer than a limit in tokens is a batch of its own.
+        """
+        requests = self.ordered(range(len(inputs)), inputs)
+        if self.batching == "engine":
+            return [requests]
+        if self.unit == "sequences":
+            return [requests[at : at + size] for at in range(0, len(requests), size)]
+        batches: list[list[int]] = []
+        longest = 0
+        for request in requests:
+            longest = max(longest, len(inputs[request]))
+            if batches and longest * (len(batches[-1]) + 1) <= size:
+                batches[-1].append(request)
+            else:
+                batches.append([request])
+                longest = len(inputs[request])
+        return batches
+
+
+def by_name(*systems: System) -> dict[str, System]:
+    """Return systems by their names."""
+    return {system.name: system for system in systems}
+
+
+# Each input alone and so unpadded: the answers of every system are compared with these.
+REFERENCE = System("transformers-fp32-alone", "transformers", "fp32", "arrival", size=1)

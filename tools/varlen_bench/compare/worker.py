@@ -1,0 +1,109 @@
+"""The worker process of a system that generates: batch size and timed passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from varlen_bench.compare.passes import (
+    Answer,
+    Requests,
+    RunBatch,
+    Submit,
+    Unit,
+    drive_batches,
+    drive_iterations,
+)
+from varlen_bench.compare.systems import System
+from varlen_bench.harness.machine import gflops
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.worker import Message
+
+# Batch sizes to try, and the smallest number of requests that one is timed on.
+_SIZES, _CALIBRATION_REQUESTS = (1, 4, 8, 16, 32), 4
+
+# Answers requests in batches of a size; an engine that batches requests itself ignores the size.
+AnswerAll: TypeAlias = Callable[[Requests, int], list[Answer]]
+# Returns the figures of a pass.
+Figures: TypeAlias = Callable[[Sequence[Answer], Requests], dict[str, Cell]]
+
+
+class Worker:
+    """A loaded engine and its batch size."""
+
+    def __init__(self, system: System, answer: AnswerAll, figures: Figures, unit: Unit) -> None:
+        self._system, self._answer = system, answer
+        self._figures, self._unit = figures, unit
+        self._size = system.size
+
+    def warm_up(self, requests: Requests) -> Message:
+        """Answer some requests one by one, or all if the engine batches them."""
+        self._speed(requests, len(requests) if self._system.batching == "engine" else 1)
+        return {}
+
+    def calibrate(self, requests: Requests) -> Message:
+        """Choose the batch size; return the speed of each candidate."""
+        if self._system.batching == "engine":
+            return {"size": None, "calibration": {}}
+        sizes = [size for size in _SIZES if size <= len(requests)]
+        speeds = {size: self._speed(requests, size) for size in sizes}
+        self._size = max(sizes, key=speeds.__getitem__)
+        return {"size": self._size, "calibration": speeds}
+
+    def measure(self, requests: Requests) -> Message:
+        """Return the figures and the answers of one pass."""
+        speed = gflops()
+        answers = self._answer(requests, self._size or len(requests))
+        return {
+            "figures": {**self._figures(answers, requests), "machine_gflops": speed},
+            "answers": [answer.tokens for answer in answers],
+        }
+
+    def _speed(self, requests: Requests, size: int) -> float:
+        """Return the speed on the middle of the requests: one batch, at least four requests."""
+        order = self._system.ordered(range(len(requests)), requests.prompts)
+        count = max(size, min(_CALIBRATION_REQUESTS, len(order)))
+        begin = (len(order) - count) // 2
+        part = requests.part(order[begin : begin + count])
+        began = time.perf_counter()
+        self._answer(part, size)
+        return part.work(self._unit) / (time.perf_counter() - began)
+
+
+def start(
+    argument: Message,
+    *,
+    load_iteration: Callable[[System, Path, int], Submit],
+    load_batches: Callable[[System, Path, Path, int], RunBatch],
+    figures: Figures,
+    unit: Unit,
+) -> Callable[[Message], Message]:
+    """Load a system; return the function that answers its orders.
+
+    Args:
+        argument: from `Comparison`.
+        load_iteration: loads an engine that batches requests itself: system, checkpoint, threads.
+        load_batches: loads one that runs batches to their end: system, checkpoint, scratch folder, threads.
+    """
+    system, checkpoint = System(**argument["system"]), Path(argument["checkpoint"])
+    threads = argument["threads"]
+    if system.batching == "engine":
+        submit = load_iteration(system, checkpoint, threads)
+        worker = Worker(system, lambda load, _: drive_iterations(submit, load), figures, unit)
+    else:
+        run = load_batches(system, checkpoint, Path(argument["scratch"]), threads)
+        worker = Worker(
+            system, lambda load, size: drive_batches(run, load, system, size), figures, unit
+        )
+    orders = {
+        "warm up": worker.warm_up,
+        "calibrate": worker.calibrate,
+        "measure": worker.measure,
+    }
+
+    def handle(order: Message) -> Message:
+        return orders[order["do"]](Requests(**order["requests"]))
+
+    return handle

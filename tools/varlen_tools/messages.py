@@ -1,0 +1,12 @@
+"""Short forms of the messages of errors and other programs."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def last_lines(text: str, count: int = 3) -> str:
+    """Return the last non-empty lines of a command's output, indented."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n  ".join(lines[-count:]) or "no output"
