@@ -149,12 +149,11 @@ def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng, name):
     assert (actual * expected).sum(axis=1).min() > 0.999
 
 
-@pytest.mark.parametrize("name", POST_NORM)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_knows_every_field_of_transformers_configuration(name):
-    family = POST_NORM_FAMILIES[name]
-    rules = family.family.fields
+    rules = FAMILIES_OF_CHECKPOINTS[name].fields
     known = {*rules.read, *rules.harmless, *rules.fixed}
-    config = getattr(transformers, f"{family.class_name}Config")
+    config = getattr(transformers, f"{FAMILIES[name]}Config")
 
     assert {field.name for field in dataclasses.fields(config)} <= known
 
