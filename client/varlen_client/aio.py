@@ -70,10 +70,10 @@ class AsyncClient:
     Args:
         url: `grpc://host:port`, `http://host:port`, or `grpcs://` and `https://` with TLS.
         model: the model's name; by default the only ready model of the server.
-        rows_per_request: by default 32, or the model's max_batch_size if that is less.
+        rows_per_request: number of rows in a request; by default 32, or the model's max_batch_size if that is less.
         concurrency: maximum requests of one call in flight; by default 4, and 32 in `translate`, whose
             requests hold one text each.
-        retry: see retry.py.
+        retry: policy of retries, see retry.py.
         ca_file: certificates to trust with TLS, instead of the default ones.
 
     Raises:
@@ -105,7 +105,7 @@ class AsyncClient:
 
         Args:
             inputs: texts, or lists of token ids; lengths may differ.
-            options: see `EmbedOptions`.
+            options: options of `EmbedOptions`.
 
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of rows in the failed request.
@@ -117,7 +117,7 @@ class AsyncClient:
     ) -> list[SparseVector]:
         """Return the sparse vector of each row: terms of the vocabulary and their weights.
 
-        Inputs and errors are those of `embed`; see `SparseOptions`.
+        Inputs and errors are the same as in `embed`; see `SparseOptions`.
         """
         return await self._answer(tasks.SPARSE_EMBED, inputs, options)
 
@@ -128,7 +128,7 @@ class AsyncClient:
 
         Args:
             inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
-            options: see `MaskOptions`.
+            options: options of `MaskOptions`.
 
         Raises:
             VarlenClientError: see `embed`.
@@ -138,7 +138,7 @@ class AsyncClient:
     async def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
         """Return the logits of each row, [rows, labels] fp32.
 
-        A row is a text, a pair of texts or a list of token ids. Errors are those of `embed`.
+        A row is a text, a pair of texts or a list of token ids. Errors are the same as in `embed`.
         """
         return await self._answer(tasks.CLASSIFY, inputs, options)
 
@@ -147,7 +147,7 @@ class AsyncClient:
     ) -> list[list[LabelScore]]:
         """Return the labels of each row with their scores, the best first.
 
-        Inputs are those of `classify`, errors those of `embed`; see `PredictOptions`.
+        Inputs are the same as in `classify`, errors as in `embed`; see `PredictOptions`.
         """
         return await self._answer(tasks.PREDICT, inputs, options)
 
@@ -157,8 +157,8 @@ class AsyncClient:
         """Return one score per document, [documents] fp32; a higher score is more relevant.
 
         The score is the raw logit, unless there is an `activation`: "sigmoid" makes it 0 to 1, "auto"
-        lets the checkpoint decide. Errors are those of `embed`; InvalidRequest also when the model has
-        more than one label.
+        lets the checkpoint decide. Errors are the same as in `embed`; InvalidRequest also when the
+        model has more than one label.
         """
         return await self._answer(tasks.RERANK, query_and_documents(query, documents), options)
 
@@ -168,7 +168,7 @@ class AsyncClient:
         """Return the logits of each row's tokens, one [tokens, labels] fp32 per row.
 
         Each row is sent as its own request, since the server pads the rows of one request to the
-        longest. Inputs are those of `classify`, errors those of `embed`.
+        longest. Inputs are the same as in `classify`, errors as in `embed`.
         """
         return await self._answer(tasks.TOKEN_CLASSIFY, inputs, options)
 
@@ -177,15 +177,15 @@ class AsyncClient:
     ) -> list[list[TokenLabel]]:
         """Return the tokens of each row with their best labels, special tokens included.
 
-        For models of `token_classify`. Inputs are those of `classify`, errors those of `embed`; see `RerankOptions`.
+        For models of `token_classify`. Inputs are the same as in `classify`, errors as in `embed`; see `RerankOptions`.
         """
         return await self._answer(tasks.PREDICT_TOKENS, inputs, options)
 
     async def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return the last hidden states, one [tokens, hidden] fp32 per row.
 
-        Each row is sent as its own request, as in `token_classify`. Arguments and errors are those
-        of `token_classify`.
+        Each row is sent as its own request, as in `token_classify`. Arguments and errors are the
+        same there.
         """
         return await self._answer(tasks.HIDDEN, inputs, options)
 
@@ -195,7 +195,7 @@ class AsyncClient:
         """Return the vectors of each row's tokens, one [vectors, features] fp32 per row.
 
         For models of late interaction (ColBERT). Each row is sent as its own request, as in
-        `token_classify`. Arguments and errors are those of `embed`; `prompt_name` is "query" or
+        `token_classify`. Arguments and errors are the same as in `embed`; `prompt_name` is "query" or
         "document".
         """
         return await self._answer(tasks.TOKEN_EMBED, inputs, options)
@@ -208,9 +208,9 @@ class AsyncClient:
         The number is None if the model's config.pbtxt lacks the output num_tokens.
 
         Args:
-            task: of the method, such as `tasks.EMBED` for `embed`.
-            inputs: those of the method; pairs of the query and each document for `tasks.RERANK`.
-            options: those of the method.
+            task: task of the method, such as `tasks.EMBED` for `embed`.
+            inputs: rows as the method takes them; for `tasks.RERANK` pairs of the query and each document.
+            options: options of the method.
 
         Raises:
             VarlenClientError: see `embed`.
@@ -260,7 +260,7 @@ class AsyncClient:
         timeout: float | None = None,
         **sampling: Any,
     ) -> list[Generation]:
-        """Return `n` answers to a prompt. Other arguments and errors are those of `generate`."""
+        """Return `n` answers to a prompt. Other arguments and errors are as in `generate`."""
         request = generate_request(
             prompt, {**sampling, "n": n}, stream=False, deadline_ms=deadline_ms, priority=priority
         )
@@ -278,7 +278,7 @@ class AsyncClient:
         """Yield the parts of the answer to a prompt as they come.
 
         Closing the generator cancels the request, so leave a loop early within `contextlib.aclosing`. Only a request
-        that has not been answered in part is sent again. Arguments and errors are those of `generate`.
+        that has not been answered in part is sent again. Arguments and errors are as in `generate`.
         """
         check_one_sample(
             sampling, "stream yields one answer; several come from samples or stream_samples"
@@ -302,7 +302,7 @@ class AsyncClient:
     ) -> AsyncGenerator[list[GeneratedPart], None]:
         """Yield lists of the next part of each of `n` answers, as they come.
 
-        An answer that has ended has empty parts with its finish reason. Other things are those of `stream`.
+        An answer that has ended has empty parts with its finish reason. Other things are as in `stream`.
         """
         request = generate_request(
             prompt, {**sampling, "n": n}, stream=True, deadline_ms=deadline_ms, priority=priority
@@ -335,9 +335,9 @@ class AsyncClient:
             n_best: number of translations of each text, at most `num_beams`; those after the best one are its
                 `alternatives`.
             max_tokens: longest translation, in tokens; by default the checkpoint decides.
-            deadline_ms, priority: see `generate`.
+            deadline_ms, priority: arguments of `generate`.
             timeout: seconds for the whole call, retries included; by default no limit.
-            on_progress: see `embed`.
+            on_progress: function as in `embed`.
             options: options of the search with the names of Hugging Face, such as length_penalty, early_stopping,
                 no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them.
 

@@ -1,7 +1,7 @@
 """Generation on the wire: a prompt with sampling parameters, and its answer or translations.
 
-A prompt is a text, token ids, or chat messages. Names and meanings of sampling parameters are the server's, which are
-those of vLLM, and the server checks them.
+A prompt is a text, token ids, or chat messages. Names and meanings of sampling parameters are the server's, which
+follow vLLM, and the server checks them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class GeneratedPart:
     Attributes:
         text: the next part of the text; it may be empty.
         token_ids: its tokens.
-        finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
-        logprobs: by token, the log probabilities of the most likely tokens and the chosen one; empty without the
+        finish_reason: reason of the end, set in the last part: a stop condition held, or `max_tokens` was reached.
+        logprobs: log probabilities, by token, of the most likely tokens and the chosen one; empty without the
             sampling parameter `logprobs`.
-        token_texts: by token, the texts of the tokens in `logprobs`.
+        token_texts: texts, by token, of the tokens in `logprobs`.
         num_prompt_tokens: length of the prompt, in tokens.
     """
 
@@ -57,7 +57,7 @@ class Generation:
 
     Attributes:
         text: the text, without the prompt.
-        token_ids, finish_reason, logprobs, token_texts, num_prompt_tokens: see `GeneratedPart`.
+        token_ids, finish_reason, logprobs, token_texts, num_prompt_tokens: fields of `GeneratedPart`.
     """
 
     text: str

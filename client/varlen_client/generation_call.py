@@ -84,10 +84,10 @@ async def translations(
     """Return the translation of each text, in order.
 
     Args:
-        session: of the model.
+        session: connection to the model.
         call: whose rows are the texts.
         texts: sent one by one.
-        sampling, options: see `generate_request`.
+        sampling, options: arguments of `generate_request`.
         concurrency: maximum requests in flight.
     """
 

@@ -39,8 +39,8 @@ class FilledToken:
     """A token that may take the place of a mask.
 
     Attributes:
-        token_id, text: of the token.
-        score: its probability.
+        token_id, text: number and text of the token.
+        score: probability of the token.
     """
 
     token_id: int
@@ -53,9 +53,9 @@ class TokenLabel:
     """A token and its best label.
 
     Attributes:
-        token: as the tokenizer writes it, such as "[CLS]", "##ing" or "▁London".
-        label: its best one.
-        score: of this label.
+        token: text as the tokenizer writes it, such as "[CLS]", "##ing" or "▁London".
+        label: name of its best label.
+        score: score of this label.
     """
 
     token: str

@@ -30,7 +30,7 @@ class RowCall:
         method: its name, for errors.
         rows: number of rows.
         timeout: seconds from now for the whole call; None is no limit.
-        on_progress: called with the number of rows answered so far.
+        on_progress: function that is called with the number of rows answered so far.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class RowCall:
         """Return the result of each request, in order.
 
         Args:
-            requests: each with its rows; iterated as requests are sent.
-            send: sends a request and returns its result.
+            requests: pairs of rows and their request; iterated as requests are sent.
+            send: function that sends a request and returns its result.
             concurrency: maximum requests in flight.
         """
         results: dict[int, _T] = {}
@@ -109,7 +109,7 @@ class RowSender:
     """Sends rows to one model.
 
     Args:
-        session: of the model.
+        session: connection to the model.
         rows_per_request: None is 32, or the model's max_batch_size if that is less.
         concurrency: maximum requests of one call in flight.
     """
@@ -130,9 +130,9 @@ class RowSender:
         """Return the outputs of all requests of a call.
 
         Args:
-            task: of the call.
+            task: row of the table of tasks.
             inputs: rows that the caller gave.
-            options: those that were given, of `task.options`.
+            options: options that were given, of `task.options`.
             counts_tokens: whether the number of tokens is requested, if the model has it.
 
         Raises:

@@ -37,7 +37,7 @@ class EmbedOptions(RowOptions, total=False):
     """Options of embeddings.
 
     normalize: scale each vector to length 1; by default the checkpoint decides.
-    prompt_name: of the checkpoint's prompt that is put before each text; by default its default one.
+    prompt_name: name of the checkpoint's prompt that is put before each text; by default its default one.
     dimensions: return only the first features; by default all.
     output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with 8 features in a byte:
         see docs/reference/wire.md. By default fp32.

@@ -25,10 +25,10 @@ class RowOutput:
     """One requested output.
 
     Attributes:
-        name: of the tensor.
-        rank: its dimensions, without that of the rows.
-        dtype: of its elements; object for strings.
-        width: its last dimension; None takes that of the model's config, where -1 is any.
+        name: name of the tensor.
+        rank: number of its dimensions, without the rows.
+        dtype: dtype of its elements; object for strings.
+        width: its last dimension; None takes the one in the model's config, where -1 is any.
         packs: features in one element.
     """
 
@@ -75,8 +75,8 @@ class RowAnswers:
     """The outputs of all requests of a call.
 
     Attributes:
-        outputs: the requested ones, with the widths of the model.
-        options: of the call.
+        outputs: requested outputs, with the widths of the model.
+        options: options of the call.
         requests: the checked outputs of each request, by name and in order.
     """
 

@@ -75,7 +75,7 @@ def _sync(
 class Client:
     """Sync client of one server and one model; safe to use from many threads.
 
-    Use it as a context manager, or call `close`. Arguments, results and errors are those of
+    Use it as a context manager, or call `close`. Arguments, results and errors are the same as in
     `AsyncClient`.
     """
 

@@ -62,10 +62,10 @@ class RowTask(Generic[_Answer]):
     """A method of the clients that sends rows, and returns an `_Answer`.
 
     Attributes:
-        method: its name, for errors.
-        options: the TypedDict of its options.
-        outputs: the requested ones, or a function that returns them for options.
-        read: returns the answer, given the outputs of all requests.
+        method: name of the method, for errors.
+        options: TypedDict of its options.
+        outputs: requested outputs, or a function that returns them for options.
+        read: function that returns the answer, given the outputs of all requests.
         needs_width: width of the first output, if only one is served.
         takes_pairs: whether a row may be a pair of texts.
         row_by_row: whether each row is its own request, since the server pads the rows of one to the longest.
@@ -111,8 +111,8 @@ class RowTask(Generic[_Answer]):
         """Return requested outputs with the widths of a model.
 
         Args:
-            outputs: the requested ones.
-            info: of the model.
+            outputs: requested outputs.
+            info: config of the model.
             counts_tokens: whether the number of tokens is requested too, if the model has it.
 
         Raises:

@@ -74,10 +74,10 @@ class ModelInfo:
     """The parts of a model's config that the client needs.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         max_batch_size: largest number of rows in one request.
-        outputs: dims without the batch, by name.
-        settings: of the engine, by name; those that the config leaves to the checkpoint are not there.
+        outputs: dims of each output by name, without the batch.
+        settings: settings of the engine by name, without the ones that the config leaves to the checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Facts of an op that are the same in every form, and the form for a device.
+"""Facts that every form of an op shares, and the form for a device.
 
 The forms are modules with one function for each op: `reference`, `cpu` and `fused`.
 """

@@ -21,6 +21,14 @@ SETTINGS = {
     "kv_block_tokens": 16,
     "kv_bytes": "1%",
 }
+# Lengths of prompts that run together, and of their answers.
+JOINED = list(
+    zip(
+        [1, 300, 7, 64, 31, 100, 150, 16, 90, 5, 47, 260],
+        [9, 8, 20, 1, 19, 17, 18, 20, 20, 20, 20, 20],
+        strict=True,
+    )
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -98,12 +106,16 @@ def test_a_prompt_alone_gets_the_tokens_of_transformers(generator, oracle, folde
     assert answer.finish_reason == "length"
 
 
+@pytest.fixture(scope="module")
+def expected_of_joined(oracle):
+    """Return the answers to prompts of JOINED, which do not depend on the policy."""
+    return [expected_tokens(oracle, prompt_of(length), count) for length, count in JOINED]
+
+
 @pytest.mark.parametrize("policy", ["reserve", "optimistic"])
 def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
-    folder, oracle, policy, block_bytes
+    folder, oracle, expected_of_joined, policy, block_bytes
 ):
-    lengths = [1, 300, 7, 64, 31, 100, 150, 16, 90, 5, 47, 260]
-    counts = [9, 8, 20, 1, 19, 17, 18, 20, 20, 20, 20, 20]
     # one block more than the longest needs: with the policy `optimistic` sequences give back theirs
     settings = {**SETTINGS, "kv_policy": policy, "kv_bytes": 20 * block_bytes}
     others = []
@@ -111,22 +123,21 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
     with Generator.from_pretrained(folder, **settings) as generator:
 
         def submit(index, on_part=None):
-            options = GenerationOptions(max_tokens=counts[index], temperature=0, ignore_eos=True)
-            return generator.submit(prompt_of(lengths[index]), options, on_part)
+            length, count = JOINED[index]
+            options = GenerationOptions(max_tokens=count, temperature=0, ignore_eos=True)
+            return generator.submit(prompt_of(length), options, on_part)
 
         def submit_others(_, part):
             # in the engine's thread, so that they arrive together, after the first token of the first
             if not others:
-                others.extend(submit(index) for index in range(1, len(lengths)))
+                others.extend(submit(index) for index in range(1, len(JOINED)))
 
         answers = [submit(0, submit_others).result(60), *(each.result(60) for each in others)]
         tokens = [list(answer.token_ids) for [answer] in answers]
         end = generator.snapshot()
 
-    for length, count, actual in zip(lengths, counts, tokens, strict=True):
-        prompt = prompt_of(length)
-        expected = expected_tokens(oracle, prompt, count)
-        assert_same_tokens(oracle, folder, prompt, actual, expected)
+    for (length, _), actual, expected in zip(JOINED, tokens, expected_of_joined, strict=True):
+        assert_same_tokens(oracle, folder, prompt_of(length), actual, expected)
     assert (end.preemptions > 0) == (policy == "optimistic")
     assert end.blocks.used == end.blocks.reserved == 0
 

@@ -48,7 +48,7 @@ def test_a_model_that_was_loaded_again_may_have_other_sizes(server, monkeypatch)
         async with AsyncClient(server.url) as client:
             await client.embed(["a"] * 8)
             server.model.max_batch_size = 2
-            # the model of the first request stays that of the client
+            # the model of the first request stays the one of the client
             server.model.models = [("fake", "READY"), ("other", "READY")]
             return await client.embed(["a"] * 8)
 

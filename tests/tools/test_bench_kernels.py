@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from varlen_bench.kernels import peers, report
@@ -74,6 +75,20 @@ def test_the_reference_matches_the_exact_result_of_a_call(op, dtype):
     call = ANY_BATCH[op]([5, 1, 9], dtype)
 
     assert call.error_of(kernels("reference"), "cpu", 0) <= call.max_error
+
+
+@pytest.mark.parametrize("op", ANY_BATCH)
+def test_an_exact_result_is_not_rounded_to_fp32_and_no_input_is_written(op):
+    call = ANY_BATCH[op]([5, 1, 9], torch.float32)
+    inputs, same = call.make("cpu", 0), call.make("cpu", 0)
+
+    exact = call.exact(inputs)
+
+    # copies and tiles have no error
+    if call.max_error:
+        assert (exact != exact.float().double()).any()
+    for before, after in zip(tree_leaves(same), tree_leaves(inputs), strict=True):
+        assert after is before is None or torch.allclose(after, before, 0, 0, equal_nan=True)
 
 
 @pytest.mark.parametrize("calls", GROUPS.values(), ids=GROUPS)

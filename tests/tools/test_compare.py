@@ -5,13 +5,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
 
 from varlen_bench.compare.passes import Requests, drive_batches, drive_iterations
+from varlen_bench.compare.results import Result, csv_row, speed_ratio
 from varlen_bench.compare.systems import REFERENCE, System
+from varlen_bench.compare.turns import measure_in_turns, running
 from varlen_bench.compare.worker import Worker
+from varlen_bench.harness.worker import WorkerError
 
 from .virtual_clock import VirtualTime
 
@@ -101,6 +105,51 @@ def test_a_worker_keeps_its_fastest_batch_size():
     assert seen[-1] == (8, 10)
     assert worker_of(REFERENCE).measure(requests)["answers"] == [[30, 31]] * 10
     assert seen[-1] == (1, 10)
+
+
+def results_of(*names):
+    systems = [System(name, "transformers", "fp32", "sorted") for name in names]
+    return [Result(system=system, workload="small", requests=1, work=4) for system in systems]
+
+
+def test_systems_take_turns_in_every_round(monkeypatch):
+    VirtualTime.replace(monkeypatch)
+    results, order = results_of("a", "b"), []
+
+    def measure(result):
+        order.append(result.system.name)
+        # the machine halves its speed in the second round
+        return {"tokens_per_second": (200.0 if result is results[0] else 100.0) / len(order)}
+
+    measure_in_turns(results, measure, rounds=3, report=print)
+
+    assert order == ["a", "b"] * 3
+    assert speed_ratio(*results) == pytest.approx(8 / 3, abs=1e-4)
+
+
+def test_a_system_that_fails_keeps_its_reason_and_the_others_go_on(monkeypatch):
+    VirtualTime.replace(monkeypatch)
+    results = results_of("a", "b", "c")
+
+    def start(system):
+        if system.name == "a":
+            raise RuntimeError("export failed")
+        return nullcontext(system.name)
+
+    def measure(result):
+        if result.system.name == "b" and result.rounds:
+            raise WorkerError("out of memory")
+        return {"tokens_per_second": 8.0}
+
+    with running(results, start, lambda process, own: None, print) as ready:
+        assert ready == {"b": "b", "c": "c"}
+        measure_in_turns(results, measure, rounds=3, report=print)
+
+    notes = ["did not run: export failed", "did not run: out of memory", ""]
+    assert [result.note for result in results] == notes
+    columns = ("system", "tokens_per_second", "tokens_per_second_p80", "rounds", "rate")
+    rows = [tuple(csv_row(result, columns).values()) for result in results]
+    assert rows == [("a", None, None, 0, None), ("b", None, None, 0, None), ("c", 8, 8, 3, None)]
 
 
 @pytest.mark.parametrize(

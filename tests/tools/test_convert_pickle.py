@@ -8,12 +8,13 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from tests.checkpoints import WEIGHTS
 from varlen import Encoder
 from varlen_tools import convert_pickle
 from varlen_tools.convert_pickle import PickleError, convert, main
+
+from .commands import run_command
 
 PICKLE = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
@@ -172,7 +173,7 @@ def test_code_in_a_pickle_is_not_run(pickled, tmp_path):
     folder, tensors = pickled
     torch.save({**tensors, "more": Code(tmp_path / "ran")}, folder / PICKLE)
 
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(_app(), [str(folder)])
+    result = run_command(main, folder)
 
     assert result.exit_code == 2
     assert "pytorch_model.bin holds more than tensors" in result.stderr
@@ -299,11 +300,3 @@ def test_does_not_overwrite(pickled):
 
     with pytest.raises(PickleError, match="model.safetensors exists already"):
         convert(folder)
-
-
-def _app():
-    import typer
-
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    return app

@@ -38,7 +38,7 @@ def test_answers_that_differ_do_not_pass(monkeypatch, other):
 
 
 class FakeClient:
-    """Streams three parts and answers each text with its length, or fails after the first part."""
+    """Streams three parts and translates a text to its length, or fails early."""
 
     fails = False
 

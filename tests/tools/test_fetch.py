@@ -11,8 +11,6 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-import typer
-from typer.testing import CliRunner
 
 from tests.checkpoints import (
     WEIGHTS,
@@ -37,13 +35,13 @@ from varlen_tools.model_config import render_config
 from varlen_tools.pip_download import DownloadError
 from varlen_tools.setup_server import PROJECT
 
+from .commands import run_command
+
 Spoil = Callable[[Path], object]
 MINILM = PROJECT / "model_repository/minilm"
 INDEX = "model.safetensors.index.json"
 POOLED = [module("Transformer"), module("Pooling", "1_Pooling")]
 WITH_DENSE = [*POOLED, module("Dense", "2_Dense")]
-app = typer.Typer(add_completion=False)
-app.command()(fetch_module.main)
 
 
 @pytest.fixture
@@ -55,12 +53,9 @@ def repository(tmp_path):
 @pytest.fixture
 def run(repository):
     """Run the command on a source; returns its result."""
-
-    def invoke(source, *arguments):
-        words = [str(source), "--repository", str(repository), *arguments]
-        return CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
-
-    return invoke
+    return lambda source, *arguments: run_command(
+        fetch_module.main, source, "--repository", repository, *arguments
+    )
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
@@ -19,6 +17,8 @@ from varlen_tools.profile_costs.__main__ import main
 from varlen_tools.profile_costs.picture import draw, render
 from varlen_tools.profile_costs.profile import Profile
 from varlen_tools.profile_costs.tables import BATCH_HEADINGS, batch_rows, three_digits
+
+from .commands import run_command
 
 KEY = {
     "checkpoint": "0123456789abcdef",
@@ -46,8 +46,6 @@ SETTINGS = {
     "max_batch_tokens": 64,
     "warmup_seconds": 30,
 }
-app = typer.Typer()
-app.command()(main)
 
 
 @pytest.fixture
@@ -79,10 +77,6 @@ def model(tmp_path, encoder):
     ]
     (folder / "config.pbtxt").write_text("\n".join(lines))
     return folder
-
-
-def invoke(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in arguments])
 
 
 def test_a_profile_has_the_predicted_cost_of_every_batch_of_one_length(profile):
@@ -190,7 +184,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     files = [tmp_path / "costs.svg", tmp_path / "costs.html"]
     outputs = [word for file in files for word in ("--output", file)]
 
-    first = invoke(model, *outputs)
+    first = run_command(main, model, *outputs)
 
     assert first.exit_code == 0, first.output
     for text in ("milliseconds per batch", "microseconds per token", "measured batches"):
@@ -201,9 +195,9 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     assert files[0].with_stem("costs-dark").exists()
     assert files[1].read_text().startswith("<!doctype html>")
 
-    assert invoke(model).exit_code == 0
+    assert run_command(main, model).exit_code == 0
     assert CostStore(tmp_path / "cache").entries() == [kept]
-    assert invoke(model, "--again", "--seconds", "20").exit_code == 0
+    assert run_command(main, model, "--again", "--seconds", "20").exit_code == 0
     (new,) = CostStore(tmp_path / "cache").entries()
     assert new.measured_at > kept.measured_at
     assert new.allowed_seconds == 20
@@ -224,7 +218,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
 def test_what_cannot_be_done_is_refused(model, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
 
-    done = invoke(*(str(model) if word == "MODEL" else word for word in arguments))
+    done = run_command(main, *(str(model) if word == "MODEL" else word for word in arguments))
 
     assert done.exit_code == 2, done.output
     assert says in done.output

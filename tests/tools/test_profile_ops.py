@@ -4,8 +4,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
@@ -15,8 +13,8 @@ from varlen_tools.profile_ops.__main__ import main
 from varlen_tools.profile_ops.models import profile_batches, profile_steps, random_batches
 from varlen_tools.profile_ops.timed import CLASSES, REST, Breakdown, TimedKernels, measure
 
-APP = typer.Typer(add_completion=False)
-APP.command()(main)
+from .commands import run_command
+
 CPU = EngineConfig.from_parameters({"device": "cpu", "kv_bytes": "1048576"})
 
 
@@ -140,11 +138,10 @@ def test_an_encoders_batches_are_profiled(tmp_path):
 
 def test_the_command_prints_the_classes_and_draws_them(decoder, tmp_path):
     page, picture = tmp_path / "ops.html", tmp_path / "ops.svg"
-    arguments = [str(decoder), "--running", "2", "--context", "4", "--rounds", "1"]
+    outputs = ["--output", page, "--output", picture]
 
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(
-        APP, [*arguments, "--output", str(page), "--output", str(picture)]
-    )
+    arguments = [decoder, "--running", "2", "--context", "4", "--rounds", "1"]
+    result = run_command(main, *arguments, *outputs)
 
     assert result.exit_code == 0, result.output
     assert "decode, 2 at 4 tokens" in result.output
@@ -158,7 +155,7 @@ def test_the_command_prints_the_classes_and_draws_them(decoder, tmp_path):
 def test_lengths_that_the_model_does_not_have_are_refused(tmp_path):
     folder = save_checkpoint(tmp_path / "encoder")
 
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(APP, [str(folder), "--shortest", "5000"])
+    result = run_command(main, folder, "--shortest", "5000")
 
     assert result.exit_code == 2
     assert "5000; the longest is" in result.output

@@ -1,16 +1,13 @@
 """`quantize` stores a calibration with its quality, and says what is wrong with its texts."""
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from tests.checkpoints import save_checkpoint
 from varlen.execution.cpu.calibration import Calibration
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen_tools.quantize import main
 
-app = typer.Typer()
-app.command()(main)
+from .commands import run_command
 
 
 @pytest.fixture
@@ -18,15 +15,11 @@ def checkpoint(tmp_path):
     return save_checkpoint(tmp_path / "model")
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [str(each) for each in arguments])
-
-
 def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n\n".join(TEXTS[:10]), encoding="utf-8")
 
-    result = run(checkpoint, "--texts", texts)
+    result = run_command(main, checkpoint, "--texts", texts)
 
     assert result.exit_code == 0, result.output
     quality = Calibration.load(checkpoint).quality
@@ -44,14 +37,14 @@ def test_texts_that_cannot_calibrate_are_refused(checkpoint, tmp_path, content, 
     texts = tmp_path / "texts.txt"
     texts.write_bytes(content)
 
-    result = run(checkpoint, "--texts", texts)
+    result = run_command(main, checkpoint, "--texts", texts)
 
     assert result.exit_code == 2
     assert message in result.output
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    result = run(tmp_path)
+    result = run_command(main, tmp_path)
 
     assert result.exit_code == 2
     assert "has neither config.pbtxt nor config.json" in result.output

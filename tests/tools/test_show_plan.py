@@ -3,8 +3,6 @@
 from itertools import combinations
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
@@ -13,9 +11,9 @@ from varlen_tools.show_plan.__main__ import main
 from varlen_tools.show_plan.maps import paper_maps, program_map
 from varlen_tools.show_plan.picture import draw, in_units, render
 
+from .commands import run_command
+
 MIB = 2**20
-app = typer.Typer()
-app.command()(main)
 
 
 @pytest.fixture
@@ -102,15 +100,8 @@ def test_sizes_have_the_unit_that_suits_them(size, text):
 def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
     files = [tmp_path / "plan.svg", tmp_path / "plan.html"]
 
-    done = CliRunner().invoke(
-        app,
-        [
-            str(encoder),
-            *("--lengths", "9"),
-            *("--lengths", "5, 17,20"),
-            *(word for file in files for word in ("--output", str(file))),
-        ],
-    )
+    outputs = [word for file in files for word in ("--output", file)]
+    done = run_command(main, encoder, "--lengths", "9", "--lengths", "5, 17,20", *outputs)
 
     assert done.exit_code == 0, done.output
     assert "9 tokens: " in done.output
@@ -134,7 +125,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
 def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
 
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(encoder), *arguments])
+    done = run_command(main, encoder, *arguments)
 
     assert done.exit_code == 2
     assert says in done.output
@@ -142,7 +133,7 @@ def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, argumen
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(tmp_path)])
+    done = run_command(main, tmp_path)
 
     assert done.exit_code == 2
     assert "Traceback" not in done.output

@@ -7,10 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
@@ -21,6 +19,7 @@ from varlen_tools.simulate.measured_steps import fit, measure
 from varlen_tools.simulate.steps import Step, StepStudy, simulate
 from varlen_tools.workloads import Arrival, generation_arrivals
 
+from .commands import run_command
 from .conftest import read_csv
 
 COSTS = StepCosts(20e-3, 700e-6, 5e-6)
@@ -29,9 +28,6 @@ POLICIES = ["reserve", "optimistic"]
 both_policies = pytest.mark.parametrize("policy", POLICIES)
 # seconds since the last arrival, tokens of prompt and answer
 ARRIVAL = st.tuples(st.floats(0, 0.5), st.integers(1, 300), st.integers(1, 60))
-
-app = typer.Typer()
-app.command()(main)
 
 
 def config(policy="reserve", max_step_tokens=128, **settings):
@@ -225,13 +221,10 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     rows = [f"{time},{50 + 3 * i},{1 + i % 20}" for i, time in enumerate(times)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
 
-    done = CliRunner().invoke(
-        app,
-        [
-            *("--trace", str(trace), "--stream", "trace", "--loads", "0.3,0.6"),
-            *("--max-step-tokens", "64,256", "--ttft-ms", "900", "--token-ms", "100"),
-            *("--table", str(table)),
-        ],
+    done = run_command(
+        main,
+        *("--trace", trace, "--stream", "trace", "--loads", "0.3,0.6", "--table", table),
+        *("--max-step-tokens", "64,256", "--ttft-ms", "900", "--token-ms", "100"),
     )
 
     assert done.exit_code == 0, done.output
@@ -260,9 +253,7 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
-    arguments = [str(tmp_path) if word == "EMPTY" else word for word in arguments]
-
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    done = run_command(main, *(tmp_path if word == "EMPTY" else word for word in arguments))
 
     assert done.exit_code == 2
     assert message in done.output

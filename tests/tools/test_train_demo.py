@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-import typer
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 from tests.closeness import assert_close
 from varlen_tools.train_demo import __main__ as command
@@ -17,6 +15,8 @@ from varlen_tools.train_demo.save import save_gpt2
 from varlen_tools.train_demo.text import python_documents
 from varlen_tools.train_demo.train import END_OF_TEXT, encode, train, train_tokenizer
 from varlen_tools.train_demo.transformer import Shape, Training
+
+from .commands import run_command
 
 TINY = Training(
     Shape(vocabulary=300, positions=24, hidden=16, layers=2, heads=2), steps=12, samples=2
@@ -127,20 +127,16 @@ def test_transformers_reads_the_same_tokenizer_and_configuration(checkpoint):
 def test_the_command_writes_a_checkpoint_and_keeps_one_that_exists(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "DEFAULT", TINY)
     monkeypatch.setattr(command, "python_documents", lambda: DOCUMENTS)
-    app = typer.Typer(add_completion=False)
-    app.command()(command.main)
-    arguments = ["gpt2", "--output", str(tmp_path / "model/1"), "--steps", "2"]
-    # wide enough that no line is folded
-    runner = CliRunner(env={"COLUMNS": "300"})
+    arguments = ["gpt2", "--output", tmp_path / "model/1", "--steps", "2"]
 
-    first = runner.invoke(app, arguments)
-    second = runner.invoke(app, arguments)
+    first = run_command(command.main, *arguments)
+    second = run_command(command.main, *arguments)
 
     assert first.exit_code == 0, first.output
     assert "model/1 is ready after" in first.output
     assert second.exit_code == 2
     assert "holds a checkpoint already; --force replaces it" in second.output
-    assert runner.invoke(app, [*arguments, "--force"]).exit_code == 0
+    assert run_command(command.main, *arguments, "--force").exit_code == 0
     assert sorted(path.name for path in (tmp_path / "model/1").iterdir()) == [
         "config.json",
         "generation_config.json",

@@ -10,9 +10,7 @@ from functools import cache
 import pytest
 import torch
 import transformers
-import typer
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 from tests.closeness import assert_close
 from varlen_tools.train_demo import __main__ as command
@@ -33,6 +31,8 @@ from varlen_tools.train_demo.train_dates import (
     train_dates,
 )
 from varlen_tools.train_demo.transformer import Shape, Training
+
+from .commands import run_command
 
 TINY = Training(
     Shape(vocabulary=300, positions=40, hidden=16, layers=1, heads=2), steps=25, samples=16
@@ -212,12 +212,8 @@ def test_matches_are_counted_over_all_batches(monkeypatch):
 def test_the_command_writes_a_checkpoint_and_says_how_well_it_rewrites(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "DEFAULT_DATES", TINY)
     monkeypatch.setattr(command, "_DATES_PER_FORM", 1)
-    app = typer.Typer(add_completion=False)
-    app.command()(command.main)
-    # wide enough that no line is folded
-    runner = CliRunner(env={"COLUMNS": "300"})
 
-    result = runner.invoke(app, ["dates", "--output", str(tmp_path / "model/1"), "--steps", "2"])
+    result = run_command(command.main, "dates", "--output", tmp_path / "model/1", "--steps", "2")
 
     assert result.exit_code == 0, result.output
     assert f"of {len(FORMS)} held-out dates are rewritten exactly (greedy)" in result.output

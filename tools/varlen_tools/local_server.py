@@ -35,7 +35,7 @@ class LocalServer:
 
     Args:
         model_repository: folder to serve.
-        arguments: for tritonserver, such as `["--model-control-mode=explicit"]`.
+        arguments: arguments of tritonserver, such as `["--model-control-mode=explicit"]`.
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
 
@@ -141,7 +141,7 @@ class LocalServer:
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
                 env=os.environ | self._environment,
-                # A group of its own: Ctrl-C reaches this process alone, and `stop` can end the stubs.
+                # A group of its own: Ctrl-C reaches only this process, and `stop` can end the stubs.
                 start_new_session=True,
             )
         return self._process

@@ -41,7 +41,7 @@ def convert_marian(folder: Path) -> Tokenizer:
     """Return the tokenizer of sources, which also decodes targets.
 
     Args:
-        folder: has source.spm and vocab.json.
+        folder: checkpoint with source.spm and vocab.json.
 
     Raises:
         ConversionError: a file is missing, or they do not fit each other.

@@ -44,7 +44,7 @@ def render_config(
     """Return a complete config.pbtxt, which loads without auto-completion too.
 
     Args:
-        name: of the model.
+        name: name of the model.
         checkpoint: the opened checkpoint.
         config: settings of the engine.
         max_batch_size: largest number of rows in one request.

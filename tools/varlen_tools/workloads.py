@@ -25,7 +25,7 @@ MIXES = {
 }
 # Share of a trace's requests that fit the model after scaling; longer ones are clamped.
 _FITTING = 0.99
-# Shortest and longest prompt and answer of generation, in tokens: those of Orca's evaluation.
+# Shortest and longest prompt and answer of generation, in tokens, as in Orca's evaluation.
 PROMPT_TOKENS, ANSWER_TOKENS = (32, 256), (1, 128)
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?")
 # Mean number of arrivals in a burst.
@@ -120,7 +120,7 @@ class Arrival:
     Attributes:
         at: arrival time, in seconds.
         tokens: length of each row.
-        priority, deadline_seconds: as in `Request`.
+        priority, deadline_seconds: options of `Request`.
         rows: number of rows.
         generated: length of each answer in tokens; None for tasks that generate none.
     """
@@ -173,9 +173,9 @@ def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
     """Return consecutive requests of a trace, at their own times.
 
     Args:
-        path: see `read_generation_trace`.
+        path: file of `read_generation_trace`.
         count: number of requests, if the trace has them.
-        seed: decides where they begin.
+        seed: seed of the first request.
 
     Raises:
         ValueError: see `read_generation_trace`.

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from varlen.request.request import PAYLOADS, Float32Array, Prompt
+from varlen.request.request import Float32Array, Prompt
 
 # Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
 ENTRY_BYTES = 512
@@ -104,14 +104,20 @@ def answer_key(prompt: Prompt, normalize: bool) -> bytes:
     # no types are types of zero
     if types is not None and not types.any():
         types = None
-    kind, numbers = len(PAYLOADS), b""
-    if prompt.payload is not None:
-        kind, numbers = PAYLOADS.index(type(prompt.payload)), prompt.payload.numbers().tobytes()
+    payload = prompt.payload
     # lengths first, so that nothing runs into what follows it
-    head = struct.pack("<Q??BQ", len(ids), normalize, types is not None, kind, len(numbers))
-    digest = blake2b(head, digest_size=_KEY_BYTES)
-    digest.update(ids.astype(np.int32, copy=False).tobytes())
-    if types is not None:
-        digest.update(types.astype(np.int32, copy=False).tobytes())
-    digest.update(numbers)
+    digest = blake2b(
+        struct.pack(
+            "<Q??Qq",
+            len(ids),
+            normalize,
+            types is not None,
+            payload.count or 0,
+            -1 if payload.tokens is None else len(payload.tokens),
+        ),
+        digest_size=_KEY_BYTES,
+    )
+    for numbers in (ids, types, payload.tokens):
+        if numbers is not None:
+            digest.update(numbers.astype(np.int32, copy=False).tobytes())
     return digest.digest()

@@ -7,11 +7,10 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
-from varlen.execution.device import memory_of
+from varlen.execution.device import device_memory, memory_of
 from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
-from varlen.memory.out_of_memory import memory_errors
 from varlen.program.program import Program
 
 
@@ -34,15 +33,12 @@ def batch_arena(
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes for each of {workers} workers; this model needs {needed} for one token"
         )
-    try:
-        with memory_errors():
-            return Arena(layout, largest(most), device)
-    except MemoryError:
-        footprint = layout.plan(largest(most)).footprint
-        raise ConfigError(
-            f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
-            "has free: lower max_batch_tokens or arena_bytes"
-        ) from None
+    footprint = layout.plan(largest(most)).footprint
+    with device_memory(
+        f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
+        "has free: lower max_batch_tokens or arena_bytes"
+    ):
+        return Arena(layout, largest(most), device)
 
 
 def step_arenas(
@@ -66,14 +62,11 @@ def step_arenas(
             f"arena_bytes allows {allowed} bytes; a step of {max_step_tokens} tokens needs {needed}:"
             " lower max_step_tokens"
         )
-    try:
-        with memory_errors():
-            return tuple(Arena(layout, largest, device) for layout in layouts)
-    except MemoryError:
-        raise ConfigError(
-            f"a step of {max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
-            " lower max_step_tokens"
-        ) from None
+    with device_memory(
+        f"a step of {max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
+        " lower max_step_tokens"
+    ):
+        return tuple(Arena(layout, largest, device) for layout in layouts)
 
 
 def most_sequences(config: EngineConfig) -> int | None:

@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
@@ -10,6 +12,7 @@ import torch
 
 from varlen.config import Device, DType
 from varlen.errors import ConfigError
+from varlen.memory.out_of_memory import memory_errors
 
 # Memory limit of a container; "max" if there is none.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -94,6 +97,16 @@ def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
     return torch.bfloat16 if fast else torch.float32
+
+
+@contextmanager
+def device_memory(refusal: str) -> Iterator[None]:
+    """Refuse the settings, by ConfigError with this message, if the device runs out of memory."""
+    try:
+        with memory_errors():
+            yield
+    except MemoryError:
+        raise ConfigError(refusal) from None
 
 
 def memory_of(device: torch.device) -> int:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
-from varlen.execution.device import memory_of
-from varlen.memory.out_of_memory import memory_errors
+from varlen.execution.device import device_memory, memory_of
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import State
 
@@ -83,15 +82,12 @@ def new_caches(states: Sequence[State], device: torch.device) -> dict[str, Tenso
     Raises:
         ConfigError: the device has too little memory.
     """
-    try:
-        with memory_errors():
-            # on a CPU, memory is taken when a block is first written
-            return {
-                state.name: torch.empty(state.shape, dtype=state.dtype, device=device)
-                for state in states
-            }
-    except MemoryError:
-        size = sum(torch.Size(state.shape).numel() * state.dtype.itemsize for state in states)
-        raise ConfigError(
-            f"keys and values need {size} bytes, more than the device has free: lower kv_bytes"
-        ) from None
+    size = sum(torch.Size(state.shape).numel() * state.dtype.itemsize for state in states)
+    with device_memory(
+        f"keys and values need {size} bytes, more than the device has free: lower kv_bytes"
+    ):
+        # on a CPU, memory is taken when a block is first written
+        return {
+            state.name: torch.empty(state.shape, dtype=state.dtype, device=device)
+            for state in states
+        }

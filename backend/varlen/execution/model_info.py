@@ -48,11 +48,10 @@ class ModelInfo:
         """Return the number of padding tokens of a batch of this shape."""
         return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
 
-    def most_masks(self, length: int) -> Masks | None:
-        """Return the most masks of a prompt of this length, or None."""
-        if self.task != "fill_mask":
-            return None
-        return Masks(np.arange(min(length, MAX_MASKS), dtype=np.int32))
+    def most_masks(self, length: int) -> Masks:
+        """Return the most masks of a prompt of this length."""
+        count = min(length, MAX_MASKS) if self.task == "fill_mask" else 0
+        return Masks(np.arange(count, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)

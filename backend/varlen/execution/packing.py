@@ -121,9 +121,7 @@ def fill_inputs(
             case "position_ids":
                 into[:tokens] = positions_of(bounds, lengths)
             case "type_ids":
-                for begin, prompt in zip(bounds.tolist(), prompts, strict=False):
-                    if prompt.type_ids is not None:
-                        into[begin : begin + prompt.num_tokens] = prompt.type_ids
+                np.concatenate([_type_ids(prompt) for prompt in prompts], out=into[:tokens])
             case "cu_seqlens":
                 into[: count + 1] = bounds
                 into[count + 1 :] = tokens
@@ -134,33 +132,26 @@ def fill_inputs(
                 into[:count] = [each.normalize for each in options]
             case "normalize_tokens":
                 into[:tokens] = np.repeat([each.normalize for each in options], lengths)
-            case "key_lengths" | "unpooled_lengths":
-                into[:count] = [_LENGTHS[name](prompt) for prompt in prompts]
+            case "key_lengths":
+                into[:count] = [p.payload_count(Vectors) or p.num_tokens for p in prompts]
+            case "unpooled_lengths":
+                into[:count] = [prompt.payload_count(Unpooled) or 0 for prompt in prompts]
             case _:
                 raise ValueError(f'the program reads an input "{name}", which prompts do not have')
+
+
+def _type_ids(prompt: Prompt) -> Int32Array:
+    return np.zeros_like(prompt.token_ids) if prompt.type_ids is None else prompt.type_ids
 
 
 def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
     """Return the masks of all sequences by their place in the batch, `[masks]` int32."""
     rows = [
-        begin + prompt.payload.places
+        begin + places
         for begin, prompt in zip(bounds, prompts, strict=False)
-        if isinstance(prompt.payload, Masks)
+        if (places := prompt.payload_tokens(Masks)) is not None
     ]
     return np.concatenate([np.empty(0, np.int32), *rows])
-
-
-def _num_keys(prompt: Prompt) -> int:
-    num_keys = prompt.payload.num_keys if isinstance(prompt.payload, Vectors) else None
-    return prompt.num_tokens if num_keys is None else num_keys
-
-
-def _num_unpooled(prompt: Prompt) -> int:
-    return prompt.payload.count if isinstance(prompt.payload, Unpooled) else 0
-
-
-# Inputs with a number of tokens of each sequence.
-_LENGTHS = {"key_lengths": _num_keys, "unpooled_lengths": _num_unpooled}
 
 
 def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:

@@ -13,7 +13,7 @@ from varlen.execution.arenas import batch_arena
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.device import choose_device
+from varlen.execution.device import choose_device, device_memory
 from varlen.execution.encoder_program import load_program
 from varlen.execution.fingerprint import device_name
 from varlen.execution.model_info import GraphUse, ModelInfo
@@ -218,22 +218,17 @@ class Runner:
 
     def _make_device_runner(self) -> DeviceRunner:
         parts = self.program, self._kernels, self.arena
-        try:
-            with memory_errors():
-                if self.device.type == "cpu":
-                    return CpuRunner(*parts)
-                return CudaRunner(
-                    *parts, CudaGraphs(self.device, self._config.device_timeout_seconds)
-                )
-        except MemoryError:
-            raise ConfigError(
-                f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
-                " lower max_batch_tokens or max_batch_sequences"
-            ) from None
+        with device_memory(
+            f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
+            " lower max_batch_tokens or max_batch_sequences"
+        ):
+            if self.device.type == "cpu":
+                return CpuRunner(*parts)
+            return CudaRunner(*parts, CudaGraphs(self.device, self._config.device_timeout_seconds))
 
 
 def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
-    places = prompt.payload.places if isinstance(prompt.payload, Vectors) else None
+    places = prompt.payload_tokens(Vectors)
     return vectors if places is None else vectors[places]
 
 

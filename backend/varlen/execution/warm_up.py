@@ -155,10 +155,8 @@ def _chunk(
     runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
 ) -> Chunk:
     """Return a prompt of zeros in block 0 and a source text if needed."""
-    prompt = Prompt(
-        np.zeros(length, dtype=np.int32),
-        payload=Source(np.zeros(source, dtype=np.int32)) if runner.has_sources else None,
-    )
+    text = Source(np.zeros(source, dtype=np.int32) if runner.has_sources else None)
+    prompt = Prompt(np.zeros(length, dtype=np.int32), payload=text)
     request = Request((prompt,), RequestOptions(generation=options))
     (sequence,) = unanswered_sequences(request)
     assert isinstance(sequence, GeneratedSequence)

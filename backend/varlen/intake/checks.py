@@ -299,8 +299,8 @@ class Intake:
         if not tokens:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")
         self._check_ids(row, "text", text.token_ids, text.type_ids)
-        payload = Unpooled(num_unpooled) if num_unpooled else None
-        return self._placed(row, Prompt(text.token_ids, text.type_ids, payload), role)
+        prompt = Prompt(text.token_ids, text.type_ids, Unpooled(count=num_unpooled))
+        return self._placed(row, prompt, role)
 
     def _placed(self, row: int, tokens: Prompt, role: TextRole) -> Prompt:
         """Return tokens in their role, with their masks, or as the source of a target."""

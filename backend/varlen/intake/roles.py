@@ -68,8 +68,7 @@ class TextRole:
         if self.skipped is not None:
             kept = np.flatnonzero(~np.isin(ids, self.skipped)).astype(np.int32)
             kept = None if len(kept) == len(ids) else kept
-        is_plain = num_keys is None and kept is None
-        return Prompt(ids, types, None if is_plain else Vectors(num_keys, kept))
+        return Prompt(ids, types, Vectors(kept, num_keys))
 
 
 @dataclass(frozen=True, slots=True)

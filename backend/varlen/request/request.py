@@ -19,95 +19,38 @@ MAX_MASKS = 8
 MAX_TOP_K = 100
 
 
-class Payload(Protocol):
-    """What only one task reads of a prompt.
-
-    Worker processes and the response cache know it as an array of numbers.
-    """
-
-    def numbers(self) -> Int32Array:
-        """Return all of it as numbers, `[numbers]` int32."""
-
-    @classmethod
-    def of(cls, numbers: Int32Array) -> "Payload":
-        """Return the payload of these `numbers()`."""
-
-
 @dataclass(frozen=True, slots=True)
-class Unpooled:
-    """What `embed` leaves out: the first `count` tokens, which are a prompt before the text."""
-
-    count: int
-
-    def numbers(self) -> Int32Array:
-        """Return the count."""
-        return np.array([self.count], np.int32)
-
-    @classmethod
-    def of(cls, numbers: Int32Array) -> "Unpooled":
-        """Return the payload of these `numbers()`."""
-        return cls(int(numbers[0]))
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """What `fill_mask` predicts: the tokens at `places`, `[masks]` int32, at most MAX_MASKS."""
-
-    places: Int32Array
-
-    def numbers(self) -> Int32Array:
-        """Return the places."""
-        return self.places
-
-    @classmethod
-    def of(cls, numbers: Int32Array) -> "Masks":
-        """Return the payload of these `numbers()`."""
-        return cls(numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class Vectors:
-    """Which vectors `token_embed` returns, and what they depend on.
+class Payload:
+    """What only one task reads of a prompt; a class for each task says what it means.
 
     Attributes:
-        num_keys: the number of tokens, from the first, that other tokens read; None is all.
-        places: `[vectors]` int32, the tokens whose vectors are returned, ascending; None is all.
+        tokens: `[tokens]` int32, tokens by place, ascending, or by id.
+        count: a number of tokens, from the first.
     """
 
-    num_keys: int | None = None
-    places: Int32Array | None = None
-
-    def numbers(self) -> Int32Array:
-        """Return the number of keys, whether there are places, and these."""
-        num_keys = -1 if self.num_keys is None else self.num_keys
-        head = np.array([num_keys, self.places is not None], np.int32)
-        return head if self.places is None else np.concatenate([head, self.places])
-
-    @classmethod
-    def of(cls, numbers: Int32Array) -> "Vectors":
-        """Return the payload of these `numbers()`."""
-        num_keys, has_places = numbers[:2].tolist()
-        return cls(None if num_keys < 0 else num_keys, numbers[2:] if has_places else None)
+    tokens: Int32Array | None = None
+    count: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The text that `translate` reads, `[tokens]` int32; the prompt is how each answer begins."""
-
-    token_ids: Int32Array
-
-    def numbers(self) -> Int32Array:
-        """Return the tokens."""
-        return self.token_ids
-
-    @classmethod
-    def of(cls, numbers: Int32Array) -> "Source":
-        """Return the payload of these `numbers()`."""
-        return cls(numbers)
+class Masks(Payload):
+    """The places of the tokens that `fill_mask` predicts, at most MAX_MASKS."""
 
 
-# A payload is sent and stored with its place here.
-PAYLOADS: tuple[type[Payload], ...] = (Unpooled, Masks, Vectors, Source)
+class Vectors(Payload):
+    """The places of the vectors that `token_embed` returns, and the count of tokens that others read; None is all."""
+
+
+class Unpooled(Payload):
+    """The count of tokens that `embed` does not pool."""
+
+
+class Source(Payload):
+    """The ids of the text that `translate` reads; its prompt is how each answer begins."""
+
+
+# Worker processes and the response cache name a payload by its place here.
+PAYLOADS = (Payload, Masks, Vectors, Unpooled, Source)
+_NOTHING = Payload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,33 +60,38 @@ class Prompt:
     Attributes:
         token_ids: `[tokens]` int32, at least one.
         type_ids: `[tokens]` int32, or None for all zero.
-        payload: what only the task of the model reads, if there is anything.
+        payload: what only the task of the model reads.
     """
 
     token_ids: Int32Array
     type_ids: Int32Array | None = None
-    payload: Payload | None = None
+    payload: Payload = _NOTHING
+
+    def payload_tokens(self, kind: type[Payload]) -> Int32Array | None:
+        """Return the tokens of its payload, if it is of this kind."""
+        return self.payload.tokens if type(self.payload) is kind else None
+
+    def payload_count(self, kind: type[Payload]) -> int | None:
+        """Return the count of its payload, if it is of this kind."""
+        return self.payload.count if type(self.payload) is kind else None
 
     @property
     def num_vectors(self) -> int:
         """Rows of its answer, where tokens have a row each."""
-        places = self.payload.places if isinstance(self.payload, Vectors) else None
+        places = self.payload_tokens(Vectors)
         return self.num_tokens if places is None else len(places)
 
     @property
     def num_masks(self) -> int:
         """Number of tokens to predict."""
-        return len(self.payload.places) if isinstance(self.payload, Masks) else 0
-
-    @property
-    def source_ids(self) -> Int32Array | None:
-        """`[tokens]` int32, the text that a translation reads."""
-        return self.payload.token_ids if isinstance(self.payload, Source) else None
+        places = self.payload_tokens(Masks)
+        return 0 if places is None else len(places)
 
     @property
     def num_source_tokens(self) -> int:
         """Length of the source text in tokens; 0 without one."""
-        return len(self.payload.token_ids) if isinstance(self.payload, Source) else 0
+        source = self.payload_tokens(Source)
+        return 0 if source is None else len(source)
 
     @property
     def num_tokens(self) -> int:

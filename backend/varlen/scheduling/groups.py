@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from varlen.memory.blocks import BlockPool
-from varlen.request.request import Prompt
+from varlen.request.request import Prompt, Source
 from varlen.scheduling.sequence import Chunk, GeneratedSequence
 
 
@@ -247,7 +247,7 @@ class GroupMemory:
         begin, end = first.num_computed, first.num_computed + tokens
         num_blocks = self.blocks.blocks_of(end)
         has_logits = end == len(first.token_ids)
-        source = first.prompt.source_ids
+        source = first.prompt.payload_tokens(Source)
         source_block_ids = tuple(group.source_block_ids)
         encodes = () if group.is_encoded or source is None else tuple(source.tolist())
         chunks = []

@@ -168,7 +168,7 @@ class GeneratedSequence(SequenceState):
 
     def __post_init__(self) -> None:
         self.token_ids = self.prompt.token_ids.tolist()
-        self.is_searched = self.generation.is_search or self.prompt.source_ids is not None
+        self.is_searched = self.generation.is_search or self.prompt.num_source_tokens > 0
 
     @property
     def generation(self) -> GenerationOptions:

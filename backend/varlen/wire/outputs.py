@@ -30,7 +30,7 @@ class ModelOutputs:
     Attributes:
         task: of the model.
         width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
-            fill a mask.
+            fill a mask; 0 where tokens are the answer.
         labels: of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
@@ -57,10 +57,9 @@ class ModelOutputs:
             "top_k": largest_top_k(checkpoint.vocab_size),
         }
         width = TASKS[task].width
-        assert width is not None
         return cls(
             task,
-            widths[width],
+            0 if width is None else widths[width],
             checkpoint.labels,
             checkpoint.normalize,
             checkpoint.splade.max_active_dims,

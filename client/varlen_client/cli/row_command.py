@@ -37,11 +37,11 @@ class RowCommand(Generic[_Answer]):
     """A command that sends rows, and prints or writes an answer to each.
 
     Attributes:
-        method: of the client, which returns an answer per row.
-        progress: what the progress bar says.
-        fields: returns the fields of an answer's JSON object, beside its text.
-        lines: returns the lines of an answer; each is printed after the text.
-        written: what the arrays are that a file gets.
+        method: method of the client, which returns an answer per row.
+        progress: word of the progress bar.
+        fields: function that returns the fields of an answer's JSON object, beside its text.
+        lines: function that returns the lines of an answer; each is printed after the text.
+        written: name of the arrays that a file gets.
     """
 
     method: Callable[..., Iterable[_Answer]]

@@ -54,9 +54,9 @@ def _arrays(method: Callable[..., list[Floats]], name: str, rows: str) -> RowCom
     """Return a command that answers with an array per text.
 
     Args:
-        method: of the client.
-        name: of the arrays; its first word is that of the JSON field.
-        rows: what the rows of an array are.
+        method: method of the client.
+        name: name of the arrays; its first word names the JSON field.
+        rows: name of the rows of an array.
     """
     return RowCommand(
         method,

@@ -66,10 +66,10 @@ class Chunks:
     """Makes the chunks of a stream.
 
     Attributes:
-        head: of each chunk.
-        make_choice: makes the choice of a chunk.
+        head: first fields of each chunk.
+        make_choice: function that makes the choice of a chunk.
         includes_usage: whether a last chunk has the usage.
-        metrics: where tokens are counted.
+        metrics: counters of tokens.
     """
 
     head: Head

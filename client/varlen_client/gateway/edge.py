@@ -40,9 +40,9 @@ class Edge:
 
     Args:
         app: what it passes requests to.
-        settings: of the gateway.
-        metrics: where it counts requests.
-        paths: those that metrics name; the others are counted together.
+        settings: limits and keys of the gateway.
+        metrics: counters of requests.
+        paths: paths that metrics name; the others are counted together.
     """
 
     def __init__(

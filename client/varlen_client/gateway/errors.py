@@ -124,7 +124,7 @@ def _describe(error: RequestValidationError) -> tuple[str | None, str]:
     location = first["loc"][1:]
     if not location:
         if isinstance(error.body, bytes):
-            # FastAPI reads JSON only with this header; `curl -d` alone sends another
+            # FastAPI reads JSON only with this header; plain `curl -d` sends another
             return None, "the body is not read; send the header Content-Type: application/json"
         given = "empty" if error.body is None else _shortened.repr(error.body)
         return None, f"the body is {given}; send a JSON object"
@@ -145,7 +145,7 @@ def _describe(error: RequestValidationError) -> tuple[str | None, str]:
 def _wrong_value(body: Any, location: Sequence[str | int]) -> tuple[list[str | int], Any]:
     """Return the path of a wrong value in the body, and the value.
 
-    In the location of a field of several types, the names of types come after those of the body.
+    In the location of a field of several types, the names of types come after names of the body.
     """
     path: list[str | int] = []
     for part in location:

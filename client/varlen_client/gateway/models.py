@@ -40,7 +40,7 @@ class Models:
 
     Args:
         default: the model of requests that name none; None is the only ready model.
-        connect: returns a client of a model, or of the server.
+        connect: function that returns a client of a model, or of the server.
     """
 
     def __init__(self, default: str | None, connect: Connect) -> None:
@@ -126,8 +126,8 @@ class Gateway:
         The tokens are counted in the metrics.
 
         Args:
-            name: that a request has.
-            task, inputs, options: see `AsyncClient.counted`.
+            name: name that a request has; None is the default.
+            task, inputs, options: arguments of `AsyncClient.counted`.
         """
         model = await self.models.get(name)
         timeout = self.settings.timeout_seconds

@@ -56,7 +56,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingBody(OpenAIBody):
-    """OpenAI's fields, and those of vLLM that the backend has too."""
+    """OpenAI's fields, and fields of vLLM that the backend has too."""
 
     n: int = Field(1, ge=1)
     stream: bool = False

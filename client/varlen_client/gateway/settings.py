@@ -16,7 +16,7 @@ class GatewaySettings:
 
     Attributes:
         url: address of the server, such as `grpc://127.0.0.1:8001`.
-        model: for requests that name no model; None is the only ready model of the server.
+        model: name of the model for requests that name none; None is the only ready model of the server.
         api_keys: keys that requests may have; without any, requests need none.
         cors_origins: origins of browser pages that may send requests; `*` is all.
         max_body_bytes: largest body of a request.

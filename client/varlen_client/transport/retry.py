@@ -41,10 +41,10 @@ async def with_retries(
     """Return the result of `send`, retried while the server is unavailable.
 
     Args:
-        deadline: on the event loop's clock; a retry that would start after it is not made.
+        deadline: time on the event loop's clock; a retry that would start after it is not made.
 
     Raises:
-        ServerUnavailable: that of the last attempt.
+        ServerUnavailable: the last attempt failed.
     """
     clock = asyncio.get_running_loop().time
     start, retry = clock(), 0

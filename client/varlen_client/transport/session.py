@@ -52,7 +52,7 @@ class Session:
     Args:
         endpoint: address of the server.
         model: the model's name; None for the only ready model of the server.
-        retry: when requests are sent again.
+        retry: policy of requests that are sent again.
         ca_file: certificates to trust with TLS, instead of the default ones.
     """
 
@@ -71,7 +71,7 @@ class Session:
         """Return the model's info, which was read from the server within the last half minute.
 
         Args:
-            deadline: on the event loop's clock; no retry starts after it.
+            deadline: time on the event loop's clock; no retry starts after it.
         """
         now = asyncio.get_running_loop().time()
         if self._info is None or now > self._info_until:

@@ -1,4 +1,4 @@
-"""Attention inside packed sequences in plain torch, and the tiles of queries that GPUs read for it."""
+"""Attention inside packed sequences in plain torch, and its tiles of queries."""
 
 from collections.abc import Iterator
 from itertools import pairwise

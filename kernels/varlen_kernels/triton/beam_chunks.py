@@ -1,6 +1,7 @@
-"""The first kernel of a beam search step: the best logits of each chunk of a row, and its sum of exponentials.
+"""The first kernel of a beam search step: the best logits of each chunk.
 
-The groups are parts of a chunk, see `beam`; the pass that finds the best entry of each group also sums exp.
+A chunk is a part of a row; the kernel also writes its sum of exponentials. The groups are parts of a chunk, see `beam`;
+the pass that finds the best entry of each group also sums exp.
 """
 
 import math
@@ -175,7 +176,7 @@ def search_chunks(
     vector: int,
     has_finished: bool,
 ) -> None:
-    """Write the best logits of each chunk into `found`, and its sum of exponentials into `sums`.
+    """Write the best logits of each chunk, and its sum of exponentials.
 
     Args:
         logits: `[sequences · beams, vocabulary]`.

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.reference.torch_parts import copy_unless_same
 from varlen_kernels.triton.attention_checks import MAX_HEAD_DIM
 from varlen_kernels.triton.checks import (
     check_dtype,
@@ -83,7 +84,7 @@ def norm_heads(
     """
     head_dim = _checked_head_dim(qkv, num_heads, num_kv_heads, out)
     check_vector(head_dim, query_weight=query_weight, key_weight=key_weight)
-    out = _copied(qkv, out)
+    out = copy_unless_same(qkv, out)
     if len(qkv) == 0:
         return out
     launch = pick("norm_heads", (head_dim, qkv.dtype), candidate_norm_launches)
@@ -165,7 +166,7 @@ def rotary(
             f"cos_sin is {list(cos_sin.shape)} {cos_sin.dtype}; it must be [positions, an even number up to"
             f" {head_dim}] torch.float32"
         )
-    out = _copied(qkv, out)
+    out = copy_unless_same(qkv, out)
     if len(qkv) == 0:
         return out
     launch = pick("rotary", (rotary_dim // 2, head_dim, qkv.dtype), candidate_rotary_launches)
@@ -200,13 +201,6 @@ def candidate_rotary_launches(half: int, head_dim: int, dtype: torch.dtype) -> l
         dtype: of queries and keys.
     """
     return tile_launches(half, vector_width(dtype, half, head_dim))
-
-
-def _copied(qkv: Tensor, out: Tensor | None) -> Tensor:
-    """Return `out`, or a new tensor, with the content of `qkv`; they may share memory."""
-    if out is None:
-        return qkv.clone()
-    return out if out.data_ptr() == qkv.data_ptr() else out.copy_(qkv)
 
 
 def _checked_head_dim(qkv: Tensor, num_heads: int, num_kv_heads: int, out: Tensor | None) -> int:

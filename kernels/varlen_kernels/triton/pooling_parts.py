@@ -1,7 +1,8 @@
-"""Pooling of long sequences: one kernel pools parts of each sequence, and a second one merges the parts.
+"""Pooling of long sequences in parts.
 
-Each read of ROWS tokens waits for memory, so one program would take long for a long sequence. The parts of a sequence
-depend only on its length, but whether there are parts depends on its batch, and with it the last bits of a mean.
+One kernel pools parts of each sequence, and a second one merges them. Each read of ROWS tokens waits for memory, so one
+program would take long for a long sequence. The parts of a sequence depend only on its length, but whether there are
+parts depends on its batch, and with it the last bits of a mean.
 """
 
 import torch

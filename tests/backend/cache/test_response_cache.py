@@ -237,7 +237,7 @@ def test_all_that_the_answer_depends_on_tells_keys_apart(bench):
 def test_tokens_that_are_read_and_vectors_that_are_returned_tell_keys_apart(bench):
     ids = np.array([5, 6], dtype=np.int32)
     places = [None, *(np.array(kept, dtype=np.int32) for kept in ([], [0], [1]))]
-    payloads = [Vectors(num_keys, kept) for num_keys in (1, 2) for kept in places]
+    payloads = [Vectors(kept, num_keys) for num_keys in (1, 2) for kept in places]
     requests = [Request((Prompt(ids, payload=payload),)) for payload in payloads]
     for request in requests * 2:
         bench.cache.submit(request, CacheReply())

@@ -146,7 +146,7 @@ def test_sequences_may_have_fewer_keys_than_tokens():
     key_lengths = later.input("key_lengths", ("sequences",), torch.int32)
     inputs = inputs_for(6, 3, [key_lengths, declare.normalize_tokens(OPS)])
 
-    prompts = [Prompt(ids(7, 8, 9), payload=Vectors(num_keys=2)), Prompt(ids(5, 6))]
+    prompts = [Prompt(ids(7, 8, 9), payload=Vectors(count=2)), Prompt(ids(5, 6))]
     fill_inputs(inputs, prompts, [PLAIN, NORMALIZED])
 
     assert inputs["key_lengths"].tolist() == [2, 2, 0]
@@ -156,7 +156,9 @@ def test_sequences_may_have_fewer_keys_than_tokens():
 def test_sequences_may_start_with_tokens_that_are_not_pooled():
     inputs = inputs_for(6, 3, [declare.unpooled_lengths(OPS)])
 
-    fill_inputs(inputs, [Prompt(ids(7, 8, 9), payload=Unpooled(2)), Prompt(ids(5, 6))], [PLAIN] * 2)
+    fill_inputs(
+        inputs, [Prompt(ids(7, 8, 9), payload=Unpooled(count=2)), Prompt(ids(5, 6))], [PLAIN] * 2
+    )
 
     assert inputs["unpooled_lengths"].tolist() == [2, 0, 0]
 
@@ -182,7 +184,7 @@ def test_answers_are_cut_by_the_rows_of_a_sequence(dimension, expected):
     rows = np.arange(6 if dimension == "tokens" else 3, dtype=np.float32)
     masks = ([0, 2], None, [1])
     prompts = [
-        Prompt(ids(*range(length)), payload=None if places is None else Masks(ids(*places)))
+        Prompt(ids(*range(length)), payload=Masks(None if places is None else ids(*places)))
         for length, places in zip((3, 1, 2), masks, strict=True)
     ]
 

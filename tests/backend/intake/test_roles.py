@@ -8,9 +8,9 @@ from varlen.request.request import Vectors
 
 
 def values_of(prompt):
-    payload = prompt.payload or Vectors()
-    fields = prompt.token_ids, prompt.type_ids, payload.places
-    return *(None if each is None else each.tolist() for each in fields), payload.num_keys
+    fields = prompt.token_ids, prompt.type_ids, prompt.payload_tokens(Vectors)
+    values = (None if each is None else each.tolist() for each in fields)
+    return *values, prompt.payload_count(Vectors)
 
 
 def test_added_tokens_have_type_zero_and_are_read_only_if_the_role_says_so():

@@ -189,7 +189,7 @@ def prompt_of_sequence(sequence):
 
 def source_of(sequence):
     """Return the tokens of the source text of a sequence."""
-    source = sequence.prompt.source_ids
+    source = sequence.prompt.payload_tokens(Source)
     return [] if source is None else source.tolist()
 
 
@@ -248,7 +248,7 @@ class Bench:
         """
         reply = reply or FakeReply()
         rows = [[1] * row if isinstance(row, int) else row for row in prompts]
-        source = None if source is None else Source(np.array(source, np.int32))
+        source = Source(None if source is None else np.array(source, np.int32))
         options = RequestOptions(
             generation=GenerationOptions(max_tokens=max_tokens, n=n, num_beams=num_beams),
             priority=priority,

@@ -261,7 +261,7 @@ def test_a_translation_does_not_begin_with_its_source_and_counts_its_tokens(smal
     request, spec = read(translating, text_input=text("the cat"))
 
     [prompt] = request.prompts
-    assert (prompt.source_ids.tolist(), prompt.token_ids.tolist()) == ([2, 5, 6, 3], [3])
+    assert (prompt.payload.tokens.tolist(), prompt.token_ids.tolist()) == ([2, 5, 6, 3], [3])
     assert spec == ResponseSpec(rows=1)
     with refused("exclude_input_in_output is false; only a request with text_input"):
         read(translating, text_input=text("the cat"), exclude_input_in_output=np.array([False]))

@@ -10,8 +10,8 @@ import typer
 from varlen_bench.gpu_report.bounded import Outcome, run_stages
 from varlen_bench.gpu_report.stages import Files, all_stages
 from varlen_bench.gpu_report.summary import is_wrong, summary
-from varlen_bench.harness.command import Only, Revision
-from varlen_bench.kernels.gpu_run import chosen, finds_gpu
+from varlen_bench.harness.command import Only, Revision, refused, select
+from varlen_bench.kernels.gpu_run import finds_gpu
 
 SECONDS = 585
 SUMMARY = "summary.md"
@@ -30,7 +30,8 @@ def main(
     # the summary reads earlier files of the folder, too
     files = Files(output, revision)
     stages = {stage.name: stage for stage in all_stages(files)}
-    names = chosen(only, stages)
+    with refused():
+        names = select(only, stages)
     if not finds_gpu("gpu-report"):
         return
     output.mkdir(parents=True, exist_ok=True)

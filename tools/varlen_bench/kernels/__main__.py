@@ -15,10 +15,12 @@ from varlen_bench.harness.command import (
     Quick,
     Revision,
     csv_path,
+    refused,
+    select,
 )
 from varlen_bench.kernels import report
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP, measure_encoder
-from varlen_bench.kernels.gpu_run import GpuRun, chosen, finds_gpu
+from varlen_bench.kernels.gpu_run import GpuRun, finds_gpu
 from varlen_bench.kernels.grid import FULL, QUICK, TINY, Grid
 from varlen_bench.kernels.groups import DTYPES, GROUPS, is_compiled
 from varlen_bench.kernels.machine import (
@@ -58,7 +60,8 @@ def main(
     output: Output = None,
 ) -> None:
     """Compare our kernels with torch, torch.compile, liger-kernel and transformers on this GPU."""
-    groups, kinds = chosen(only, [*GROUPS, ENCODER]), chosen(dtypes, DTYPES)
+    with refused():
+        groups, kinds = select(only, [*GROUPS, ENCODER]), select(dtypes, DTYPES)
     if not dry_run and not finds_gpu("bench-kernels", "; --dry-run needs none"):
         return
     if tuning_table is not None:

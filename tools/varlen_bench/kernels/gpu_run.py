@@ -1,12 +1,12 @@
-"""How the commands on a GPU start, choose and write rows: benchmark, smoke test, figures, tuner."""
+"""How the commands on a GPU start, and how they write rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import typer
 
-from varlen_bench.harness.command import Run, select
+from varlen_bench.harness.command import Run
 from varlen_bench.harness.rows import Cell
 
 
@@ -16,18 +16,6 @@ def finds_gpu(command: str, hint: str = "") -> bool:
         return True
     print(f"{command}: skipped, torch finds no CUDA GPU{hint}")
     return False
-
-
-def chosen(wanted: str, known: Iterable[str]) -> list[str]:
-    """Return the names selected by an option, see `select`.
-
-    Raises:
-        typer.BadParameter: a wanted name selects nothing.
-    """
-    try:
-        return select(wanted, known)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 class GpuRun(Run):

@@ -24,7 +24,7 @@ def _of_lengths(make: Callable[..., OpCall], *sizes: int) -> AnyBatch:
 
 
 def _of_halves(make: Callable[..., OpCall], *sizes: int) -> AnyBatch:
-    """The last half of each sequence is new: a decode step if all have one token."""
+    # half of each sequence is new: a decode step if all have one token
     return lambda lengths, dtype: make([-(-n // 2) for n in lengths], lengths, *sizes, dtype)
 
 

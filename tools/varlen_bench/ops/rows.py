@@ -25,7 +25,7 @@ def _norm(
     hidden: int,
     dtype: torch.dtype,
 ) -> OpCall:
-    """Return a norm of the sum of some rows; a "residual" one returns the sum, too.
+    """Return a norm of a sum of rows; a "residual" one returns the sum, too.
 
     Args:
         rows, weights: names of the inputs of these shapes.

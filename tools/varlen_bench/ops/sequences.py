@@ -57,6 +57,7 @@ def attention_varlen(
         rows = tokens + len(lengths) + empty + 1
         inputs["tiles"] = unwritten(torch.int32, rows, 3 + half_keys)
     if by_distance:
+        # each distance has its own row
         inputs["distances"] = lambda make: Distances(
             make.ints(list(range(distances))),
             make.random(distances, hidden),

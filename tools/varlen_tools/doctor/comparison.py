@@ -28,7 +28,7 @@ class Comparison:
     """Answers of two programs to the same inputs.
 
     Attributes:
-        what: is compared, such as vectors in bf16.
+        what: name of the answers, such as vectors in bf16.
         original: library and version of the other program; empty if none was asked.
         count: number of inputs.
         agrees: whether the difference is one of rounding; None if that could not be judged.
@@ -62,10 +62,10 @@ def compare_values(
     """Return the comparison of one array per input.
 
     Args:
-        what: is compared.
+        what: name of the answers.
         original: library and version.
         actual, expected: per input `[features]`, or `[tokens, features]`.
-        dtype: of `actual`, in the words of the settings.
+        dtype: dtype of `actual`, in the words of the settings.
     """
     what = f"{what} in {dtype}"
     pairs = list(zip(actual, expected, strict=True))

@@ -62,8 +62,8 @@ class Examination:
 
     Attributes:
         memory: name and size of each need, in words.
-        comparisons: with the original libraries.
-        speeds: on this machine.
+        comparisons: results beside the original libraries.
+        speeds: tokens per second on this machine.
     """
 
     memory: tuple[tuple[str, str], ...]
@@ -83,7 +83,7 @@ def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) ->
         VarlenError: the checkpoint or a setting is refused.
     """
     task: Task = config.task or checkpoint.task
-    # no limits beside those of the model, no cache, and no measurements at load
+    # no limits beside the limits of the model, no cache, and no measurements at load
     config = replace(
         config,
         task=task,
@@ -108,7 +108,7 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     speeds: tuple[Speed, ...] = ()
     answers: dict[DType, list[Float32Array]] = {}
     with Encoder(service) as encoder:
-        # it takes texts with masks alone
+        # it takes only texts with masks
         if has_speed and config.task != "fill_mask":
             speeds = tuple(_encoder_speeds(encoder, vocab_size, limit))
         if task == config.task:

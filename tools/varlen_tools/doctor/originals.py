@@ -23,7 +23,6 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
 
-# Tasks whose answers are compared with those of the checkpoint's own class; of others, hidden states are.
 NEW_TOKENS = 16
 _ONE_BY_ONE: Mapping[str, Any] = {"batch_size": 1, "show_progress_bar": False}
 

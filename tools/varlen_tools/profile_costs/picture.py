@@ -1,4 +1,4 @@
-"""The picture of a profile: two heat maps of predicted costs, and predictions beside measurements; its page."""
+"""The picture of a profile: heat maps of predicted costs, and measured batches; its page."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Profile:
     """A measured cost model, ready to be shown.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         costs: the measurement and its circumstances.
         lengths, counts: axes of the grid, ascending.
         seconds: `[lengths, counts]`, predicted cost of a batch of `count` sequences of `length` tokens.

@@ -59,9 +59,9 @@ def profile_batches(
     """Return where the time of an encoder's batches goes.
 
     Args:
-        checkpoint: of the encoder.
+        checkpoint: checkpoint of the encoder.
         config: the settings; the device is a CPU.
-        lengths: of the sequences, in tokens.
+        lengths: lengths of the sequences, in tokens.
         rounds: measured runs of every batch.
 
     Raises:
@@ -93,7 +93,7 @@ def profile_steps(
     The first step is the prefill of a decoder, or the encoding of sources with one target token each.
 
     Args:
-        checkpoint: of a decoder, or of an encoder with its decoder.
+        checkpoint: decoder, or encoder with its decoder.
         config: the settings; the device is a CPU.
         running: numbers of sequences in a step.
         context: length of prompts, and of sources, in tokens; a decode step adds the token after them.
@@ -203,7 +203,7 @@ class _Workload:
             return numbers.integers(0, vocab_size, self.context, dtype=np.int32)
 
         prompts = tuple(
-            Prompt(draw(), payload=Source(draw()) if self.has_sources else None)
+            Prompt(draw(), payload=Source(draw() if self.has_sources else None))
             for _ in range(count)
         )
         request = Request(
@@ -236,7 +236,7 @@ class _Workload:
         for sequence in sequences:
             begin = sequence.row * self.blocks_per_sequence
             blocks = range(begin, begin + self.blocks_per_sequence)
-            source = sequence.prompt.source_ids
+            source = sequence.prompt.payload_tokens(Source)
             chunks.append(
                 Chunk(
                     sequence,

@@ -17,7 +17,7 @@ class Area:
     Attributes:
         results: the results that lie there, or the record; several where ops work in place.
         chunk: number of the chunk.
-        offset, size: in bytes.
+        offset, size: place, in bytes.
         first_op, last_op: inclusive.
     """
 

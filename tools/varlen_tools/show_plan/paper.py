@@ -47,7 +47,7 @@ def plan_chunks(usages: Sequence[Usage], chunks: Sequence[int] = ()) -> ChunkPla
     """Return the place of each usage: the first chunk with room, else a new one.
 
     Args:
-        usages: of fixed size.
+        usages: records of fixed size.
         chunks: sizes of the existing chunks, in bytes, in the order in which they were opened.
     """
     sizes = [usage.size.fixed for usage in usages]

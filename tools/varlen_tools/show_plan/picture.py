@@ -1,4 +1,4 @@
-"""The picture of maps, bytes across and ops down, a rectangle for each usage; its page."""
+"""The picture of maps: bytes across, ops down, a rectangle for each usage; its page."""
 
 from __future__ import annotations
 

@@ -35,8 +35,6 @@ _HEADINGS = (
     "policy", "offered/s", "served/s", "mean ms", "p50", "p95", "p99", "batch", "padding", "refused", "lost"
 )  # fmt: skip
 
-app = typer.Typer(add_completion=False)
-
 
 class Stream(str, Enum):
     """How requests arrive."""
@@ -48,7 +46,6 @@ class Stream(str, Enum):
 _STREAMS = {Stream.poisson: workloads.poisson_arrivals, Stream.bursts: workloads.burst_arrivals}
 
 
-@app.command()
 def main(
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution such as fifo/padded.")
@@ -155,4 +152,4 @@ def _cells(result: BatchFigures) -> list[str]:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

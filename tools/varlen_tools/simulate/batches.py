@@ -64,7 +64,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """Figures of one policy under one load: the columns of a CSV file.
+    """Figures of a policy under a load: columns of a CSV file.
 
     Attributes:
         policy, execution: settings of the engine.

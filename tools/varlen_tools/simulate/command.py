@@ -93,7 +93,7 @@ def table_of_loads(
 
 
 def write_results(path: Path | None, results: Sequence[DataclassInstance]) -> None:
-    """Write a CSV file of results of one kind, at least one, if there is a path."""
+    """Write a CSV file of at least one result, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

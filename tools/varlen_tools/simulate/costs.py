@@ -1,4 +1,4 @@
-"""Costs of the simulator: seconds of a batch and of a step, by a formula or measured."""
+"""Seconds of a simulated batch or step, by a formula or measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CostSource(str, Enum):
 
     @property
     def workers(self) -> int:
-        """Usual number of workers: that of the smallest machines with these costs."""
+        """Usual number of workers on the smallest machines with these costs."""
         return 2 if self is CostSource.cpu else 1
 
 

@@ -1,7 +1,7 @@
 """The command: `python -m varlen_tools.simulate.grid`, policies over many mixes, workers and loads.
 
 Each cell is a mix of lengths, a number of workers and a load. All policies get the same arrivals in a cell, of several
-seeds. The table has mean latency and p99 of each policy over those of a baseline.
+seeds. The table has mean latency and p99 of each policy over a baseline's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -39,8 +39,6 @@ ROWS = "rows"
 _MANY_ROWS, _SHARE = range(2, 33), 0.3
 _LONGEST = 500
 _FORMULAS = ("cpu", "gpu")
-
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,6 @@ class GridRow(Cell):
     p99: float
 
 
-@app.command()
 def main(
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution.")
@@ -131,8 +128,10 @@ def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> lis
     for name in names:
         config = with_policy(base, name)
         results = [study.measure(config, cell.load * one / rows) for study in studies]
-        latency = (fmean(result.mean for result in results), fmean(r.p99 for r in results))
-        found.append(GridRow(*astuple(cell), name, seeds, count, *latency))
+        mean, p99 = fmean(each.mean for each in results), fmean(each.p99 for each in results)
+        found.append(
+            GridRow(**asdict(cell), policy=name, seeds=seeds, count=count, mean=mean, p99=p99)
+        )
     return found
 
 
@@ -192,4 +191,4 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

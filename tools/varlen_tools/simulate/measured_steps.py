@@ -24,7 +24,7 @@ _LONGEST_PROMPT = 1000
 _GENERATED = 16
 # Each step counts with its median.
 _REPEATS = 3
-# Seconds between groups, so that each runs alone.
+# Seconds between groups, so that each runs by itself.
 _GAP = 1e6
 
 

@@ -29,10 +29,7 @@ from varlen_tools.simulate.costs import CostSource, cost_models
 # The five requests in the figure of the authors' report.
 _EXAMPLE = "17,18,52,63,77"
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def main(
     lengths: Annotated[str, typer.Argument(help="Lengths in tokens, by comma.")] = _EXAMPLE,
     costs: Annotated[CostSource, typer.Option(help=COSTS_HELP)] = CostSource.cpu,
@@ -89,4 +86,4 @@ def _table(lengths: Sequence[int], costs: CostModel) -> Table:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

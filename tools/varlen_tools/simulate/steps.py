@@ -1,4 +1,4 @@
-"""Simulated steps: the scheduler of generation and its KV blocks on a virtual clock, and its policies under load."""
+"""Simulated steps: the scheduler of generation on a virtual clock, and its policies under load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepRun(Run):
 
     Attributes:
         steps: all steps, in order.
-        end: what the scheduler counted, when all was answered.
+        end: counts of the scheduler after the last answer.
     """
 
     steps: list[Step]
@@ -128,7 +128,7 @@ class _Writer:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one policy and step size under one load: the columns of a CSV file.
+    """Figures of a policy and step size under a load: columns of a CSV file.
 
     Attributes:
         policy, max_step_tokens: settings of the engine.
@@ -137,7 +137,7 @@ class StepFigures:
         ttft_p50, ttft_p99: time to the first token, in seconds.
         token_p50, token_p99: mean seconds between the tokens of an answer.
         gap: longest time between two tokens of an answer, in seconds.
-        preemptions: how often sequences gave back their blocks.
+        preemptions: number of times that sequences gave back their blocks.
         used, reserved: most KV blocks at a time, as shares of all; reserved ones include used ones.
         refused: requests answered with an error.
         kept_up: share of the requests whose first token came before the last arrival.

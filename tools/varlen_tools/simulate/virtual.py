@@ -177,7 +177,7 @@ def play(
     Args:
         scheduler: new, without requests.
         run_batch: returns the result of a batch, whose seconds pass on the clock.
-        arrivals: in order of time.
+        arrivals: requests in order of time.
         generation: returns the options of an arrival that generates; its reply is a `VirtualReply`.
         workers: number of batches that run at the same time.
         new_writer: maker of writers for the engine.

@@ -27,8 +27,8 @@ class Language:
     """How a language writes the parts of a date.
 
     Attributes:
-        months, short_months: from January.
-        weekdays, short_weekdays: from Monday.
+        months, short_months: names from January.
+        weekdays, short_weekdays: names from Monday.
         ordinals: the days of a month in digits, from 1.
         words: the days of a month in words, from 1.
     """

@@ -1,6 +1,6 @@
 """Dates in many written forms: the training text of the date model.
 
-Numbers alone are read by their separator: 3/14/1999 is month first, 14.3.1999 and 14-3-1999 are day first, and a
+Dates in numbers are read by their separator: 3/14/1999 is month first, 14.3.1999 and 14-3-1999 are day first, and a
 number of four digits in front is the year. A year of two digits is one of 1950 to 2049. Letters may be of either case.
 """
 

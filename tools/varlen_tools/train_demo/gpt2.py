@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The model; its state is that of transformers' GPT2Model."""
+    """The model; it has the state of transformers' GPT2Model."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

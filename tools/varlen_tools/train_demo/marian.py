@@ -85,7 +85,7 @@ class Stack(nn.Module):
 
 
 class Marian(nn.Module):
-    """The model; its state is that of transformers' MarianModel, and the bias of its logits."""
+    """The model; it has the state of transformers' MarianModel, and the bias of its logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

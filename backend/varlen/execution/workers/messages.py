@@ -12,12 +12,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from varlen.memory.memory_use import MemoryUse
-from varlen.request.request import PAYLOADS, Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.request.request import PAYLOADS, Float32Array, Prompt, RequestOptions
 
-# Columns of the table of a batch, and the number that stands for no payload in it.
-_COLUMNS = 4
+# Columns of the table of a batch, and the number that stands for nothing in it.
+_COLUMNS = 5
 _NONE = -1
-_NO_NUMBERS: Int32Array = np.empty(0, np.int32)
 
 Problem: TypeAlias = Literal["memory", "error"]
 
@@ -43,20 +42,22 @@ def send_batch(
     connection: Connection, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
     """Send a batch to a worker; it goes as one array of int32."""
-    payloads = [_NO_NUMBERS if p.payload is None else p.payload.numbers() for p in prompts]
+    payloads = [prompt.payload for prompt in prompts]
     has_types = any(prompt.type_ids is not None for prompt in prompts)
     # [columns, sequences]
     table = [
         [len(prompt.token_ids) for prompt in prompts],
         [each.normalize for each in options],
-        [_NONE if p.payload is None else PAYLOADS.index(type(p.payload)) for p in prompts],
-        [len(payload) for payload in payloads],
+        [PAYLOADS.index(type(payload)) for payload in payloads],
+        [_NONE if payload.count is None else payload.count for payload in payloads],
+        [_NONE if payload.tokens is None else len(payload.tokens) for payload in payloads],
     ]
     parts = [np.array([len(prompts), has_types], np.int32), np.array(table, np.int32).ravel()]
     parts += [prompt.token_ids for prompt in prompts]
     if has_types:
         parts += [np.zeros_like(p.token_ids) if p.type_ids is None else p.type_ids for p in prompts]
-    connection.send_bytes(np.concatenate([*parts, *payloads]).data)
+    parts += [payload.tokens for payload in payloads if payload.tokens is not None]
+    connection.send_bytes(np.concatenate(parts).data)
 
 
 def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOptions]]:
@@ -68,16 +69,15 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
     count, has_types = numbers[:2].tolist()
     columns = numbers[2 : 2 + _COLUMNS * count].reshape(_COLUMNS, count).tolist()
-    lengths, normalize, kinds, sizes = columns
-    bounds = np.cumsum([*lengths, *(lengths if has_types else []), *sizes])[:-1]
-    arrays = np.split(numbers[2 + _COLUMNS * count :], bounds)
+    lengths, normalize, kinds, counts, sizes = columns
+    held = [*lengths, *(lengths if has_types else []), *(max(size, 0) for size in sizes)]
+    arrays = np.split(numbers[2 + _COLUMNS * count :], np.cumsum(held[:-1]))
     types = arrays[count : 2 * count] if has_types else [None] * count
-    prompts = [
-        Prompt(ids, type_ids, None if kind == _NONE else PAYLOADS[kind].of(payload))
-        for ids, type_ids, kind, payload in zip(
-            arrays[:count], types, kinds, arrays[-count:], strict=True
-        )
+    payloads = [
+        PAYLOADS[kind](None if size == _NONE else tokens, None if number == _NONE else number)
+        for kind, number, size, tokens in zip(kinds, counts, sizes, arrays[-count:], strict=True)
     ]
+    prompts = list(map(Prompt, arrays[:count], types, payloads))
     return prompts, [RequestOptions(normalize=bool(each)) for each in normalize]
 
 
