@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, get_args
 
+import numpy as np
+
 from varlen.errors import RequestError, VarlenError, shorten
 from varlen.tasks import Task
 
@@ -161,8 +163,13 @@ def parameters_of(declaring: type) -> Mapping[str, Parameter]:
     return MappingProxyType({each.name: each.metadata["parameter"] for each in fields(declaring)})
 
 
-def check_count(name: str, value: int, most: int) -> None:
-    """Raise RequestError unless a value is a whole number from 1 to `most`."""
+def check_count(name: str, value: object, most: int) -> None:
+    """Raise RequestError unless a value is a whole number from 1 to `most`.
+
+    A whole number of numpy is one.
+    """
+    if isinstance(value, np.integer):
+        value = int(value)
     Parameter(1, "", lowest=1, highest=most).check(name, value)
 
 

@@ -294,3 +294,7 @@ def test_importing_varlen_does_not_import_torch():
 def test_refuses_a_setting_that_is_not_its_own(small_bert, name):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         Encoder.from_pretrained(small_bert, **{name: 1})
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(encoder):
+    assert encoder.embed(TEXTS, dimensions=np.int64(8)).shape == (5, 8)

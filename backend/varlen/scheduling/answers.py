@@ -34,6 +34,8 @@ def add_writers(request: RequestState, new_writer: NewWriter) -> None:
     try:
         for sequence in cast(tuple[GeneratedSequence, ...], request.sequences):
             sequence.writer = new_writer(sequence)
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException:
         # a panic of the tokenizers library is no Exception
         _log.exception("the text of an answer could not be made; its request fails")

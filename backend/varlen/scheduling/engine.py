@@ -30,7 +30,6 @@ from varlen.errors import (
     ModelFaultError,
     QueueFullError,
     RequestCancelled,
-    VarlenError,
 )
 from varlen.request.request import Reply, Request
 from varlen.scheduling.answers import add_writers
@@ -58,10 +57,13 @@ _FAULT = "the model has stopped after a fault of its device or workers and canno
 
 
 class Scheduler(Protocol):
-    """Decides which sequences run together next. The engine's thread calls it, except for `admit`."""
+    """Decides which sequences run together next. The engine's thread calls it, except for `admit` and `withdraw`."""
 
     def admit(self, request: Request, now: float) -> Forecast:
         """Count a request as waiting, or raise a `VarlenError`. From any thread."""
+
+    def withdraw(self, request: Request, forecast: Forecast) -> None:
+        """Subtract a request that was admitted and is not added. From any thread."""
 
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
@@ -157,14 +159,20 @@ class Engine:
             EngineError: the engine is closing, or its model has stopped; likewise.
         """
         now = self._clock()
-        state = RequestState(request, reply, request.arrived(now), request.deadline(now))
+        # first: a request that is refused costs nothing more
+        forecast = self._admit(request, now)
+        state = None
         try:
+            arrival, deadline = request.arrived(now), request.deadline(now)
+            state = RequestState(request, reply, arrival, deadline, forecast)
             if self._new_writer is not None:
                 add_writers(state, self._new_writer)
-            self._admit(state, now)
-        except VarlenError:
-            # breaks a reference cycle, as for an answered request
-            state.sequences = ()
+            self._put(state)
+        except BaseException:
+            self._scheduler.withdraw(request, forecast)
+            if state is not None:
+                # breaks a reference cycle, as for an answered request
+                state.sequences = ()
             raise
 
     @property
@@ -245,20 +253,28 @@ class Engine:
                 _log.exception("a request could not be queued; it fails")
                 self._fail(arrived, EngineError(_ENGINE_FAILED))
 
-    def _admit(self, request: RequestState, now: float) -> None:
-        """Put a request into the inbox, or raise a `VarlenError`."""
-        # the lock orders this put before close()'s None, so that no request is left behind
+    def _admit(self, request: Request, now: float) -> Forecast:
+        """Count a request as waiting, or raise a `VarlenError`."""
         with self._submitting:
-            if self._refusal is not None:
-                # a new exception each time: its traceback keeps this request alive
-                raise type(self._refusal)(str(self._refusal))
+            self._check_accepting()
             try:
-                request.expect(self._scheduler.admit(request.request, now))
+                return self._scheduler.admit(request, now)
             except (QueueFullError, DeadlineError) as error:
                 is_late = isinstance(error, DeadlineError)
                 self._stats.count_refusal("deadline" if is_late else "queue_full")
                 raise
+
+    def _put(self, request: RequestState) -> None:
+        """Put an admitted request into the inbox, or raise an `EngineError`."""
+        # the lock orders this put before close()'s None, so that no request is left behind
+        with self._submitting:
+            self._check_accepting()
             self._inbox.put(request)
+
+    def _check_accepting(self) -> None:
+        if self._refusal is not None:
+            # a new exception each time: its traceback keeps a request alive
+            raise type(self._refusal)(str(self._refusal))
 
     def _next_batch(self) -> Batch | None:
         """Return the next batch without cancelled requests; None if it is too early."""

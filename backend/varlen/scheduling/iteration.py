@@ -147,6 +147,10 @@ class IterationScheduler:
         self._admission.enter(request, forecast, now)
         return forecast
 
+    def withdraw(self, request: Request, forecast: Forecast) -> None:
+        """Subtract a request that was admitted and is not added. From any thread."""
+        self._admission.leave(Work(1, request.num_tokens, forecast.seconds))
+
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
@@ -219,7 +223,8 @@ class IterationScheduler:
         """
         groups = {self._group_of[s]: None for s in request.sequences if s in self._group_of}
         waiting = [group for group in groups if group.first.status == "waiting"]
-        new = [group for group in waiting if not group.has_started]
+        # a fault may have come between the start of a group and its first step
+        new = [group for group in groups if not group.has_started]
         for group in waiting:
             self._waiting.remove(group)
             self._num_waiting -= group.max_branches
@@ -271,7 +276,6 @@ class IterationScheduler:
             for sequence in group.sequences:
                 sequence.status = "running"
             if not group.has_started:
-                group.has_started = True
                 new.append(group)
         return new
 
@@ -367,6 +371,7 @@ class IterationScheduler:
         """Return the work of groups that no longer wait for their first step."""
         requests, tokens, seconds = 0, 0, 0.0
         for group in groups:
+            group.has_started = True
             request, count = group.first.request, group.first.num_tokens + group.source_tokens
             tokens += count
             seconds += count * request.seconds_per_token

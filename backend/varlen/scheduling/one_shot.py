@@ -80,6 +80,10 @@ class OneShotScheduler:
         self._admission.enter(request, forecast, now)
         return forecast
 
+    def withdraw(self, request: Request, forecast: Forecast) -> None:
+        """Subtract a request that was admitted and is not added. From any thread."""
+        self._admission.leave(Work(1, request.num_tokens, forecast.seconds))
+
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         forecast = request.forecast

@@ -84,12 +84,7 @@ class RequestState:
                 for row, (prompt, sample) in enumerate(samples)
             )
         self.unfinished = len(self.sequences)
-        self.expect(self.forecast)
-
-    def expect(self, forecast: Forecast) -> None:
-        """Set its expected run time."""
-        self.forecast = forecast
-        self.seconds_per_token = forecast.seconds / self.request.num_tokens
+        self.seconds_per_token = self.forecast.seconds / self.request.num_tokens
 
     @property
     def is_finished(self) -> bool:

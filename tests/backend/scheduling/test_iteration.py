@@ -14,6 +14,7 @@ from varlen.errors import (
     RequestCancelled,
     RequestError,
 )
+from varlen.scheduling import groups
 from varlen.scheduling.groups import divide_step
 
 from ..fakes.engine_parts import FakeReply
@@ -539,6 +540,25 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
     bench.check_idle()
 
 
+def test_a_fault_between_the_start_of_a_group_and_its_first_step_leaves_nothing_counted(
+    monkeypatch,
+):
+    bench = Bench()
+    reply = bench.submit(prompt_of(4))
+
+    def fail(*_):
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(groups, "divide_step", fail)
+        with pytest.raises(RuntimeError):
+            bench.engine.step()
+    bench.engine._fail_all(EngineError("the engine failed"))
+
+    assert isinstance(reply.end, EngineError)
+    bench.check_idle()
+
+
 class Panic(BaseException):
     """What a library in another language raises; no Exception."""
 
@@ -574,3 +594,13 @@ def test_a_writer_that_fails_ends_its_own_request_and_no_other(fails, monkeypatc
     assert isinstance(bad.end, EngineError)
     assert bench.pool.counts().used == bench.pool.counts().reserved == 0
     assert bench.admission.depth == (0, 0)
+
+
+def test_a_request_that_is_refused_gets_no_writer(monkeypatch):
+    bench, made = Bench(), []
+    monkeypatch.setattr(bench.engine, "_new_writer", made.append)
+    bench.engine.close()
+
+    with pytest.raises(EngineError):
+        bench.submit(prompt_of(3))
+    assert not made
