@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from varlen.models.checkpoint.unread_fields import FIELDS_FILE
-from varlen.models.checkpoint_folder import FAMILIES
+from varlen.models.registry import FAMILIES
 from varlen_tools.pip_download import download_wheel
 
 COMMAND = "python .ci/write_config_fields.py"

@@ -1,20 +1,21 @@
-"""Write configuration.md, metrics.md, commands.md and wire.md of docs/reference: `python .ci/write_reference.py`.
+"""Write the pages that are made from code, or their tables: `python .ci/write_reference.py`.
 
 The tables are made from `EngineConfig`, the metric catalogue, the commands, the tasks and the parameters of requests,
 so they always agree with the code.
 """
 
-from collections.abc import Callable, Iterable
-from inspect import signature
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 
 from commands_page import commands_page
+from layers_table import architecture_page
 from wire_tables import wire_page
 
 from varlen.config import SETTINGS
-from varlen.encoder import Encoder
-from varlen.generator import Generator
+from varlen.encoder import EncoderSettings
+from varlen.generator import GeneratorSettings
+from varlen.in_process import ModelSettings
 from varlen.parameter import Parameter
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
 from varlen.telemetry.metrics import METRICS, Metric
@@ -147,8 +148,8 @@ def configuration_page() -> str:
     parts.append(_section("Fields of the server", "field, meaning", _SERVER_FIELDS))
     return _CONFIGURATION.substitute(
         command=COMMAND,
-        encoder=_settings_in(Encoder.from_pretrained),
-        generator=_settings_in(Generator.from_pretrained),
+        encoder=_settings_in(EncoderSettings),
+        generator=_settings_in(GeneratorSettings),
         sections="".join(parts),
     )
 
@@ -164,9 +165,9 @@ def metrics_page() -> str:
     )
 
 
-def _settings_in(function: Callable[..., object]) -> str:
-    """Return the settings that a function takes."""
-    return ", ".join(f"`{name}`" for name in signature(function).parameters if name in SETTINGS)
+def _settings_in(kind: type[ModelSettings]) -> str:
+    """Return the names of the settings that a model in process takes."""
+    return ", ".join(f"`{name}`" for name in SETTINGS if name in kind.__annotations__)
 
 
 def _setting_text(name: str) -> str:
@@ -215,6 +216,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "commands.md": commands_page(COMMAND),
         "wire.md": wire_page(DOCS / "wire.md"),
+        "../concepts/architecture.md": architecture_page(DOCS / "../concepts/architecture.md"),
     }
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from varlen.service.running import RunningModel
 
-# The caller's own memory and clock are the limits; nobody waits for a measurement at load.
+# The caller's own memory and clock are the limits; nothing is measured at load.
 _DEFAULTS = {
     "max_queued_requests": NO_LIMIT,
     "max_queued_tokens": NO_LIMIT,

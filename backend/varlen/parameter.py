@@ -172,6 +172,14 @@ def check_number_of_tokens(name: str, tokens: tuple[object, ...], most: int) -> 
         raise RequestError(f"{name} has {len(tokens)} tokens; allowed: up to {most}")
 
 
+def read_json(name: str, text: str) -> object:
+    """Return the value of a JSON text, or raise RequestError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        refuse(name, text, "JSON")
+
+
 def refuse(
     name: str, value: object, allowed: str, error: type[VarlenError] = RequestError
 ) -> NoReturn:

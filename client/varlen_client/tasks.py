@@ -133,7 +133,7 @@ def _vector_output(options: Options) -> Outputs:
     given = options.get("output_dtype")
     dtype = "float32" if given is None else given
     if dtype not in _DTYPES:
-        raise InvalidRequest(f"output_dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}")
+        raise InvalidRequest(f'output_dtype is "{dtype}"; allowed: {", ".join(_DTYPES)}')
     packs = _BITS if dtype in ("binary", "ubinary") else 1
     return (RowOutput("sentence_embedding", 1, _DTYPES[dtype], options.get("dimensions"), packs),)
 
@@ -151,7 +151,7 @@ def _sparse_outputs(options: Options) -> Outputs:
 def _label_outputs(options: Options) -> Outputs:
     top_k = options.get("top_k")
     if top_k is not None and top_k < 1:
-        raise InvalidRequest(f"top_k is {top_k}; at least 1")
+        raise InvalidRequest(f"top_k is {top_k}; allowed: whole numbers from 1")
     return RowOutput("scores"), RowOutput("labels", dtype=np.object_)
 
 

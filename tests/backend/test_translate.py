@@ -10,7 +10,7 @@ from tests.checkpoints import change_tensors, save_checkpoint, set_fields
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.generator import Generator
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_decoder, load_encoder_decoder
+from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.request.generation import GenerationOptions
 
 from .decoding.beam_oracles import EOS, REQUEST_NAMES, Oracle, are_equal, is_tie, random_case

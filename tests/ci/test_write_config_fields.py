@@ -8,13 +8,12 @@ import transformers
 from tests.ci.scripts import load_script
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.unread_fields import fields_read, is_unread, releases
-from varlen.models.checkpoint_folder import FAMILIES
-from varlen.models.t5_checkpoint import ENCODERS
+from varlen.models.registry import ENCODERS_OF_PAIRS, FAMILIES
 
 write_config_fields = load_script("write_config_fields")
 
 RULES = {name: family.fields for name, family in FAMILIES.items()} | {
-    "T5EncoderModel": ENCODERS["T5EncoderModel"].fields
+    "T5EncoderModel": ENCODERS_OF_PAIRS["T5EncoderModel"].fields
 }
 # Fields that no release reads: fields of sentence-transformers, and fields that the families' first releases read.
 OWN_FIELDS = frozenset(

@@ -34,7 +34,7 @@ def written() -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "metrics.md", "commands.md", "wire.md"])
+@pytest.mark.parametrize("name", sorted(write_reference.pages()))
 def test_the_committed_page_is_the_one_that_is_written(written: dict[str, str], name: str) -> None:
     committed = (PROJECT / "docs/reference" / name).read_text()
 

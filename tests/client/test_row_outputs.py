@@ -25,7 +25,7 @@ def test_embed_returns_the_form_that_it_asks_for(client, server, form, dtype, wi
 
 
 def test_refuses_a_form_that_does_not_exist(client):
-    with pytest.raises(InvalidRequest, match="output_dtype is 'fp16'; allowed: float32, float16"):
+    with pytest.raises(InvalidRequest, match='output_dtype is "fp16"; allowed: float32, float16'):
         client.embed(["a"], output_dtype="fp16")
 
 
@@ -66,7 +66,7 @@ def test_predict_needs_a_server_that_has_scores(client, server):
 
     with pytest.raises(InvalidRequest, match="its task is classify; predict needs scores"):
         client.predict(["a"])
-    with pytest.raises(InvalidRequest, match="top_k is 0; at least 1"):
+    with pytest.raises(InvalidRequest, match="top_k is 0; allowed: whole numbers from 1"):
         client.predict(["a"], top_k=0)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.refusals import Model, Refusal, refusals
+
 from .clients import Tensor, integers, strings, texts
 
 
@@ -16,7 +18,7 @@ class BadRequest:
 
     Attributes:
         description: mistake, for the test's id.
-        word: part of the error's message. Ours are tested in tests/backend/intake and tests/backend/wire.
+        word: part of the error's message; of ours, the whole message.
         inputs: arrays by name, as on the wire.
         parameters: parameters of the request.
     """
@@ -40,40 +42,23 @@ def _bytes(shape: tuple[int, ...], data: bytes) -> dict[str, Tensor]:
     return {"text": Tensor("BYTES", shape, data)}
 
 
-def _with(**parameters: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    return {"text": HELLO}, parameters
+MINILM = Model(tokens=256, text_bytes=65_536, vocabulary=30_522, features=384)
+
+
+def _sent(refusal: Refusal) -> BadRequest:
+    """Return a refused request as clients send it."""
+    inputs = {
+        name: strings(*array[:, 0]) if array.dtype == object else integers(array)
+        for name, array in refusal.inputs.items()
+    }
+    timeout = {"timeout": refusal.timeout} if refusal.timeout else {}
+    return BadRequest(
+        refusal.description, refusal.message, inputs, {**refusal.parameters, **timeout}
+    )
 
 
 # What our backend refuses; the server refuses the other ones before they reach us.
-OURS = (
-    BadRequest("empty text", "row 1", texts("fine", "")),
-    BadRequest("only white space", "row 0", texts(" \t\n\u3000")),
-    BadRequest("NUL in a text", "NUL", texts("a\0b")),
-    BadRequest("invalid UTF-8", "UTF-8", {"text": strings("fine", b"caf\xe9")}),
-    BadRequest("half a surrogate pair", "UTF-8", {"text": strings(b"\xed\xa0\x80")}),
-    BadRequest("over-long text", "302 tokens", texts("fine", "word " * 300)),
-    BadRequest("more bytes than max_text_bytes", "70000 bytes", texts("x" * 70_000)),
-    BadRequest("zero tokens", "no tokens", _ids(np.zeros((1, 0)))),
-    BadRequest("over-long token ids", "257 tokens", _ids(np.ones((2, 257)))),
-    BadRequest("a negative id", "-1", _ids([[101, -1, 102]])),
-    BadRequest("an id past the vocabulary", "30522", _ids([[101, 102], [101, 30522]])),
-    BadRequest("an id that 32 bits cannot hold", "4294967301", _ids([[2**32 + 5, 102]])),
-    BadRequest("the least 64-bit id", str(-(2**63)), _ids([[-(2**63), 2**63 - 1]])),
-    BadRequest(
-        "a token type out of range", "token_type_ids", _ids([[9, 9]], token_type_ids=[[0, 2]])
-    ),
-    BadRequest("mask with holes", "attention_mask", _ids([[9, 9, 9]], attention_mask=[[1, 0, 1]])),
-    BadRequest("mask of zeros", "no tokens", _ids([[9, 9]], attention_mask=[[0, 0]])),
-    BadRequest("mask of another length", "[1, 2]", _ids([[9, 9, 9]], attention_mask=[[1, 1]])),
-    BadRequest("both text and ids", "both", {"text": HELLO, "input_ids": IDS}),
-    BadRequest("text with a mask", "both", {"text": HELLO, "attention_mask": IDS}),
-    BadRequest("mask alone", "attention_mask", {"attention_mask": IDS}),
-    BadRequest("truncate is a word", "truncate", *_with(truncate="yes")),
-    BadRequest("normalize is a number", "normalize", *_with(normalize=1)),
-    BadRequest("a parameter larger than an error may be", "20002", *_with(truncate="x" * 20_000)),
-    BadRequest("a misspelt parameter", "normalise", *_with(normalise=True)),
-    BadRequest("a timeout in seconds", "microseconds", *_with(timeout=30)),
-)
+OURS = tuple(_sent(each) for each in refusals(MINILM) if each.fits_a_protocol)
 THEIRS = (
     BadRequest("no inputs", "0 inputs", {}),
     BadRequest("wrong tensor name", "sentence", {"sentence": HELLO}),

@@ -16,7 +16,7 @@ from varlen.errors import ConfigError, VarlenError
 from varlen.execution.cpu.calibration import Calibration
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 from varlen_tools.model_source import SourceArgument, find_source
 
 

@@ -1,1 +1,1 @@
-"""The response cache."""
+"""The response cache: answers to equal prompts, kept and shared."""

@@ -14,7 +14,7 @@ from varlen.execution.fingerprint import cost_fields
 from varlen.models.blocks.heads import record_head
 from varlen.models.checkpoint.vector_layers import load_layers
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder, load_heads
+from varlen.models.loading import load_encoder, load_heads
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 from varlen.tasks import Task

@@ -9,8 +9,8 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.device import device_memory, memory_of
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import State
-from varlen.program.recorder import AttentionHeads
 
 # Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.
 _GPU_BLOCK_TOKENS = 16

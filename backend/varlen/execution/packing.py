@@ -176,7 +176,7 @@ def bounds_of(lengths: Sequence[int] | Int32Array) -> Int32Array:
 def positions_of(
     bounds: Int32Array, lengths: Sequence[int] | Int32Array, starts: Int32Array | int = 0
 ) -> Int32Array:
-    """Return the position of each token, `[tokens]`; the first one of each row is at its start."""
+    """Return the position of each token, `[tokens]`; each row counts from its start."""
     positions = np.arange(bounds[-1], dtype=np.int32)
     positions -= np.repeat(bounds[:-1] - starts, lengths)
     return positions

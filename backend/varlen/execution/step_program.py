@@ -13,13 +13,9 @@ from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
+from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import (
-    DecoderModel,
-    EncoderDecoderModel,
-    load_decoder,
-    load_encoder_decoder,
-)
+from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 

@@ -87,7 +87,7 @@ def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -
 
 
 def warm_up(runner: StepRunner) -> None:
-    """Run prompts and tokens of a decoder, so that the first request runs at normal speed.
+    """Run prompts and tokens of a decoder, so that its first request is fast.
 
     Raises:
         ConfigError: the logits of random tokens hold NaN.

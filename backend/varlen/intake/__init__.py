@@ -1,1 +1,1 @@
-"""Texts and token ids to prompts."""
+"""Texts and token ids to prompts, and the threads that tokenize."""

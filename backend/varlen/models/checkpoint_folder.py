@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from varlen.errors import CheckpointError
-from varlen.models import (
-    bart_checkpoint,
-    deberta_checkpoint,
-    gpt2_checkpoint,
-    llama_checkpoint,
-    modernbert_checkpoint,
-    t5_checkpoint,
-)
+from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
     check_ignored,
@@ -26,10 +19,11 @@ from varlen.models.checkpoint.config_fields import (
     without,
 )
 from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
-from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
+from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
 from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
@@ -40,7 +34,7 @@ from varlen.models.checkpoint.tokenizer_files import read_tokenizer_settings
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.checkpoint.weights import read_headers
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.registry import family_of, first_name
 from varlen.tasks import TASKS, Task
 from varlen_kernels import Pooling
 
@@ -53,17 +47,6 @@ _HOW_TO_RANK = (
     " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
 )
 
-# The families that are served, by the `model_type` of config.json.
-FAMILIES: Mapping[str, Family] = {
-    **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
-    "modernbert": modernbert_checkpoint.FAMILY,
-    "deberta-v2": deberta_checkpoint.FAMILY,
-    "gpt2": gpt2_checkpoint.FAMILY,
-    **llama_checkpoint.FAMILIES,
-    **bart_checkpoint.FAMILIES,
-    **t5_checkpoint.FAMILIES,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -74,7 +57,7 @@ class Checkpoint:
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
         architecture: name of its class in transformers.
-        task: the task of its modules, else `head_task`.
+        task: the task of its modules, else that of its head.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
         dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
         normalize: whether these tasks divide a vector by its length, by default.
@@ -153,7 +136,7 @@ class Checkpoint:
             )
         check_is_transformer(folder)
         config, ignored = _read_config(folder, ignore_config_fields)
-        family = _family(config)
+        family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
@@ -192,7 +175,7 @@ class Checkpoint:
             tokenizer_class=tokenizer.class_name,
             has_token_types=has_second_type and tokenizer.gives_types,
             labels=_labels(config, sentence) if has_labels else NO_LABELS,
-            uncounted_token=sizes.first_position - 1 if sizes.first_position else None,
+            uncounted_token=sizes.uncounted_token,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
@@ -221,7 +204,7 @@ class Checkpoint:
         """The tasks that its architecture has heads for, its own first."""
         if self.late is not None:
             return _LATE_TASKS
-        family = _family(self.config)
+        family = self.family
         served = [
             task
             for task in family.tasks
@@ -231,9 +214,20 @@ class Checkpoint:
         return tuple(dict.fromkeys((self.task, *served)))
 
     @property
-    def head_task(self) -> Task:
-        """The task of its architecture's head, `embed` without one."""
-        return _family(self.config).architectures[self.architecture]
+    def family(self) -> Family[object]:
+        """The family of its model."""
+        return family_of(self.config)
+
+    @property
+    def head(self) -> HeadConfig:
+        """What it has on top of the layers in config.json."""
+        return HeadConfig(
+            self.architecture,
+            self.family.architectures[self.architecture],
+            self.num_labels,
+            self.logit_score,
+            masked_tokens=() if self.translate is None else self.translate.masked_tokens,
+        )
 
     @property
     def hides_tokens(self) -> bool:
@@ -246,21 +240,16 @@ class Checkpoint:
         return len(self.labels.names)
 
     @property
-    def masked_tokens(self) -> tuple[int, ...]:
-        """Tokens whose logits are -inf; see `TranslateSettings`."""
-        return () if self.translate is None else self.translate.masked_tokens
-
-    @property
     def is_decoder(self) -> bool:
         """Whether its model is a decoder, whose tokens read only earlier ones."""
-        return _family(self.config).kind == "decoder"
+        return self.family.kind == "decoder"
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
 
         Reads the headers of the weights, not the weights.
         """
-        family = _family(self.config)
+        family = self.family
         if task not in family.tasks:
             raise CheckpointError(
                 f'task "{task}" is not served with model_type "{self.config["model_type"]}";'
@@ -279,13 +268,13 @@ class Checkpoint:
         if task == "generate":
             check_generation(self.folder)
         headers = read_headers(self.folder)
-        family.check_tensors(headers, self.config, self.architecture, task)
+        family.check_tensors(headers, self.config, self.head)
         if TASKS[task].needs_masked_lm:
             assert self.masked_lm is not None
-            self.masked_lm.check(headers)
+            load_masked_lm(HeaderReader(headers), self.masked_lm, NOTHING)
         check_layers(self.folder, self.vector_layers(task))
 
-    def _check_late(self, task: Task, family: Family) -> None:
+    def _check_late(self, task: Task, family: Family[object]) -> None:
         """Raise CheckpointError unless a vector for each token is what the task needs."""
         if self.late is None:
             if task == "token_embed":
@@ -313,7 +302,7 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     by_setting = tuple(name for name in ignore if name in given)
     kept = without(given, by_setting)
     config = to_native(kept)
-    rules = _family(config).fields
+    rules = family_of(config).fields
     check_ignored(by_setting, rules)
     # code of a checkpoint may read any field
     has_code = config is not kept or not is_off(given.get("auto_map"))
@@ -323,7 +312,7 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     return config, IgnoredFields(unread, by_setting)
 
 
-def _task(sentence: SentenceSettings, family: Family, architecture: str) -> Task:
+def _task(sentence: SentenceSettings, family: Family[object], architecture: str) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
         return "sparse_embed"
@@ -347,24 +336,14 @@ def _target_vocab_size(config: Json) -> int:
     return read_int(config, name)
 
 
-def _masked_lm(config: Json, family: Family, architecture: str) -> MaskedLMLayout | None:
+def _masked_lm(config: Json, family: Family[object], architecture: str) -> MaskedLMLayout | None:
     if family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
         return None
     return family.masked_lm(config)
 
 
-def _family(config: Json) -> Family:
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise CheckpointError(
-            f'config.json has model_type "{name}"; this version serves: {", ".join(FAMILIES)}'
-        )
-    architecture = _first_name(config.get("architectures"))
-    return t5_checkpoint.ENCODERS.get(str(architecture), FAMILIES[name])
-
-
-def _architecture(config: Json, family: Family) -> str:
-    name = _first_name(config.get("architectures") or list(family.architectures))
+def _architecture(config: Json, family: Family[object]) -> str:
+    name = first_name(config.get("architectures") or list(family.architectures))
     if name == STANFORD_ARCHITECTURE:
         raise CheckpointError(
             "config.json has the architecture HF_ColBERT, that of the first release; convert the checkpoint with"
@@ -374,10 +353,6 @@ def _architecture(config: Json, family: Family) -> str:
         allowed = ", ".join(family.architectures)
         raise CheckpointError(f'config.json has the architecture "{name}"; allowed: {allowed}')
     return name
-
-
-def _first_name(names: object) -> object:
-    return names[0] if isinstance(names, list) and names else names
 
 
 def _default_pooling(architecture: str) -> Pooling:

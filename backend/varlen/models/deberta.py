@@ -1,110 +1,194 @@
-"""The forward pass of DeBERTa-v2 and -v3 over packed tokens.
+"""DeBERTa-v2 and -v3 over packed tokens: configuration, tensors, forward pass.
 
 Post-norm layers whose scores have products with distances ("disentangled attention"): of a query with the key of its
 distance to a token, and of the token's key with the query of that distance. Keys and queries of distances are
 projections of learned embeddings, so they are computed when the model is loaded.
-Source: He et al. 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543.
+Source: He et al. 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543; names as Hugging Face
+transformers saves them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
-from torch import Tensor
-
-from varlen.models.blocks import inputs
-from varlen.models.blocks.heads import Heads, head_dtype
+from varlen.errors import CheckpointError
+from varlen.models.blocks.heads import HeadActivation, Heads
+from varlen.models.checkpoint import declared_fields as declare
+from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint.config_file import (
+    ACTIVATIONS,
+    Json,
+    check_multiple,
+    read_computed_positions,
+    read_flag,
+    read_int,
+    show,
+)
+from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.deberta_checkpoint import DebertaConfig, DistanceTerm, prefix_of
-from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, Recorder
-from varlen_kernels.reference.attention import Distances
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
+from varlen.models.deberta_layers import Deberta, DebertaLayer
+from varlen.program.heads import AttentionHeads
+from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen_kernels.reference.attention import Distances
+
+
+# What a distance is multiplied with: a query (content to position), or a key (position to content).
+DistanceTerm: TypeAlias = Literal["c2p", "p2c"]
+
+_TERMS: tuple[DistanceTerm, ...] = ("c2p", "p2c")
+# The linear layer that makes the table of a term: of a layer's own, or shared with tokens.
+_PROJECTIONS: Mapping[DistanceTerm, tuple[str, str]] = {
+    "c2p": ("pos_key_proj", "key_proj"),
+    "p2c": ("pos_query_proj", "query_proj"),
+}
+# The head of masked language models: that of BERT ("legacy"), or the one that DeBERTa was trained with.
+_LEGACY_HEAD = MaskedLMNames(
+    dense="cls.predictions.transform.dense",
+    norm="cls.predictions.transform.LayerNorm",
+    decoder="cls.predictions.decoder",
+    biases=("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+_OWN_HEAD = MaskedLMNames(
+    dense="lm_predictions.lm_head.dense",
+    norm="lm_predictions.lm_head.LayerNorm",
+    decoder="deberta.embeddings.word_embeddings",
+    biases=("lm_predictions.lm_head.bias",),
+)
+# Heads of other tasks, and of pretraining.
+_HEADS = ("pooler.", "classifier.", "cls.", "lm_predictions.", "mask_predictions.", "qa_outputs.")
+# Beside the layers, what only some configurations read.
+_OPTIONAL = tuple(
+    f"{prefix}{name}."
+    for prefix in ("deberta.", "")
+    for name in ("embeddings.position_embeddings", "encoder.rel_embeddings", "encoder.LayerNorm")
+)
+
+
+def _read_heads(config: Json) -> int:
+    hidden, heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
+    check_multiple(config, "hidden_size", "num_attention_heads")
+    _check_size(config, "attention_head_size", hidden // heads)
+    _check_size(config, "pooler_hidden_size", hidden)
+    return heads
+
+
+def _check_size(config: Json, key: str, allowed: int) -> None:
+    if config.get(key) not in (None, allowed):
+        raise CheckpointError(f"config.json has {key} {show(config[key])}; allowed: {allowed}")
+
+
+def _read_max_distance(config: Json) -> int:
+    furthest = read_int(config, "max_relative_positions", default=-1, lowest=-1)
+    return read_computed_positions(config) if furthest < 1 else furthest
+
+
+def _read_buckets(config: Json) -> int:
+    furthest = _read_max_distance(config)
+    buckets = max(0, read_int(config, "position_buckets", default=-1, lowest=-1))
+    if buckets and not 1 < buckets // 2 < furthest - 1:
+        raise CheckpointError(
+            f"config.json has position_buckets {buckets}; allowed: -1 (none), or 4 to {2 * furthest - 3} for distances"
+            f" up to {furthest}"
+        )
+    return buckets
+
+
+def _read_terms(config: Json) -> tuple[DistanceTerm, ...]:
+    given = config.get("pos_att_type") or []
+    names = given.lower().split("|") if isinstance(given, str) else given
+    names = [str(name).strip() for name in names] if isinstance(names, list) else [""]
+    if not set(names) <= set(_TERMS):
+        raise CheckpointError(
+            f"config.json has pos_att_type {show(given)}; allowed: {', '.join(_TERMS)}"
+        )
+    return tuple(term for term in _TERMS if term in names)
+
+
+def _read_used_terms(config: Json) -> tuple[DistanceTerm, ...]:
+    terms = _read_terms(config)
+    return terms if read_flag(config, "relative_attention", default=False) else ()
+
+
+def _read_scale(config: Json) -> float:
+    # the terms count without relative positions too
+    head_dim = config["hidden_size"] // _read_heads(config)
+    return float((head_dim * (1 + len(_read_terms(config)))) ** -0.5)
+
+
+def _read_distance_norm(config: Json) -> bool:
+    given = config.get("norm_rel_ebd") or "none"
+    names = {name.strip() for name in str(given).lower().split("|")}
+    if not names <= {"none", "layer_norm"}:
+        raise CheckpointError(
+            f"config.json has norm_rel_ebd {show(given)}; allowed: none, layer_norm"
+        )
+    return "layer_norm" in names
 
 
 @dataclass(frozen=True, slots=True)
-class DebertaLayer:
-    """One layer; queries, keys and values are side by side."""
-
-    qkv: Linear
-    distances: Distances | None
-    attention_output: Linear
-    attention_norm: Norm
-    up: Linear
-    down: Linear
-    output_norm: Norm
-
-
-@dataclass(frozen=True, slots=True)
-class Deberta:
-    """A DeBERTa in one dtype.
+class DebertaConfig(declare.ConfigFields):
+    """What config.json says of a model.
 
     Attributes:
-        config: of its checkpoint.
-        token_table, position_table: `[rows, features]`.
-        projection: from the features of the tables to those of the layers, if there is one.
-        heads: the layers on top of it.
+        embedding: features of the tables; there is a projection if they are not `hidden`.
+        positions: longest sequence.
+        has_position_table: whether embeddings of positions are added to those of tokens.
+        terms: what is added to scores by distance.
+        max_distance: distances from there on are alike.
+        buckets: near distances have a row each, and farther ones share rows, by their logarithm; 0: all have one.
+        shares_projections: whether distances are projected by the layers of tokens.
+        has_distance_norm: whether the embeddings of distances are normalized.
+        scale: multiplies the scores.
+        classifier_activation: between the two layers of a classifier of sequences.
     """
 
-    config: DebertaConfig
-    token_table: Tensor
-    position_table: Tensor | None
-    projection: Linear | None
-    embedding_norm: Norm
-    layers: tuple[DebertaLayer, ...]
-    attention_heads: AttentionHeads
-    heads: Heads
+    heads: int = declare.computed(
+        _read_heads, "num_attention_heads", "attention_head_size", "pooler_hidden_size"
+    )
+    positions: int = declare.computed(read_computed_positions, "max_position_embeddings")
+    max_distance: int = declare.computed(_read_max_distance, "max_relative_positions")
+    buckets: int = declare.computed(_read_buckets, "position_buckets")
+    terms: tuple[DistanceTerm, ...] = declare.computed(
+        _read_used_terms, "pos_att_type", "relative_attention"
+    )
+    vocabulary: int = declare.size("vocab_size")
+    hidden: int = declare.size("hidden_size")
+    embedding: int = declare.computed(
+        lambda config: read_int(config, "embedding_size", default=config["hidden_size"]),
+        "embedding_size",
+    )
+    inner: int = declare.size("intermediate_size")
+    layers: int = declare.layers("num_hidden_layers")
+    has_position_table: bool = declare.flag("position_biased_input", default=True)
+    shares_projections: bool = declare.flag("share_att_key")
+    has_distance_norm: bool = declare.computed(_read_distance_norm, "norm_rel_ebd")
+    scale: float = declare.computed(_read_scale)
+    activation: Activation = declare.activation("hidden_act")
+    classifier_activation: HeadActivation = declare.choice(
+        "pooler_hidden_act", {**ACTIVATIONS, "tanh": "tanh"}, "gelu"
+    )
+    norm_eps: float = declare.epsilon("layer_norm_eps", 1e-7)
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.shape[0]
+    def span(self) -> int:
+        """Half of the rows of the table of distances."""
+        return self.buckets or self.max_distance
 
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
-
-    def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
-        positions = None if self.position_table is None else inputs.position_ids(ops)
-        x = ops.embed(inputs.token_ids(ops), self.token_table, positions, self.position_table)
-        if self.projection is not None:
-            x = self.projection.record(ops, x)
-        norm = self.embedding_norm
-        x = ops.layer_norm(x, norm.weight, norm.bias, eps=self.config.norm_eps)
-        for layer in self.layers:
-            x = self._record_layer(ops, layer, x)
-        return x
-
-    def _record_layer(self, ops: Recorder, layer: DebertaLayer, x: Value) -> Value:
-        context = ops.attention_varlen(
-            layer.qkv.record(ops, x),
-            inputs.cu_seqlens(ops),
-            self.attention_heads,
-            distances=layer.distances,
-            scale=self.config.scale,
-        )
-        x = self._add_norm(
-            ops, layer.attention_output.record(ops, context), x, layer.attention_norm
-        )
-        inner = layer.up.record_activated(ops, x, self.config.activation)
-        return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
-
-    def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
-        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.config.norm_eps)
+    def projection_of(self, term: DistanceTerm) -> str:
+        """Return the name of the linear layer that makes the table of a term."""
+        return _PROJECTIONS[term][self.shares_projections]
 
 
-def load_deberta(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Deberta:
-    """Return the DeBERTa of a checkpoint in `dtype` on `device`.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
-    """
-    config = DebertaConfig.read(checkpoint.config)
-    with CheckpointWeights(checkpoint.folder) as weights:
-        return _Reader(checkpoint, config, weights, dtype, device).model()
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Deberta:
+    """Return the DeBERTa of a checkpoint; see `Family`."""
+    return _Reader(read, DebertaConfig.read(fields)).model(head)
 
 
 def distance_rows(config: DebertaConfig) -> Tensor:
@@ -112,6 +196,8 @@ def distance_rows(config: DebertaConfig) -> Tensor:
 
     Entry positions - 1 + d is that of a key d tokens after its query.
     """
+    import torch
+
     # row 0 is that of the furthest key after a query
     before = -torch.arange(1 - config.positions, config.positions)
     if config.buckets:
@@ -127,108 +213,160 @@ def distance_rows(config: DebertaConfig) -> Tensor:
 class _Reader:
     """Reads the parts of a DeBERTa by their names in a checkpoint."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: DebertaConfig,
-        weights: CheckpointWeights,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, read: LayerReader, config: DebertaConfig) -> None:
+        self._read = read
         self._config = config
-        self._prefix = prefix_of(weights)
-        self._dtype = dtype
-        self._read = LayerReader(weights, dtype, device)
-        # products of weights are rounded once
-        self._exact = LayerReader(weights, torch.float32, device)
-        self._last = LayerReader(weights, head_dtype(checkpoint, dtype), device)
+        is_inside = "deberta.embeddings.word_embeddings.weight" in read
+        self._prefix = "deberta." if is_inside else ""
 
-    def model(self) -> Deberta:
-        config = self._config
+    def model(self, head: HeadConfig) -> Deberta:
+        config, at = self._config, f"{self._prefix}embeddings"
         hidden, embedding = config.hidden, config.embedding
-        embeddings = self._distance_embeddings()
-        rows = None if embeddings is None else distance_rows(config).to(embeddings.device)
 
         def table(name: str, rows: int) -> Tensor:
-            name = f"{self._prefix}embeddings.{name}_embeddings.weight"
-            return self._read.tensor(name, rows, embedding)
+            return self._read.tensor(f"{at}.{name}_embeddings.weight", rows, embedding)
 
-        def layer(index: int) -> DebertaLayer:
-            at = f"{self._prefix}encoder.layer.{index}"
-            distances = None
-            if embeddings is not None and rows is not None:
-                distances = self._distances(f"{at}.attention.self", embeddings, rows)
-            return self._layer(at, distances, is_last=index == config.layers - 1)
-
-        projection = f"{self._prefix}embeddings.embed_proj"
+        tokens = table("word", config.vocabulary)
+        positions = table("position", config.positions) if config.has_position_table else None
+        projection = None
+        if embedding != hidden:
+            projection = self._read.linear([f"{at}.embed_proj"], embedding, [hidden], bias=False)
         return Deberta(
-            config=config,
-            token_table=table("word", config.vocabulary),
-            position_table=table("position", config.positions)
-            if config.has_position_table
-            else None,
-            projection=self._read.linear([projection], embedding, [hidden], bias=False)
-            if embedding != hidden
-            else None,
-            embedding_norm=self._norm(f"{self._prefix}embeddings.LayerNorm"),
-            layers=tuple(layer(index) for index in range(config.layers)),
+            token_table=tokens,
+            position_table=positions,
+            projection=projection,
+            embedding_norm=self._read.norm(f"{at}.LayerNorm", hidden),
+            layers=self._layers(tokens),
             attention_heads=AttentionHeads(config.heads, config.heads, hidden // config.heads),
-            heads=self._heads(),
+            activation=config.activation,
+            norm_eps=config.norm_eps,
+            scale=config.scale,
+            heads=self._heads(head),
         )
+
+    def _layers(self, tokens: Tensor) -> tuple[DebertaLayer, ...]:
+        config = self._config
+        names = [f"{self._prefix}encoder.layer.{index}" for index in range(config.layers)]
+        if not config.terms:
+            return tuple(self._layer(at, None, is_last=at == names[-1]) for at in names)
+        embeddings = self._distance_embeddings()
+        rows = self._read.computed(lambda: distance_rows(config).to(tokens.device))
+
+        def table(at: str, term: DistanceTerm) -> Tensor | None:
+            if term not in config.terms:
+                return None
+            name = f"{at}.attention.self.{config.projection_of(term)}"
+            layer = self._read.fp32.linear([name], config.hidden, [config.hidden])
+            return self._read.computed(lambda: _projected(embeddings, layer).to(tokens.dtype))
+
+        def distances(at: str) -> Distances:
+            keys, queries = table(at, "c2p"), table(at, "p2c")
+            return self._read.computed(lambda: _distances(rows, keys, queries))
+
+        return tuple(self._layer(at, distances(at), is_last=at == names[-1]) for at in names)
 
     def _layer(self, at: str, distances: Distances | None, *, is_last: bool) -> DebertaLayer:
-        hidden, inner = self._config.hidden, self._config.inner
+        hidden, inner, read = self._config.hidden, self._config.inner, self._read
         qkv = [f"{at}.attention.self.{name}_proj" for name in ("query", "key", "value")]
         return DebertaLayer(
-            qkv=self._read.linear(qkv, hidden, [hidden] * 3),
+            qkv=read.linear(qkv, hidden, [hidden] * 3),
             distances=distances,
-            attention_output=self._read.linear([f"{at}.attention.output.dense"], hidden, [hidden]),
-            attention_norm=self._norm(f"{at}.attention.output.LayerNorm"),
-            up=self._read.linear([f"{at}.intermediate.dense"], hidden, [inner]),
-            down=self._read.linear([f"{at}.output.dense"], inner, [hidden]),
-            output_norm=(self._last if is_last else self._read).norm(
-                f"{at}.output.LayerNorm", hidden
-            ),
+            attention_output=read.linear([f"{at}.attention.output.dense"], hidden, [hidden]),
+            attention_norm=read.norm(f"{at}.attention.output.LayerNorm", hidden),
+            up=read.linear([f"{at}.intermediate.dense"], hidden, [inner]),
+            down=read.linear([f"{at}.output.dense"], inner, [hidden]),
+            output_norm=(read.last if is_last else read).norm(f"{at}.output.LayerNorm", hidden),
         )
 
-    def _distance_embeddings(self) -> Tensor | None:
-        """Return the embeddings of distances, `[2 * span, hidden]` fp32, None if no score reads them."""
-        config = self._config
-        if not config.terms:
-            return None
-        name = f"{self._prefix}encoder.rel_embeddings.weight"
-        embeddings = self._exact.tensor(name, 2 * config.span, config.hidden)
+    def _distance_embeddings(self) -> Tensor:
+        """Return the embeddings of distances, `[2 * span, hidden]` fp32."""
+        # products of weights are rounded once
+        config, exact, at = self._config, self._read.fp32, f"{self._prefix}encoder"
+        embeddings = exact.tensor(f"{at}.rel_embeddings.weight", 2 * config.span, config.hidden)
         if not config.has_distance_norm:
             return embeddings
-        norm = self._exact.norm(f"{self._prefix}encoder.LayerNorm", config.hidden)
-        return F.layer_norm(embeddings, (config.hidden,), norm.weight, norm.bias, config.norm_eps)
+        norm = exact.norm(f"{at}.LayerNorm", config.hidden)
+        return self._read.computed(lambda: _normed(embeddings, norm, config.norm_eps))
 
-    def _distances(self, at: str, embeddings: Tensor, rows: Tensor) -> Distances:
-        """Return the keys and queries of distances in one layer."""
-        hidden = self._config.hidden
-
-        def table(term: DistanceTerm) -> Tensor | None:
-            if term not in self._config.terms:
-                return None
-            name = f"{at}.{self._config.projection_of(term)}"
-            projection = self._exact.linear([name], hidden, [hidden])
-            return F.linear(embeddings, projection.weight.t(), projection.bias).to(self._dtype)
-
-        return Distances(rows, keys=table("c2p"), queries=table("p2c"))
-
-    def _heads(self) -> Heads:
-        hidden, labels = self._config.hidden, self._checkpoint.num_labels
-        if not labels:
+    def _heads(self, head: HeadConfig) -> Heads:
+        hidden, read = self._config.hidden, self._read.last
+        if not head.num_labels:
             return Heads()
-        classifier = self._last.linear(["classifier"], hidden, [labels])
-        if self._checkpoint.head_task == "token_classify":
-            return Heads(classifier=classifier)
+        dense = None
+        if head.task == "classify":
+            dense = read.linear(["pooler.dense"], hidden, [hidden])
         return Heads(
-            dense=self._last.linear(["pooler.dense"], hidden, [hidden]),
+            dense=dense,
             activation=self._config.classifier_activation,
-            classifier=classifier,
+            classifier=read.linear(["classifier"], hidden, [head.num_labels]),
         )
 
-    def _norm(self, name: str) -> Norm:
-        return self._read.norm(name, self._config.hidden)
+
+def _distances(rows: Tensor, keys: Tensor | None, queries: Tensor | None) -> Distances:
+    from varlen_kernels.reference.attention import Distances
+
+    return Distances(rows, keys, queries)
+
+
+def _normed(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    from torch.nn.functional import layer_norm
+
+    return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
+
+
+def _projected(x: Tensor, layer: Linear) -> Tensor:
+    from torch.nn.functional import linear
+
+    return linear(x, layer.weight.t(), layer.bias)
+
+
+def _masked_lm(config: Json) -> MaskedLMLayout:
+    read = DebertaConfig.read(config)
+    is_legacy = read_flag(config, "legacy", default=True)
+    return MaskedLMLayout(
+        _LEGACY_HEAD if is_legacy else _OWN_HEAD,
+        read.hidden,
+        read.embedding,
+        read.vocabulary,
+        read.activation,
+        read.norm_eps,
+        is_tied=not is_legacy or read_flag(config, "tie_word_embeddings", default=True),
+    )
+
+
+FAMILY = Family(
+    architectures={
+        "DebertaV2Model": "embed",
+        "DebertaV2ForMaskedLM": "embed",
+        "DebertaV2ForSequenceClassification": "classify",
+        "DebertaV2ForTokenClassification": "token_classify",
+    },
+    heads={
+        "classify": "DebertaV2ForSequenceClassification",
+        "rerank": "DebertaV2ForSequenceClassification",
+        "token_classify": "DebertaV2ForTokenClassification",
+        "sparse_embed": "DebertaV2ForMaskedLM",
+        "fill_mask": "DebertaV2ForMaskedLM",
+    },
+    fields=kind_fields.ENCODER.plus(
+        DebertaConfig.names() | {"legacy", "tie_word_embeddings"},
+        # training, and the convolution that is refused
+        "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob"
+        " pooler_dropout".split(),
+        {
+            "conv_kernel_size": 0,
+            "is_decoder": False,
+            "is_encoder_decoder": False,
+            "type_vocab_size": 0,
+        },
+    ),
+    read_sizes=DebertaConfig.read,
+    load=load,
+    is_unused=lambda name, _: (
+        name.startswith((*_HEADS, *_OPTIONAL)) or name.endswith("embeddings.position_ids")
+    ),
+    tokenizer_class="DebertaV2Tokenizer",
+    masked_lm=_masked_lm,
+    # its mask hides a token both as a key and as a query
+    has_unread_tokens=False,
+)

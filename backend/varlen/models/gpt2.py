@@ -4,21 +4,55 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 transformers saves them.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.attention import Attention
+from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.output import read_output, record_output
+from varlen.models.checkpoint import declared_fields as declare
+from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint.config_file import Json, check_multiple, read_int
+from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.gpt2_checkpoint import Gpt2Config, prefix_of
-from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.blocks.attention import Attention
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+
+
+def _read_heads(config: Json) -> int:
+    read_int(config, "n_embd")
+    heads = read_int(config, "n_head")
+    check_multiple(config, "n_embd", "n_head")
+    return heads
+
+
+def _read_inner(config: Json) -> int:
+    has_inner = config.get("n_inner") is not None
+    return read_int(config, "n_inner") if has_inner else 4 * read_int(config, "n_embd")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpt2Config(declare.ConfigFields):
+    """What config.json says of a model."""
+
+    num_heads: int = declare.computed(_read_heads, "n_head")
+    vocab_size: int = declare.size("vocab_size")
+    positions: int = declare.size("n_positions")
+    hidden: int = declare.size("n_embd")
+    inner: int = declare.computed(_read_inner, "n_inner")
+    num_layers: int = declare.layers("n_layer", lowest=0)
+    activation: Activation = declare.activation("activation_function", "gelu_new")
+    norm_eps: float = declare.epsilon("layer_norm_epsilon", 1e-5)
+    has_tied_output: bool = declare.flag("tie_word_embeddings", default=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +95,11 @@ class Gpt2:
         """Token ids below this are valid."""
         return self.token_table.shape[0]
 
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it: none."""
+        return Heads()
+
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         residual = ops.embed(
@@ -91,43 +130,28 @@ class Gpt2:
         return ops.residual_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)
 
 
-def load_gpt2(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, norm_dtype: torch.dtype
-) -> Gpt2:
-    """Return the GPT-2 of a checkpoint in `dtype` on `device`.
-
-    Args:
-        checkpoint, dtype, device: the model's folder, and the dtype and device of its weights.
-        norm_dtype: dtype of the final norm, and so of the last hidden state.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
-    """
-    config = Gpt2Config.read(checkpoint.config)
-    with CheckpointWeights(checkpoint.folder) as weights:
-        read, prefix = LayerReader(weights, dtype, device), prefix_of(weights)
-        table = read.tensor(f"{prefix}wte.weight", config.vocab_size, config.hidden)
-        return Gpt2(
-            token_table=table,
-            position_table=read.tensor(f"{prefix}wpe.weight", config.positions, config.hidden),
-            layers=tuple(
-                _read_layer(read, config, f"{prefix}h.{index}")
-                for index in range(config.num_layers)
-            ),
-            final_norm=LayerReader(weights, norm_dtype, device).norm(
-                f"{prefix}ln_f", config.hidden
-            ),
-            output=(
-                read_output(read, table, is_tied=config.has_tied_output)
-                if checkpoint.architecture == "GPT2LMHeadModel"
-                else None
-            ),
-            attention_heads=AttentionHeads(
-                config.num_heads, config.num_heads, config.hidden // config.num_heads
-            ),
-            activation=config.activation,
-            norm_eps=config.norm_eps,
-        )
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
+    """Return the GPT-2 of a checkpoint; see `Family`."""
+    config = Gpt2Config.read(fields)
+    prefix = "transformer." if "transformer.wte.weight" in read else ""
+    vocabulary, hidden, num_heads = config.vocab_size, config.hidden, config.num_heads
+    table = read.tensor(f"{prefix}wte.weight", vocabulary, hidden)
+    return Gpt2(
+        token_table=table,
+        position_table=read.tensor(f"{prefix}wpe.weight", config.positions, hidden),
+        layers=tuple(
+            _read_layer(read, config, f"{prefix}h.{index}") for index in range(config.num_layers)
+        ),
+        final_norm=read.last.norm(f"{prefix}ln_f", hidden),
+        output=(
+            read_output(read, table, vocabulary, hidden, is_tied=config.has_tied_output)
+            if head.architecture == "GPT2LMHeadModel"
+            else None
+        ),
+        attention_heads=AttentionHeads(num_heads, num_heads, hidden // num_heads),
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+    )
 
 
 def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
@@ -146,3 +170,25 @@ def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
         up=linear("mlp.c_fc", hidden, inner),
         down=linear("mlp.c_proj", inner, hidden),
     )
+
+
+FAMILY = Family(
+    architectures={"GPT2LMHeadModel": "generate", "GPT2Model": "embed"},
+    heads={"generate": "GPT2LMHeadModel"},
+    fields=kind_fields.DECODER.plus(
+        Gpt2Config.names(),
+        # training; a head for several choices; another order of the same operations
+        "attn_pdrop embd_pdrop resid_pdrop"
+        " summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj"
+        " reorder_and_upcast_attn".split(),
+        {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
+    ),
+    read_sizes=Gpt2Config.read,
+    load=load,
+    # the causal mask of old releases; a copy of the table where the output is tied to it
+    is_unused=lambda name, _: (
+        name.endswith((".attn.bias", ".attn.masked_bias")) or name == "lm_head.weight"
+    ),
+    tokenizer_class="GPT2Tokenizer",
+    kind="decoder",
+)

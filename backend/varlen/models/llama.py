@@ -6,21 +6,175 @@ arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries 
 Face transformers saves them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.attention import Attention
 from varlen.models.blocks.output import read_output, record_output
 from varlen.models.blocks.rotary import rotary_table
+from varlen.models.blocks.score_head import read_logit_score, read_score
+from varlen.models.checkpoint import declared_fields as declare
+from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint.config_file import (
+    Json,
+    check_multiple,
+    read_flag,
+    read_int,
+    read_layers,
+    show,
+)
+from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.llama_checkpoint import LlamaConfig, prefix_of
-from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.program.heads import AttentionHeads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.blocks.attention import Attention
+    from varlen.models.blocks.heads import Heads
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+
+_WINDOW_FIELDS = frozenset(
+    "layer_types max_window_layers sliding_window use_sliding_window".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a model of the family adds to the common architecture.
+
+    Attributes:
+        fields: fields of config.json that it reads beside the common ones.
+        has_qkv_bias: whether queries, keys and values always have a bias.
+        has_head_norms: whether queries and keys are normed.
+        head_dim: features of a head where config.json does not say them; None derives them.
+        window: last tokens that a token reads where config.json does not say it; None is all.
+    """
+
+    fields: frozenset[str] = frozenset()
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False
+    head_dim: int | None = None
+    window: int | None = None
+
+
+OPTIONS: Mapping[str, Options] = {
+    "llama": Options(frozenset({"attention_bias", "mlp_bias"})),
+    "mistral": Options(frozenset({"sliding_window"}), window=4096),
+    "qwen2": Options(_WINDOW_FIELDS, has_qkv_bias=True, window=4096),
+    "qwen3": Options(
+        _WINDOW_FIELDS | {"attention_bias"}, has_head_norms=True, head_dim=128, window=4096
+    ),
+}
+
+
+def _read_flag(config: Json, name: str) -> bool:
+    is_read = name in OPTIONS[config["model_type"]].fields
+    return is_read and read_flag(config, name, default=False)
+
+
+def _read_heads(config: Json) -> AttentionHeads:
+    """Return the heads of a layer."""
+    options = OPTIONS[config["model_type"]]
+    queries = read_int(config, "num_attention_heads")
+    # absent in the first Llama models, which have as many key heads as query heads
+    has_keys = config.get("num_key_value_heads") is not None
+    keys = read_int(config, "num_key_value_heads") if has_keys else queries
+    if queries % keys:
+        raise CheckpointError(
+            f"num_attention_heads {queries} is not a multiple of num_key_value_heads {keys}"
+        )
+    if config.get("head_dim") is not None:
+        dim = read_int(config, "head_dim")
+    elif options.head_dim is not None:
+        dim = options.head_dim
+    else:
+        check_multiple(config, "hidden_size", "num_attention_heads")
+        dim = config["hidden_size"] // queries
+    if dim % 2:
+        raise CheckpointError(
+            f"heads have {dim} features; allowed: even numbers, for rotary positions"
+        )
+    return AttentionHeads(queries, keys, dim)
+
+
+def _read_windows(config: Json) -> tuple[int, ...]:
+    """Return the window of each layer; 0 where it holds every sequence that is served."""
+    options, positions = OPTIONS[config["model_type"]], read_rotary(config).positions
+    layers = read_layers(config, "num_hidden_layers", lowest=0)
+    window = _read_window(config, options)
+    size = 0 if window is None or window >= positions else window
+    if "layer_types" not in options.fields:
+        return (size,) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = read_int(config, "max_window_layers", default=28, lowest=0)
+        return tuple(size if index >= first else 0 for index in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CheckpointError(f"config.json has layer_types {show(kinds)}; allowed: {layers} names")
+    sizes = {"full_attention": 0} | ({} if window is None else {"sliding_attention": size})
+    unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in sizes]
+    if unknown:
+        raise CheckpointError(
+            f"config.json has {show(unknown[0])} in layer_types; allowed: {', '.join(sizes)}"
+            f"{'' if window else ' (without a sliding_window that is used)'}"
+        )
+    return tuple(sizes[kind] for kind in kinds)
+
+
+def _read_window(config: Json, options: Options) -> int | None:
+    """Return the last tokens that layers with a window read; None without a window."""
+    if "sliding_window" not in options.fields:
+        return None
+    is_switch_known = "use_sliding_window" in options.fields
+    if is_switch_known and not read_flag(config, "use_sliding_window", default=False):
+        return None
+    window = config.get("sliding_window", options.window)
+    return None if window is None else read_int({"sliding_window": window}, "sliding_window")
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig(declare.ConfigFields):
+    """What config.json says of a model, and what its family adds.
+
+    Attributes:
+        heads: of each layer.
+        windows: for each layer, the number of last tokens that a token reads; 0 is all.
+        has_qkv_bias, has_output_bias: whether linear layers before and after the attention have a bias.
+        has_mlp_bias: whether those of the feed-forward part have one.
+        has_head_norms: whether queries and keys are normed.
+        has_tied_output: whether the output layer is the embedding table.
+    """
+
+    heads: AttentionHeads = declare.computed(
+        _read_heads, "num_attention_heads", "num_key_value_heads", "head_dim"
+    )
+    rotary: RotaryConfig = declare.computed(
+        read_rotary, "max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta"
+    )
+    positions: int = declare.computed(lambda config: read_rotary(config).positions)
+    vocab_size: int = declare.size("vocab_size")
+    hidden: int = declare.size("hidden_size")
+    inner: int = declare.size("intermediate_size")
+    windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
+    norm_eps: float = declare.epsilon("rms_norm_eps", 1e-6)
+    has_qkv_bias: bool = declare.computed(
+        lambda config: (
+            OPTIONS[config["model_type"]].has_qkv_bias or _read_flag(config, "attention_bias")
+        )
+    )
+    has_output_bias: bool = declare.computed(lambda config: _read_flag(config, "attention_bias"))
+    has_mlp_bias: bool = declare.computed(lambda config: _read_flag(config, "mlp_bias"))
+    has_head_norms: bool = declare.computed(
+        lambda config: OPTIONS[config["model_type"]].has_head_norms
+    )
+    has_tied_output: bool = declare.flag("tie_word_embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +207,7 @@ class Llama:
         token_table: `[vocabulary, hidden]`.
         cos_sin: `[positions, head_dim]` fp32, see `varlen_kernels.reference.rotary`.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
+        heads: the layers on top of it, for tasks of one step.
     """
 
     token_table: Tensor
@@ -62,6 +217,7 @@ class Llama:
     output: Linear | None
     attention_heads: AttentionHeads
     norm_eps: float
+    heads: Heads
 
     @property
     def num_layers(self) -> int:
@@ -106,63 +262,59 @@ class Llama:
         return layer.attention_output.record(ops, context)
 
 
-def load_llama(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, norm_dtype: torch.dtype
-) -> Llama:
-    """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint in `dtype` on `device`.
-
-    Args:
-        checkpoint, dtype, device: the model's folder, and the dtype and device of its weights.
-        norm_dtype: dtype of the final norm, and so of the last hidden state.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
-    """
-    config = LlamaConfig.read(checkpoint.config)
-    with CheckpointWeights(checkpoint.folder) as weights:
-        read, prefix = LayerReader(weights, dtype, device), prefix_of(weights)
-        table = read.tensor(f"{prefix}embed_tokens.weight", config.vocab_size, config.hidden)
-        return Llama(
-            token_table=table,
-            cos_sin=rotary_table(config.rotary, config.head_dim, device),
-            layers=tuple(
-                _read_layer(read, config, f"{prefix}layers.{index}", window)
-                for index, window in enumerate(config.windows)
-            ),
-            final_norm=LayerReader(weights, norm_dtype, device).tensor(
-                f"{prefix}norm.weight", config.hidden
-            ),
-            output=(
-                read_output(read, table, is_tied=config.has_tied_output)
-                if checkpoint.architecture.endswith("ForCausalLM")
-                else None
-            ),
-            attention_heads=AttentionHeads(config.num_heads, config.num_kv_heads, config.head_dim),
-            norm_eps=config.norm_eps,
-        )
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
+    """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint; see `Family`."""
+    config = LlamaConfig.read(fields)
+    shape = config.vocab_size, config.hidden
+    prefix = "model." if "model.embed_tokens.weight" in read else ""
+    table_name = f"{prefix}embed_tokens.weight"
+    table = read.tensor(table_name, *shape)
+    layers = tuple(
+        _read_layer(read, config, f"{prefix}layers.{index}", window)
+        for index, window in enumerate(config.windows)
+    )
+    final_norm = read.last.tensor(f"{prefix}norm.weight", config.hidden)
+    output = None
+    if head.architecture.endswith("ForCausalLM"):
+        output = read_output(read, table, *shape, is_tied=config.has_tied_output)
+    heads = read_score(read, head, config.hidden)
+    if head.logit_score is not None:
+        name = table_name if config.has_tied_output else "lm_head.weight"
+        heads = read_logit_score(read, head.logit_score, name, *shape)
+    return Llama(
+        token_table=table,
+        cos_sin=read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device)),
+        layers=layers,
+        final_norm=final_norm,
+        output=output,
+        attention_heads=config.heads,
+        norm_eps=config.norm_eps,
+        heads=heads,
+    )
 
 
 def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) -> LlamaLayer:
-    hidden, inner, head_dim = config.hidden, config.inner, config.head_dim
+    hidden, inner, heads = config.hidden, config.inner, config.heads
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    key_width = heads.keys * heads.dim
     return LlamaLayer(
         attention_norm=read.tensor(f"{name}.input_layernorm.weight", hidden),
         qkv=read.linear(
             [f"{attention}.{part}_proj" for part in "qkv"],
             hidden,
-            [config.query_width, config.key_width, config.key_width],
+            [heads.width, key_width, key_width],
             bias=config.has_qkv_bias,
         ),
         head_norms=(
             (
-                read.tensor(f"{attention}.q_norm.weight", head_dim),
-                read.tensor(f"{attention}.k_norm.weight", head_dim),
+                read.tensor(f"{attention}.q_norm.weight", heads.dim),
+                read.tensor(f"{attention}.k_norm.weight", heads.dim),
             )
             if config.has_head_norms
             else None
         ),
         attention_output=read.linear(
-            [f"{attention}.o_proj"], config.query_width, [hidden], bias=config.has_output_bias
+            [f"{attention}.o_proj"], heads.width, [hidden], bias=config.has_output_bias
         ),
         mlp_norm=read.tensor(f"{name}.post_attention_layernorm.weight", hidden),
         gate_up=read.linear(
@@ -174,3 +326,41 @@ def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) 
         down=read.linear([f"{mlp}.down_proj"], inner, [hidden], bias=config.has_mlp_bias),
         window=window,
     )
+
+
+def _family(name: str, tokenizer_class: str) -> Family[Llama]:
+    options = OPTIONS[name.lower()]
+    return Family(
+        architectures={
+            f"{name}ForCausalLM": "generate",
+            f"{name}Model": "embed",
+            f"{name}ForSequenceClassification": "classify",
+            f"{name}ForTokenClassification": "token_classify",
+        },
+        heads={
+            "generate": f"{name}ForCausalLM",
+            "classify": f"{name}ForSequenceClassification",
+            "rerank": f"{name}ForSequenceClassification",
+            "token_classify": f"{name}ForTokenClassification",
+        },
+        fields=kind_fields.DECODER.plus(
+            LlamaConfig.names() | options.fields,
+            # training, and another order of the same sums
+            ("attention_dropout", "pretraining_tp"),
+            {"hidden_act": "silu", "partial_rotary_factor": 1.0},
+        ),
+        read_sizes=LlamaConfig.read,
+        load=load,
+        # frequencies, which old releases saved; a copy of the table where the output is tied to it
+        is_unused=lambda name, _: name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight",
+        tokenizer_class=tokenizer_class,
+        kind="decoder",
+    )
+
+
+FAMILIES: Mapping[str, Family[Llama]] = {
+    "llama": _family("Llama", "LlamaTokenizer"),
+    "mistral": _family("Mistral", "LlamaTokenizer"),
+    "qwen2": _family("Qwen2", "Qwen2Tokenizer"),
+    "qwen3": _family("Qwen3", "Qwen2Tokenizer"),
+}

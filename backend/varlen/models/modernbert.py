@@ -1,24 +1,139 @@
-"""The forward pass of ModernBERT over packed tokens.
+"""ModernBERT over packed tokens: its configuration, its tensors, its forward pass.
 
 Layers with norms before them, rotary positions and gated feed-forward parts; most layers read only near tokens.
-Source: Warner et al. 2024, arXiv:2412.13663.
+Source: Warner et al. 2024, arXiv:2412.13663; names as Hugging Face transformers saves them.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from torch import Tensor
-
+from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.heads import Heads, head_dtype
+from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.rotary import rotary_table
+from varlen.models.checkpoint import declared_fields as declare
+from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint.config_file import (
+    Json,
+    check_multiple,
+    read_flag,
+    read_int,
+    read_layers,
+    read_number,
+    show,
+)
+from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.modernbert_checkpoint import LayerKind, ModernBertConfig, prefix_of
-from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
+from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.program.heads import AttentionHeads
+from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+
+LayerKind: TypeAlias = Literal["full_attention", "sliding_attention"]
+
+# The theta of each kind of layer: its field in older files, and its default.
+_THETAS: Mapping[LayerKind, tuple[str, float]] = {
+    "full_attention": ("global_rope_theta", 160_000.0),
+    "sliding_attention": ("local_rope_theta", 10_000.0),
+}
+_POOLINGS: Mapping[str, Literal["cls", "mean"]] = {"cls": "cls", "mean": "mean"}
+
+
+def _read_heads(config: Json) -> int:
+    hidden, heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
+    check_multiple(config, "hidden_size", "num_attention_heads")
+    if hidden // heads % 2:
+        raise CheckpointError(
+            f"heads have {hidden // heads} features; allowed: even numbers, for rotary positions"
+        )
+    return heads
+
+
+def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
+    layers = read_layers(config, "num_hidden_layers")
+    given = config.get("layer_types")
+    if given is None:
+        every = read_int(config, "global_attn_every_n_layers", default=3)
+        return tuple(
+            "sliding_attention" if index % every else "full_attention" for index in range(layers)
+        )
+    # a value of another type may have no hash
+    is_known = isinstance(given, list) and all(each in tuple(_THETAS) for each in given)
+    if not is_known or len(given) != layers:
+        raise CheckpointError(
+            f"config.json has layer_types {show(given)}; allowed: {layers} names, each of {', '.join(_THETAS)}"
+        )
+    return tuple(given)
+
+
+def _read_rotary(config: Json) -> dict[LayerKind, RotaryConfig]:
+    given = config.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not set(given) <= set(_THETAS):
+        raise CheckpointError(
+            f"config.json has rope_parameters {show(given)}; allowed: an object with {', '.join(_THETAS)}"
+        )
+    return {
+        kind: read_rotary(
+            {
+                "rope_parameters": given.get(kind),
+                "max_position_embeddings": config.get("max_position_embeddings"),
+            },
+            # null is not the default: releases of transformers differ in what it means
+            default_theta=read_number(config, field, default=None if field in config else default),
+        )
+        for kind, (field, default) in _THETAS.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ModernBertConfig(declare.ConfigFields):
+    """What config.json says of a model.
+
+    Attributes:
+        kinds: of each layer.
+        window: tokens of layers with sliding attention read those at a smaller distance.
+        rotary: positions of each kind of layer.
+        classifier_pooling: how the classifier makes one row of a sequence.
+    """
+
+    heads: int = declare.computed(_read_heads, "num_attention_heads")
+    vocabulary: int = declare.size("vocab_size")
+    hidden: int = declare.size("hidden_size")
+    inner: int = declare.size("intermediate_size")
+    kinds: tuple[LayerKind, ...] = declare.computed(
+        _read_kinds, "num_hidden_layers", "layer_types", "global_attn_every_n_layers"
+    )
+    window: int = declare.computed(
+        lambda config: read_int(config, "local_attention", default=128) // 2 + 1, "local_attention"
+    )
+    rotary: Mapping[LayerKind, RotaryConfig] = declare.computed(
+        _read_rotary, "rope_parameters", "global_rope_theta", "local_rope_theta"
+    )
+    positions: int = declare.size("max_position_embeddings")
+    activation: Activation = declare.activation("hidden_activation")
+    norm_eps: float = declare.epsilon("norm_eps", 1e-5)
+    has_norm_bias: bool = declare.flag("norm_bias")
+    has_attention_bias: bool = declare.flag("attention_bias")
+    has_mlp_bias: bool = declare.flag("mlp_bias")
+    classifier_pooling: Literal["cls", "mean"] = declare.choice(
+        "classifier_pooling", _POOLINGS, "cls"
+    )
+    classifier_activation: Activation = declare.activation("classifier_activation")
+    has_classifier_bias: bool = declare.flag("classifier_bias")
+
+    def window_of(self, kind: LayerKind) -> int:
+        """Return the window of a layer; 0 where it holds every sequence that is served."""
+        is_whole = kind == "full_attention" or self.window >= self.positions
+        return 0 if is_whole else self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,69 +214,99 @@ class ModernBert:
         return layer.attention_output.record(ops, context)
 
 
-def load_modernbert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModernBert:
-    """Return the ModernBERT of a checkpoint in `dtype` on `device`.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
-    """
-    config = ModernBertConfig.read(checkpoint.config)
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> ModernBert:
+    """Return the ModernBERT of a checkpoint; see `Family`."""
+    config = ModernBertConfig.read(fields)
     hidden, head_dim = config.hidden, config.hidden // config.heads
-    with CheckpointWeights(checkpoint.folder) as weights:
-        read, prefix = LayerReader(weights, dtype, device), prefix_of(weights)
-        table = f"{prefix}embeddings.tok_embeddings.weight"
-        read_last = LayerReader(weights, head_dtype(checkpoint, dtype), device)
-        return ModernBert(
-            config=config,
-            token_table=read.tensor(table, config.vocabulary, hidden),
-            embedding_norm=_norm(read, config, f"{prefix}embeddings.norm"),
-            cos_sin={
-                kind: rotary_table(rotary, head_dim, device)
-                for kind, rotary in config.rotary.items()
-            },
-            layers=tuple(
-                _read_layer(read, config, f"{prefix}layers.{index}", kind, is_first=not index)
-                for index, kind in enumerate(config.kinds)
-            ),
-            final_norm=_norm(read_last, config, f"{prefix}final_norm"),
-            attention_heads=AttentionHeads(config.heads, config.heads, head_dim),
-            heads=_read_heads(read_last, config, checkpoint),
-        )
+    prefix = "model." if "model.embeddings.tok_embeddings.weight" in read else ""
+    table = read.tensor(f"{prefix}embeddings.tok_embeddings.weight", config.vocabulary, hidden)
 
+    def cos_sin(rotary: RotaryConfig) -> Tensor:
+        return read.computed(lambda: rotary_table(rotary, head_dim, table.device))
 
-def _read_layer(
-    read: LayerReader, config: ModernBertConfig, name: str, kind: LayerKind, *, is_first: bool
-) -> ModernBertLayer:
-    hidden, inner = config.hidden, config.inner
-
-    def attention(part: str, fan_out: int) -> Linear:
-        has_bias = config.has_attention_bias
-        return read.linear([f"{name}.attn.{part}"], hidden, [fan_out], bias=has_bias)
-
-    return ModernBertLayer(
-        kind=kind,
-        attention_norm=None if is_first else _norm(read, config, f"{name}.attn_norm"),
-        qkv=attention("Wqkv", 3 * hidden),
-        attention_output=attention("Wo", hidden),
-        mlp_norm=_norm(read, config, f"{name}.mlp_norm"),
-        up=read.linear([f"{name}.mlp.Wi"], hidden, [2 * inner], bias=config.has_mlp_bias),
-        down=read.linear([f"{name}.mlp.Wo"], inner, [hidden], bias=config.has_mlp_bias),
+    return ModernBert(
+        config=config,
+        token_table=table,
+        embedding_norm=read.norm(f"{prefix}embeddings.norm", hidden, bias=config.has_norm_bias),
+        cos_sin={kind: cos_sin(rotary) for kind, rotary in config.rotary.items()},
+        layers=tuple(
+            _read_layer(read, config, f"{prefix}layers.{index}", kind, is_first=not index)
+            for index, kind in enumerate(config.kinds)
+        ),
+        final_norm=read.last.norm(f"{prefix}final_norm", hidden, bias=config.has_norm_bias),
+        attention_heads=AttentionHeads(config.heads, config.heads, head_dim),
+        heads=_read_classifier(read.last, config, head),
     )
 
 
-def _read_heads(read: LayerReader, config: ModernBertConfig, checkpoint: Checkpoint) -> Heads:
+def _read_layer(
+    read: LayerReader, config: ModernBertConfig, at: str, kind: LayerKind, *, is_first: bool
+) -> ModernBertLayer:
+    hidden, inner = config.hidden, config.inner
+
+    def norm(name: str) -> Norm:
+        return read.norm(f"{at}.{name}", hidden, bias=config.has_norm_bias)
+
+    def linear(name: str, fan_in: int, fan_out: int, *, bias: bool) -> Linear:
+        return read.linear([f"{at}.{name}"], fan_in, [fan_out], bias=bias)
+
+    return ModernBertLayer(
+        kind=kind,
+        # the first layer reads the norm of the embeddings
+        attention_norm=None if is_first else norm("attn_norm"),
+        qkv=linear("attn.Wqkv", hidden, 3 * hidden, bias=config.has_attention_bias),
+        attention_output=linear("attn.Wo", hidden, hidden, bias=config.has_attention_bias),
+        mlp_norm=norm("mlp_norm"),
+        up=linear("mlp.Wi", hidden, 2 * inner, bias=config.has_mlp_bias),
+        down=linear("mlp.Wo", inner, hidden, bias=config.has_mlp_bias),
+    )
+
+
+def _read_classifier(read: LayerReader, config: ModernBertConfig, head: HeadConfig) -> Heads:
     hidden = config.hidden
-    if not checkpoint.num_labels:
+    if not head.num_labels:
         return Heads()
     return Heads(
         pooling=config.classifier_pooling,
         dense=read.linear(["head.dense"], hidden, [hidden], bias=config.has_classifier_bias),
         activation=config.classifier_activation,
-        norm=_norm(read, config, "head.norm"),
+        norm=read.norm("head.norm", hidden, bias=config.has_norm_bias),
         norm_eps=config.norm_eps,
-        classifier=read.linear(["classifier"], hidden, [checkpoint.num_labels]),
+        classifier=read.linear(["classifier"], hidden, [head.num_labels]),
     )
 
 
-def _norm(read: LayerReader, config: ModernBertConfig, name: str) -> Norm:
-    return read.norm(name, config.hidden, bias=config.has_norm_bias)
+def _masked_lm(config: Json) -> MaskedLMLayout:
+    read = ModernBertConfig.read(config)
+    return MaskedLMLayout(
+        MaskedLMNames("head.dense", "head.norm", "decoder", ("decoder.bias",)),
+        read.hidden,
+        read.hidden,
+        read.vocabulary,
+        read.classifier_activation,
+        read.norm_eps,
+        is_tied=read_flag(config, "tie_word_embeddings", default=True),
+        has_dense_bias=read.has_classifier_bias,
+        has_norm_bias=read.has_norm_bias,
+        has_bias=read_flag(config, "decoder_bias", default=True),
+    )
+
+
+_ARCHITECTURES, _HEADS = encoder_classes("ModernBert")
+FAMILY = Family(
+    architectures=_ARCHITECTURES,
+    heads=_HEADS,
+    fields=kind_fields.ENCODER.plus(
+        ModernBertConfig.names(),
+        # training, the masked-language-model head, and how transformers runs
+        "attention_dropout decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor"
+        " mlp_dropout reference_compile repad_logits_with_grad sparse_pred_ignore_index sparse_prediction"
+        " tie_word_embeddings layer_norm_eps position_embedding_type".split(),
+        {"is_encoder_decoder": False, "rope_scaling": None},
+    ),
+    read_sizes=ModernBertConfig.read,
+    load=load,
+    is_unused=lambda name, _: name.startswith(("head.", "decoder.", "classifier.")),
+    tokenizer_class="PreTrainedTokenizerFast",
+    masked_lm=_masked_lm,
+)

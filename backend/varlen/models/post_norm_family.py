@@ -5,13 +5,17 @@ config.json that can change a result is either read or refused; see docs/decisio
 Source of the names: the models as Hugging Face transformers saves them.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import encoder_fields
-from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.relative_positions import bias_by_distance
+from varlen.models.blocks.rotary import rotary_table
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -21,38 +25,36 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     read_layers,
     read_norm_eps,
-    read_num_labels,
 )
-from varlen.models.checkpoint.family import Family, ModelSizes
+from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
-from varlen.models.checkpoint.tensor_shapes import TensorShapes
-from varlen.models.checkpoint.weights import CheckpointWeights, TensorHeader, check_shapes
-from varlen.tasks import Task
+from varlen.models.post_norm_layers import PostNormEncoder, PostNormLayer
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
+from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
-HeadActivation: TypeAlias = Activation | Literal["tanh"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-# Fields that transformers reads, and that change no logit and no hidden state.
-HARMLESS_FIELDS = encoder_fields.HARMLESS_FIELDS | frozenset(
+_RULES = kind_fields.ENCODER.plus(
+    (),
     # training
-    "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings".split()
+    "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings".split(),
+    {
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "position_embedding_type": "absolute",
+        "pruned_heads": {},
+    },
 )
-# Fields that are served with one value, which is what transformers assumes where they are absent.
-FIXED_FIELDS: Mapping[str, object] = {
-    "add_cross_attention": False,
-    "is_decoder": False,
-    "is_encoder_decoder": False,
-    "position_embedding_type": "absolute",
-    "pruned_heads": {},
-}
-
 # Rows of a table of relative positions, and the distance from which on all share the last one.
 DISTANCE_BUCKETS = 32
 MAX_DISTANCE = 128
 
-ROTARY_FIELDS = frozenset("head_dim rope_parameters rope_scaling rope_theta".split())
-_TABLES = ("word", "position", "token_type")
+_ROTARY_FIELDS = frozenset("head_dim rope_parameters rope_scaling rope_theta".split())
 _WORDS = "embeddings.word_embeddings.weight"
 # Tensors of other heads, and tables that transformers computes.
 _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids")
@@ -64,10 +66,12 @@ _OTHER_HEADS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderSizes(ModelSizes):
-    """Sizes and settings that config.json gives.
+class EncoderSizes:
+    """Sizes and settings that config.json gives; see `ModelSizes`.
 
     Attributes:
+        first_position: row of the first token in the position table. Above 0, the row before it is that of the padding
+            token, whose id is the number of that row.
         inner: features between the two linear layers of a feed-forward part.
         layers: number of layers.
         heads: of each layer.
@@ -79,6 +83,9 @@ class EncoderSizes(ModelSizes):
         norm_eps: added to the variance.
     """
 
+    hidden: int
+    positions: int
+    first_position: int
     inner: int
     layers: int
     heads: int
@@ -89,76 +96,10 @@ class EncoderSizes(ModelSizes):
     activation: Activation
     norm_eps: float
 
-
-@dataclass(frozen=True, slots=True)
-class FieldNames:
-    """Names of fields in config.json, empty for one that is absent; and a default."""
-
-    hidden: str = "hidden_size"
-    inner: str = "intermediate_size"
-    layers: str = "num_hidden_layers"
-    heads: str = "num_attention_heads"
-    types: str = "type_vocab_size"
-    embedding: str = ""
-    activation: str = "hidden_act"
-    norm_eps: str = "layer_norm_eps"
-    default_activation: str = "gelu"
-
-    def all(self) -> frozenset[str]:
-        """Return the fields that are read."""
-        names = {
-            self.hidden,
-            self.inner,
-            self.layers,
-            self.heads,
-            self.types,
-            self.embedding,
-            self.activation,
-            self.norm_eps,
-        } - {""}
-        common = "architectures id2label max_position_embeddings model_type num_labels vocab_size"
-        return frozenset(names | set(common.split()))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Names of the tensors of a layer, below the layer's own name.
-
-    Attributes:
-        name: of the layer, with a place for its number unless all share one.
-        qkv: queries, keys and values, or one linear layer of all.
-        up: in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
-        has_both: whether the one layer of `up` holds its values, then those of a gate.
-        without_bias: the linear layers that have none.
-    """
-
-    name: str = "encoder.layer.{}"
-    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
-    attention_output: str = "attention.output.dense"
-    attention_norm: str = "attention.output.LayerNorm"
-    up: tuple[str, ...] = ("intermediate.dense",)
-    has_both: bool = False
-    down: str = "output.dense"
-    output_norm: str = "output.LayerNorm"
-    without_bias: tuple[str, ...] = ()
-
     @property
-    def is_gated(self) -> bool:
-        """Whether there is a gate."""
-        return self.has_both or len(self.up) > 1
-
-    def has_bias(self, name: str) -> bool:
-        """Return whether a linear layer has a bias."""
-        return name not in self.without_bias
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNames:
-    """The classifier of sequences: a dense layer of the first token, then an output layer."""
-
-    dense: str = "classifier.dense"
-    output: str = "classifier.out_proj"
-    activation: HeadActivation = "tanh"
+    def uncounted_token(self) -> int | None:
+        """The padding token, where transformers does not count it as a position."""
+        return self.first_position - 1 if self.first_position else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +130,7 @@ class PostNormFamily:
     class_name: str
     prefix: str
     head: HeadNames
+    masked_lm: MaskedLMNames
     embedding_norm: str = "embeddings.LayerNorm"
     layer: LayerNames = LayerNames()
     fields: FieldNames = FieldNames()
@@ -200,47 +142,26 @@ class PostNormFamily:
     first_position: int | None = 0
     default_theta: float | None = None
     pretraining: tuple[str, ...] = ("cls.", "lm_head.")
-    masked_lm: MaskedLMNames | None = None
     more_architectures: tuple[str, ...] = ()
     harmless: Collection[str] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
     tokenizer_class: str = "BertTokenizer"
 
     @property
-    def family(self) -> Family:
-        """The checks of its checkpoints."""
-        name = self.class_name
-        masked = f"{name}ForMaskedLM"
-        vectors = (f"{name}Model", masked, *self.more_architectures)
-        sequences, tokens = f"{name}ForSequenceClassification", f"{name}ForTokenClassification"
+    def family(self) -> Family[PostNormEncoder]:
+        """What is known of its checkpoints."""
+        architectures, heads = encoder_classes(self.class_name, *self.more_architectures)
+        rotary = () if self.default_theta is None else _ROTARY_FIELDS
         return Family(
-            architectures={
-                **dict.fromkeys(vectors, "embed"),
-                sequences: "classify",
-                tokens: "token_classify",
-            },
-            heads={
-                **({"sparse_embed": masked, "fill_mask": masked} if self.masked_lm else {}),
-                "classify": sequences,
-                "rerank": sequences,
-                "token_classify": tokens,
-            },
-            fields=self._fields,
+            architectures=architectures,
+            heads=heads,
+            fields=_RULES.plus({*self.fields.all(), *rotary}, self.harmless, self.fixed),
             read_sizes=self.read_sizes,
-            check_tensors=self.check_tensors,
+            load=self.load,
+            is_unused=self._is_unused,
             tokenizer_class=self.tokenizer_class,
             has_token_types=bool(self.fields.types),
-            masked_lm=self._masked_lm_layout if self.masked_lm else None,
-        )
-
-    @property
-    def _fields(self) -> FieldRules:
-        """The fields of config.json that it knows."""
-        rotary = frozenset[str]() if self.default_theta is None else ROTARY_FIELDS
-        return FieldRules(
-            self.fields.all() | rotary,
-            HARMLESS_FIELDS | frozenset(self.harmless),
-            {**FIXED_FIELDS, **self.fixed},
+            masked_lm=self._masked_lm_layout,
         )
 
     def read_sizes(self, config: Json) -> EncoderSizes:
@@ -273,7 +194,6 @@ class PostNormFamily:
 
     def _masked_lm_layout(self, config: Json) -> MaskedLMLayout:
         """Return the head of the masked language model in config.json."""
-        assert self.masked_lm is not None
         sizes = self.read_sizes(config)
         return MaskedLMLayout(
             self.masked_lm,
@@ -301,80 +221,148 @@ class PostNormFamily:
             )
         return hidden, heads
 
-    def check_tensors(
-        self,
-        headers: Mapping[str, TensorHeader],
-        config: Json,
-        architecture: str,
-        task: Task,  # noqa: ARG002  # its head belongs to the architecture
-    ) -> None:
-        """Raise CheckpointError unless the tensors are those of the model in config.json, and no others."""
-        prefix = self.prefix_of(headers)
-        expected = self.tensor_shapes(config, prefix, self.family.architectures[architecture])
-        pooler = "pooler" if f"{prefix}pooler.weight" in headers else "pooler.dense"
-        unused = {f"{prefix}{name}" for name in (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")}
-        unused |= set(_OTHER_HEADS)
-        check_shapes(
-            headers, expected, lambda name: name in unused or name.startswith(self.pretraining)
+    def load(self, read: LayerReader, config: Json, head: HeadConfig) -> PostNormEncoder:
+        """Return the encoder of a checkpoint; see `Family`."""
+        return _Reader(self, self.read_sizes(config), read).model(head)
+
+    def _is_unused(self, name: str, stored: Container[str]) -> bool:
+        prefix = self.prefix_of(stored)
+        pooler = "pooler" if f"{prefix}pooler.weight" in stored else "pooler.dense"
+        unused = (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")
+        return (
+            name in _OTHER_HEADS
+            or name.startswith(self.pretraining)
+            or name in {f"{prefix}{each}" for each in unused}
         )
 
-    def prefix_of(self, tensors: Mapping[str, TensorHeader] | CheckpointWeights) -> str:
+    def prefix_of(self, tensors: Container[str]) -> str:
         """Return the prefix of the encoder's tensor names; models with a head have one."""
         names = [name for name in (self.prefix, self.first_prefix) if name]
         return next((name for name in names if f"{name}{_WORDS}" in tensors), "")
 
-    def head_dense(self, prefix: str) -> str:
+
+class _Reader:
+    """Reads the parts of an encoder by their names in a checkpoint."""
+
+    def __init__(self, family: PostNormFamily, sizes: EncoderSizes, read: LayerReader) -> None:
+        self._family = family
+        self._sizes = sizes
+        self._read = read
+        self._prefix = family.prefix_of(read)
+
+    def model(self, head: HeadConfig) -> PostNormEncoder:
+        family, sizes, rotary = self._family, self._sizes, self._sizes.rotary
+        heads = AttentionHeads(sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
+        tokens = self._table("word", sizes.vocabulary)
+        return PostNormEncoder(
+            token_table=tokens,
+            position_table=None if rotary else self._positions(),
+            cos_sin=(
+                self._read.computed(lambda: rotary_table(rotary, heads.dim, tokens.device))
+                if rotary
+                else None
+            ),
+            type_table=(
+                self._table("token_type", sizes.types)
+                if sizes.types
+                else self._read.computed(lambda: tokens.new_zeros(1, sizes.embedding))
+            ),
+            embedding_norm=self._norm(family.embedding_norm, sizes.embedding),
+            projection=self._projection(),
+            distance_bias=self._distance_bias(),
+            layers=self._layers(),
+            attention_heads=heads,
+            activation=sizes.activation,
+            norm_eps=sizes.norm_eps,
+            heads=self._heads(head),
+        )
+
+    def _table(self, name: str, rows: int) -> Tensor:
+        name = f"{self._prefix}embeddings.{name}_embeddings.weight"
+        return self._read.tensor(name, rows, self._sizes.embedding)
+
+    def _positions(self) -> Tensor:
+        first = self._sizes.first_position
+        table = self._table("position", first + self._sizes.positions)
+        return self._read.computed(lambda: table[first:])
+
+    def _norm(self, name: str, size: int) -> Norm:
+        return self._read.norm(f"{self._prefix}{name}", size)
+
+    def _projection(self) -> Linear | None:
+        sizes, family = self._sizes, self._family
+        may_differ = bool(family.projection)
+        if not may_differ or not (family.always_projects or sizes.embedding != sizes.hidden):
+            return None
+        name = f"{self._prefix}{family.projection}"
+        return self._read.linear([name], sizes.embedding, [sizes.hidden])
+
+    def _distance_bias(self) -> Tensor | None:
+        name = self._family.distance_bias
+        if not name:
+            return None
+        table = self._read.tensor(
+            f"{self._prefix}{name}.weight", DISTANCE_BUCKETS, self._sizes.heads
+        )
+        return self._read.computed(
+            lambda: bias_by_distance(table, max_distance=MAX_DISTANCE, is_causal=False)
+        )
+
+    def _layers(self) -> tuple[PostNormLayer, ...]:
+        """Return the layers; those of one name share their weights."""
+        family, sizes = self._family, self._sizes
+        names = [family.layer.name.format(index) for index in range(sizes.layers)]
+        by_name = {name: self._layer(f"{self._prefix}{name}") for name in dict.fromkeys(names)}
+        layers = [by_name[name] for name in names]
+        if layers:
+            # not of a shared layer's other uses
+            name = f"{self._prefix}{names[-1]}.{family.layer.output_norm}"
+            layers[-1] = replace(layers[-1], output_norm=self._read.last.norm(name, sizes.hidden))
+        return tuple(layers)
+
+    def _layer(self, at: str) -> PostNormLayer:
+        hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
+
+        def linear(fan_in: int, fan_out: int, *parts: str) -> Linear:
+            stored = [f"{at}.{part}" for part in parts]
+            widths = [fan_out // len(parts)] * len(parts)
+            return self._read.linear(stored, fan_in, widths, bias=names.has_bias(parts[0]))
+
+        qkv = linear(hidden, 3 * hidden, *names.qkv)
+        attention_output = linear(hidden, hidden, names.attention_output)
+        attention_norm = self._read.norm(f"{at}.{names.attention_norm}", hidden)
+        up = linear(hidden, (1 + names.is_gated) * inner, *names.up)
+        return PostNormLayer(
+            qkv=qkv,
+            attention_output=attention_output,
+            attention_norm=attention_norm,
+            up=self._read.computed(lambda: _gate_first(up)) if names.has_both else up,
+            is_gated=names.is_gated,
+            down=linear(inner, hidden, names.down),
+            output_norm=self._read.norm(f"{at}.{names.output_norm}", hidden),
+        )
+
+    def _heads(self, head: HeadConfig) -> Heads:
+        hidden, read, names = self._sizes.hidden, self._read.last, self._family.head
+        if head.task == "classify":
+            return Heads(
+                dense=read.linear([self._head_dense()], hidden, [hidden]),
+                activation=names.activation,
+                classifier=read.linear([names.output], hidden, [head.num_labels]),
+            )
+        if head.task == "token_classify":
+            return Heads(classifier=read.linear(["classifier"], hidden, [head.num_labels]))
+        return Heads()
+
+    def _head_dense(self) -> str:
         """Return the classifier's dense layer, which may be a part of the encoder."""
-        name = self.head.dense
-        is_inside = name.startswith(self.prefix) and bool(prefix)
-        return prefix + name.removeprefix(self.prefix) if is_inside else name
+        name, inside = self._family.head.dense, self._family.prefix
+        is_inside = name.startswith(inside) and bool(self._prefix)
+        return self._prefix + name.removeprefix(inside) if is_inside else name
 
-    def has_projection(self, sizes: EncoderSizes) -> bool:
-        """Return whether there is a linear layer between tables and layers."""
-        return bool(self.projection) and (self.always_projects or sizes.embedding != sizes.hidden)
 
-    def layer_names(self, sizes: EncoderSizes) -> list[str]:
-        """Return the name of each layer; shared layers have one name."""
-        return [self.layer.name.format(index) for index in range(sizes.layers)]
-
-    def tensor_shapes(self, config: Json, prefix: str, task: Task) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that loading reads, by name.
-
-        Args:
-            config: of the checkpoint.
-            prefix: of the encoder's tensors.
-            task: of the checkpoint's architecture, whose head is read.
-        """
-        sizes, layer = self.read_sizes(config), self.layer
-        hidden, inner, embedding = sizes.hidden, sizes.inner, sizes.embedding
-        shapes = TensorShapes()
-
-        positions = 0 if sizes.rotary else sizes.first_position + sizes.positions
-        rows = (sizes.vocabulary, positions, sizes.types)
-        for table, count in zip(_TABLES, rows, strict=True):
-            if count:
-                shapes[f"{prefix}embeddings.{table}_embeddings.weight"] = (count, embedding)
-        shapes.add_norm(f"{prefix}{self.embedding_norm}", embedding)
-        if self.has_projection(sizes):
-            shapes.add_linear(f"{prefix}{self.projection}", embedding, hidden)
-        if self.distance_bias:
-            shapes[f"{prefix}{self.distance_bias}.weight"] = (DISTANCE_BUCKETS, sizes.heads)
-        for name in self.layer_names(sizes):
-            at = f"{prefix}{name}"
-            for part in layer.qkv:
-                width = 3 * hidden // len(layer.qkv)
-                shapes.add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
-            output = layer.attention_output
-            shapes.add_linear(f"{at}.{output}", hidden, hidden, bias=layer.has_bias(output))
-            shapes.add_norm(f"{at}.{layer.attention_norm}", hidden)
-            for part in layer.up:
-                width = 2 * inner if layer.has_both else inner
-                shapes.add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
-            shapes.add_linear(f"{at}.{layer.down}", inner, hidden, bias=layer.has_bias(layer.down))
-            shapes.add_norm(f"{at}.{layer.output_norm}", hidden)
-        if task == "classify":
-            shapes.add_linear(self.head_dense(prefix), hidden, hidden)
-            shapes.add_linear(self.head.output, hidden, read_num_labels(config))
-        if task == "token_classify":
-            shapes.add_linear("classifier", hidden, read_num_labels(config))
-        return shapes
+def _gate_first(layer: Linear) -> Linear:
+    """Return a linear layer with the halves of its outputs exchanged."""
+    half = layer.weight.shape[1] // 2
+    bias = None if layer.bias is None else layer.bias.roll(half)
+    return Linear(layer.weight.roll(half, 1), bias)

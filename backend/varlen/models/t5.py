@@ -4,255 +4,178 @@ Source: Raffel et al. 2019, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202 (ga
 arXiv:2010.11934 (mT5); tensor names as Hugging Face transformers saves them.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from varlen.models.blocks import inputs
-from varlen.models.blocks.attention import Attention, CrossAttention
+from varlen.errors import CheckpointError
 from varlen.models.blocks.embedding_tables import read_tables
-from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.output import record_output, suppress_tokens
+from varlen.models.blocks.output import suppress_tokens
 from varlen.models.blocks.relative_positions import bias_by_distance
-from varlen.models.blocks.residual import RmsResidualStream
-from varlen.models.checkpoint.layers import LayerReader, Linear
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.t5_checkpoint import T5Config, table_names
-from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.models.blocks.seq2seq_layers import (
+    DecoderLayer,
+    EncoderLayer,
+    FeedForward,
+    SelfAttention,
+    SourceAttention,
+)
+from varlen.models.checkpoint import declared_fields as declare
+from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import (
+    ACTIVATIONS,
+    Json,
+    read_flag,
+    read_int,
+    read_layers,
+)
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.table_names import TableNames
+from varlen.models.t5_layers import T5, T5Encoder
+from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
-
-@dataclass(frozen=True, slots=True)
-class T5SelfAttention:
-    """Attention inside a sequence; query, key and value are one matrix, side by side."""
-
-    norm: Tensor
-    qkv: Linear
-    output: Linear
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class T5SourceAttention:
-    """Attention to a source; key and value are one matrix, side by side."""
+# Longest sequence; relative positions have no limit, but an engine plans memory for it.
+LONGEST_SEQUENCE = 32_768
 
-    norm: Tensor
-    query: Linear
-    kv: Linear
-    output: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class T5FeedForward:
-    """The feed-forward part of a layer; gate and up are one matrix."""
-
-    norm: Tensor
-    up: Linear
-    down: Linear
-    activation: Activation
-    is_gated: bool
-
-    def record(self, ops: Recorder, x: Value) -> Value:
-        """Record its output, `[tokens, hidden]`."""
-        if self.is_gated:
-            inner = ops.activate_gate(self.up.record(ops, x), kind=self.activation)
-        else:
-            inner = self.up.record_activated(ops, x, self.activation)
-        return self.down.record(ops, inner)
+_MAX_DISTANCE, _BUCKETS = "relative_attention_max_distance", "relative_attention_num_buckets"
+# Saved by old releases, and not used by any.
+_UNUSED_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# Where config.json has no feed_forward_proj.
+_FEED_FORWARD = {"t5": "relu", "mt5": "gated-gelu"}
 
 
-@dataclass(frozen=True, slots=True)
-class T5EncoderLayer:
-    """One layer of the encoder."""
-
-    attention: T5SelfAttention
-    mlp: T5FeedForward
-
-    @property
-    def norms(self) -> tuple[Tensor, ...]:
-        """The norm before each part."""
-        return self.attention.norm, self.mlp.norm
-
-
-@dataclass(frozen=True, slots=True)
-class T5DecoderLayer:
-    """One layer of the decoder."""
-
-    attention: T5SelfAttention
-    source: T5SourceAttention
-    mlp: T5FeedForward
-
-    @property
-    def norms(self) -> tuple[Tensor, ...]:
-        """The norm before each part."""
-        return self.attention.norm, self.source.norm, self.mlp.norm
-
-
-@dataclass(frozen=True, slots=True)
-class T5Encoder:
-    """The encoder of a T5 or mT5 in one dtype.
-
-    Attributes:
-        table: `[vocabulary, hidden]`.
-        bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        norm: `[hidden]`, after the last layer.
-        attention_heads: heads of all layers.
-    """
-
-    table: Tensor
-    layers: tuple[T5EncoderLayer, ...]
-    bias: Tensor
-    norm: Tensor
-    attention_heads: AttentionHeads
-    norm_eps: float
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.table.shape[0]
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
-
-    @property
-    def heads(self) -> Heads:
-        """The layers on top of it: none."""
-        return Heads()
-
-    def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
-        stream = _residual_stream(ops, self.table, self.layers, self.norm, eps=self.norm_eps)
-        for layer in self.layers:
-            context = ops.attention_varlen(
-                layer.attention.qkv.record(ops, stream.x),
-                inputs.cu_seqlens(ops),
-                self.attention_heads,
-                scale=1.0,
-                bias=self.bias,
+def _read_feed_forward(config: Json) -> tuple[Activation, bool]:
+    """Return the activation of the feed-forward parts, and whether they have a gate."""
+    kind = config.get("feed_forward_proj", _FEED_FORWARD[config["model_type"]])
+    name = str(kind).removeprefix("gated-")
+    is_gated = name != kind
+    if name not in ACTIVATIONS:
+        names = ", ".join([*ACTIVATIONS, *(f"gated-{name}" for name in ACTIVATIONS)])
+        raise CheckpointError(f'config.json has feed_forward_proj "{kind}"; allowed: {names}')
+    # what T5 1.1 means by it
+    name = "gelu_new" if kind == "gated-gelu" else name
+    # release 5 saves these two as well
+    for key, value in (("dense_act_fn", name), ("is_gated_act", is_gated)):
+        if config.get(key, value) != value:
+            raise CheckpointError(
+                f'config.json has {key} {config[key]!r} and feed_forward_proj "{kind}", which disagree'
             )
-            stream.add(layer.attention.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        return stream.x
+    return ACTIVATIONS[name], is_gated
+
+
+def _read_buckets(config: Json) -> int:
+    return read_int(config, _BUCKETS, default=32, lowest=4)
+
+
+def _read_max_distance(config: Json) -> int:
+    buckets, distance = _read_buckets(config), read_int(config, _MAX_DISTANCE, default=128)
+    if distance <= buckets // 2:
+        raise CheckpointError(
+            f"config.json has {_MAX_DISTANCE} {distance}; allowed: numbers above {buckets // 2},"
+            f" half of {_BUCKETS}"
+        )
+    return distance
+
+
+def _read_output_scale(config: Json) -> float:
+    """Return the factor in front of the output layer, which is 1 since T5 1.1."""
+    if config["model_type"] == "mt5":
+        return 1.0
+    is_tied = read_flag(config, "tie_word_embeddings", default=True)
+    is_scaled = read_flag(config, "scale_decoder_outputs", default=is_tied)
+    return float(config["d_model"] ** -0.5) if is_scaled else 1.0
+
+
+def _read_decoder_layers(config: Json) -> int:
+    has_own = config.get("num_decoder_layers") is not None
+    return read_layers(config, "num_decoder_layers" if has_own else "num_layers")
 
 
 @dataclass(frozen=True, slots=True)
-class T5:
-    """A T5 or mT5 in one dtype.
+class T5Config(declare.ConfigFields):
+    """The fields of config.json that shape the model.
 
     Attributes:
-        encoder: reads the source.
-        target_table: `[vocabulary, hidden]`, embeddings of the decoder.
-        decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        decoder_norm: `[hidden]`, after the last layer; includes the scale before the output layer.
-        output: `[hidden, vocabulary]`.
-        attention_heads: heads of all layers.
+        head_dim: features of a head; all heads together may be wider or narrower than hidden.
+        buckets: number of biases by distance.
+        max_distance: from this distance on, all share one bias.
+        feed_forward: activation of the feed-forward parts, and whether they have a gate.
+        output_scale: multiplies the last hidden state before the output layer.
     """
 
-    encoder: T5Encoder
-    target_table: Tensor
-    decoder_layers: tuple[T5DecoderLayer, ...]
-    decoder_bias: Tensor
-    decoder_norm: Tensor
-    output: Linear
-    attention_heads: AttentionHeads
-    norm_eps: float
+    feed_forward: tuple[Activation, bool] = declare.computed(
+        _read_feed_forward, "feed_forward_proj", "dense_act_fn", "is_gated_act"
+    )
+    encoder_layers: int = declare.layers("num_layers")
+    hidden: int = declare.size("d_model")
+    positions: int = declare.computed(lambda _: LONGEST_SEQUENCE)
+    vocab_size: int = declare.size("vocab_size")
+    inner: int = declare.size("d_ff")
+    num_heads: int = declare.size("num_heads")
+    head_dim: int = declare.size("d_kv")
+    decoder_layers: int = declare.computed(_read_decoder_layers, "num_decoder_layers")
+    buckets: int = declare.computed(_read_buckets, _BUCKETS)
+    max_distance: int = declare.computed(_read_max_distance, _MAX_DISTANCE)
+    norm_eps: float = declare.epsilon("layer_norm_epsilon", 1e-6)
+    output_scale: float = declare.computed(
+        _read_output_scale, "scale_decoder_outputs", "tie_word_embeddings"
+    )
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers of the decoder."""
-        return len(self.decoder_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of targets below this are valid."""
-        return self.target_table.shape[0]
-
-    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
-        """Record the encoder, and storing its keys and values for each layer of the decoder."""
-        hidden = self.encoder.record(ops)
-        for number, layer in enumerate(self.decoder_layers):
-            cross.store(ops, number, layer.source.kv.record(ops, hidden), self.attention_heads)
-
-    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
-        heads, layers = self.attention_heads, self.decoder_layers
-        stream = _residual_stream(
-            ops, self.target_table, layers, self.decoder_norm, eps=self.norm_eps
-        )
-        for number, layer in enumerate(layers):
-            qkv = layer.attention.qkv.record(ops, stream.x)
-            context = attention.record(ops, number, qkv, heads, scale=1.0, bias=self.decoder_bias)
-            stream.add(layer.attention.output.record(ops, context))
-            queries = layer.source.query.record(ops, stream.x)
-            context = cross.attend(ops, number, queries, heads, scale=1.0)
-            stream.add(layer.source.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        return stream.x
-
-    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
-        return record_output(ops, self.output, hidden)
+    def heads(self) -> AttentionHeads:
+        """The heads of all layers."""
+        return AttentionHeads(self.num_heads, self.num_heads, self.head_dim)
 
 
-def _residual_stream(
-    ops: Recorder,
-    table: Tensor,
-    layers: Sequence[T5EncoderLayer] | Sequence[T5DecoderLayer],
-    last_norm: Tensor,
-    *,
-    eps: float,
-) -> RmsResidualStream:
-    """Record the embeddings and return the residual stream of a stack."""
-    norms = chain.from_iterable(layer.norms for layer in layers)
-    embedded = ops.embed(inputs.token_ids(ops), table)
-    return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=eps)
+def _table_names(present: Container[str]) -> TableNames:
+    """Return the names of the tensors that hold the tables, given those of the checkpoint.
 
-
-def load_t5(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> T5:
-    """Return the model of a checkpoint in `dtype` on `device`.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
+    Since release 5, transformers ties them whatever config.json says, unless the checkpoint has several.
     """
-    config = T5Config.read(checkpoint.config)
-    size = config.vocab_size
-    with CheckpointWeights(checkpoint.folder) as weights:
-        layers = LayerReader(weights, dtype, device)
-        read = _T5Reader(config, layers)
-        names = table_names(weights)
-        tables = read_tables(layers, names, config.hidden, sources=size, targets=size)
-        return T5(
-            encoder=read.encoder(tables.source),
-            target_table=tables.target,
-            decoder_layers=tuple(
-                T5DecoderLayer(read.attention(at), read.source_attention(at), read.mlp(f"{at}.2"))
-                for at in _layer_names("decoder", config.decoder_layers)
-            ),
-            decoder_bias=read.bias("decoder", is_causal=True),
-            decoder_norm=read.norm("decoder.final_layer_norm") * config.output_scale,
-            output=suppress_tokens(Linear(tables.output_weight, None), checkpoint.masked_tokens),
-            attention_heads=AttentionHeads(config.num_heads, config.num_heads, config.head_dim),
-            norm_eps=config.norm_eps,
-        )
+    own = TableNames("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    return own.find(("shared.weight", own.source, own.target, own.output), present)
 
 
-def load_t5_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> T5Encoder:
-    """Return the encoder of a checkpoint without a decoder in `dtype` on `device`.
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
+    """Return the T5 or mT5 of a checkpoint; see `Family`."""
+    config = T5Config.read(fields)
+    size, scale = config.vocab_size, config.output_scale
+    tables = read_tables(read, _table_names(read), config.hidden, sources=size, targets=size)
+    parts = _T5Reader(config, read)
+    encoder = parts.encoder(tables.source)
+    decoder_bias = parts.bias("decoder", is_causal=True)
+    decoder_layers = tuple(
+        DecoderLayer(parts.attention(at), parts.source_attention(at), parts.mlp(f"{at}.2"))
+        for at in _layer_names("decoder", config.decoder_layers)
+    )
+    norm = parts.norm("decoder.final_layer_norm")
+    return T5(
+        encoder=encoder,
+        target_table=tables.target,
+        decoder_layers=decoder_layers,
+        decoder_bias=decoder_bias,
+        decoder_norm=read.computed(lambda: Norm(norm.weight * scale, None)),
+        output=read.computed(
+            lambda: suppress_tokens(Linear(tables.output_weight, None), head.masked_tokens)
+        ),
+        attention_heads=config.heads,
+        norm_eps=config.norm_eps,
+    )
 
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
-    """
-    config = T5Config.read(checkpoint.config)
-    with CheckpointWeights(checkpoint.folder) as weights:
-        layers = LayerReader(weights, dtype, device)
-        table = layers.tensor(table_names(weights).source, config.vocab_size, config.hidden)
-        return _T5Reader(config, layers).encoder(table)
+
+def load_encoder(read: LayerReader, fields: Json, head: HeadConfig) -> T5Encoder:  # noqa: ARG001  # it has none
+    """Return the encoder of a checkpoint without a decoder; see `Family`."""
+    config = T5Config.read(fields)
+    table = read.tensor(_table_names(read).source, config.vocab_size, config.hidden)
+    return _T5Reader(config, read).encoder(table)
 
 
 class _T5Reader:
@@ -265,60 +188,110 @@ class _T5Reader:
     def encoder(self, table: Tensor) -> T5Encoder:
         config = self._config
         return T5Encoder(
-            table=table,
+            token_table=table,
+            bias=self.bias("encoder", is_causal=False),
             layers=tuple(
-                T5EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
+                EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
                 for at in _layer_names("encoder", config.encoder_layers)
             ),
-            bias=self.bias("encoder", is_causal=False),
             norm=self.norm("encoder.final_layer_norm"),
-            attention_heads=AttentionHeads(config.num_heads, config.num_heads, config.head_dim),
+            attention_heads=config.heads,
             norm_eps=config.norm_eps,
         )
 
-    def attention(self, layer: str) -> T5SelfAttention:
+    def attention(self, layer: str) -> SelfAttention:
         name = f"{layer}.0.SelfAttention"
         qkv, norm = self._inputs(name, "q", "k", "v"), self.norm(f"{layer}.0.layer_norm")
-        return T5SelfAttention(norm, qkv, self._output(name))
+        return SelfAttention(qkv, self._output(name), norm)
 
-    def source_attention(self, layer: str) -> T5SourceAttention:
+    def source_attention(self, layer: str) -> SourceAttention:
         name = f"{layer}.1.EncDecAttention"
-        return T5SourceAttention(
+        return SourceAttention(
             norm=self.norm(f"{layer}.1.layer_norm"),
             query=self._inputs(name, "q"),
             kv=self._inputs(name, "k", "v"),
             output=self._output(name),
         )
 
-    def mlp(self, part: str) -> T5FeedForward:
+    def mlp(self, part: str) -> FeedForward:
         config, name = self._config, f"{part}.DenseReluDense"
-        ups = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
-        return T5FeedForward(
+        activation, is_gated = config.feed_forward
+        ups = [f"{name}.wi_0", f"{name}.wi_1"] if is_gated else [f"{name}.wi"]
+        return FeedForward(
             norm=self.norm(f"{part}.layer_norm"),
             up=self._read.linear(ups, config.hidden, [config.inner] * len(ups), bias=False),
             down=self._read.linear([f"{name}.wo"], config.inner, [config.hidden], bias=False),
-            activation=config.activation,
-            is_gated=config.is_gated,
+            activation=activation,
+            is_gated=is_gated,
         )
 
-    def norm(self, name: str) -> Tensor:
-        return self._read.tensor(f"{name}.weight", self._config.hidden)
+    def norm(self, name: str) -> Norm:
+        return self._read.norm(name, self._config.hidden, bias=False)
 
     def bias(self, stack: str, *, is_causal: bool) -> Tensor:
         config = self._config
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         table = self._read.tensor(name, config.buckets, config.num_heads)
-        return bias_by_distance(table, max_distance=config.max_distance, is_causal=is_causal)
+        return self._read.computed(
+            lambda: bias_by_distance(table, max_distance=config.max_distance, is_causal=is_causal)
+        )
 
     def _inputs(self, attention: str, *parts: str) -> Linear:
         names = [f"{attention}.{part}" for part in parts]
-        widths = [self._config.width] * len(names)
+        widths = [self._config.heads.width] * len(names)
         return self._read.linear(names, self._config.hidden, widths, bias=False)
 
     def _output(self, attention: str) -> Linear:
         config = self._config
-        return self._read.linear([f"{attention}.o"], config.width, [config.hidden], bias=False)
+        width = config.heads.width
+        return self._read.linear([f"{attention}.o"], width, [config.hidden], bias=False)
 
 
 def _layer_names(stack: str, layers: int) -> list[str]:
     return [f"{stack}.block.{index}.layer" for index in range(layers)]
+
+
+def _is_unused(name: str, stored: Container[str]) -> bool:  # noqa: ARG001
+    return name in (_UNUSED_BIAS, "shared.weight")
+
+
+_TRAINING_FIELDS = ("dropout_rate", "initializer_factor")
+_RULES = kind_fields.ENCODER_DECODER.plus(T5Config.names(), _TRAINING_FIELDS)
+# The class of the encoder has no decoder in transformers, whatever config.json says.
+_ENCODER_RULES = FieldRules(
+    _RULES.read,
+    kind_fields.ENCODER.harmless | {*_TRAINING_FIELDS, "is_encoder_decoder", "prefix"},
+    {name: value for name, value in _RULES.fixed.items() if name != "is_encoder_decoder"},
+)
+
+
+def _family(head: str) -> Family[T5]:
+    return Family(
+        architectures={head: "translate"},
+        heads={"translate": head},
+        fields=_RULES,
+        read_sizes=T5Config.read,
+        load=load,
+        is_unused=_is_unused,
+        tokenizer_class="T5Tokenizer",
+        kind="encoder_decoder",
+    )
+
+
+FAMILIES: Mapping[str, Family[T5]] = {
+    "t5": _family("T5ForConditionalGeneration"),
+    "mt5": _family("MT5ForConditionalGeneration"),
+}
+# Encoders alone, by architecture.
+ENCODERS: Mapping[str, Family[T5Encoder]] = {
+    name: Family(
+        architectures={name: "embed"},
+        heads={},
+        fields=_ENCODER_RULES,
+        read_sizes=T5Config.read,
+        load=load_encoder,
+        is_unused=_is_unused,
+        tokenizer_class="T5Tokenizer",
+    )
+    for name in ("T5EncoderModel", "MT5EncoderModel")
+}

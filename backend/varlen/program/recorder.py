@@ -1,43 +1,18 @@
 """The recorder: a model calls its ops like torch, and gets a `Program`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from varlen.memory.usage import Size
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import Activation, Pooling, TermPooling
 from varlen_kernels.ops import IN_EPILOGUE
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionHeads:
-    """The heads of an attention layer, side by side in each row.
-
-    Attributes:
-        queries: number of query heads; a multiple of `keys`. 0 for rows of only keys and values.
-        keys: number of key heads, and of value heads.
-        dim: features of a head.
-    """
-
-    queries: int
-    keys: int
-    dim: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The attributes of ops on heads."""
-        return {"num_heads": self.queries, "num_kv_heads": self.keys}
-
-    @property
-    def width(self) -> int:
-        """Features of the queries of one token."""
-        return self.queries * self.dim
 
 
 class Recorder(Recording):

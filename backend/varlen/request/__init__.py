@@ -1,1 +1,1 @@
-"""Requests, their options, and what they are answered with."""
+"""What a client sends, before and after tokenization, and the forms of answers."""

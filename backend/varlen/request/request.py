@@ -21,7 +21,7 @@ MAX_TOP_K = 100
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What only one task reads of a prompt; a class for each task says what it means.
+    """What only one task reads of a prompt; its class says for which.
 
     Attributes:
         tokens: `[tokens]` int32, tokens by place, ascending, or by id.
@@ -37,7 +37,10 @@ class Masks(Payload):
 
 
 class Vectors(Payload):
-    """The places of the vectors that `token_embed` returns, and the count of tokens that others read; None is all."""
+    """The places of the vectors that `token_embed` returns; None is all.
+
+    Other tokens read `count` tokens; None is all.
+    """
 
 
 class Unpooled(Payload):

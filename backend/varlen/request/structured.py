@@ -3,7 +3,7 @@
 import json
 
 from varlen.errors import RequestError, shorten
-from varlen.parameter import refuse
+from varlen.parameter import read_json, refuse
 
 # Names of the parameter.
 STRUCTURED_OUTPUTS = ("structured_outputs", "guided_decoding")
@@ -19,7 +19,7 @@ def read_grammar(name: str, value: object) -> str:
         RequestError: it is none of these; the message says what is allowed.
     """
     if isinstance(value, str):
-        value = _json(name, value)
+        value = read_json(name, value)
     if not isinstance(value, dict):
         refuse(name, value, f"an object with one of {', '.join(_KINDS)}")
     # clients send all fields of their object: null and false ask for nothing, and the library is ours to choose
@@ -35,7 +35,7 @@ def read_grammar(name: str, value: object) -> str:
     if kind == "json_object":
         kind, content = "json", {"type": "object"}
     if kind == "json":
-        content = _json(f"{name}.json", content) if isinstance(content, str) else content
+        content = read_json(f"{name}.json", content) if isinstance(content, str) else content
         if not isinstance(content, dict):
             refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
     elif kind == "choice":
@@ -56,10 +56,3 @@ def check_grammar(grammar: str) -> None:
         raise RequestError(
             f"structured_outputs has {len(grammar)} characters; allowed: up to {_MAX_CHARACTERS}"
         )
-
-
-def _json(name: str, text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        refuse(name, text, "JSON")

@@ -1,1 +1,1 @@
-"""Decides which sequences run next, from lengths and costs. No tensors, no clock."""
+"""The engine's loop, and which sequences run next. No tensors."""

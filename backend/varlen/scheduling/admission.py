@@ -96,7 +96,7 @@ class Admission:
             self._subtract(left)
 
     def start(self, batch: Batch, until: float, left: Work = _NO_WORK) -> None:
-        """Count a batch that runs, and is expected to end at `until`; subtract what waits no longer."""
+        """Count a batch that is expected to run until then; subtract what waits no longer."""
         with self._lock:
             self._ends[batch] = until
             self._subtract(left)

@@ -122,11 +122,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         new_writer: NewWriter | None = None,
     ) -> None:
-        """Make an idle engine: `start` runs it in a thread, `step` by hand, `submit` makes writers."""
+        """Make an idle engine: `start` runs it in a thread, `step` by hand."""
         self._scheduler = scheduler
         self._executor = executor
         self._stats = stats
         self._clock = clock
+        # makes the writers of answers, in the threads that submit
         self._new_writer = new_writer
         self._inbox: _Inbox = SimpleQueue()
         # admitted and not answered, in order of arrival

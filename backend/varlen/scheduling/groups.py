@@ -1,4 +1,4 @@
-"""Groups: sequences of generation that are computed as one, their KV blocks, and what runs of them in a step.
+"""Groups of sequences that are computed as one: their KV blocks and their steps.
 
 With reservations, a group gets all the blocks that it may ever need before it starts. Without them it gets what its
 prompt needs, and a block at a time after that.
@@ -27,6 +27,7 @@ class Group:
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
         branches: what is computed: the first sequence, or the beams that are alive.
+        source_tokens: length of its source text; 0 without one.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.
         reserved: blocks that are reserved for it and not used yet.
@@ -38,6 +39,7 @@ class Group:
     has_beams: bool = field(init=False)
     max_branches: int = field(init=False)
     branches: list[GeneratedSequence] = field(init=False)
+    source_tokens: int = field(init=False)
     source_block_ids: list[int] = field(default_factory=list)
     is_encoded: bool = field(init=False)
     reserved: int = 0
@@ -48,7 +50,8 @@ class Group:
         self.has_beams = self.first.is_searched
         self.max_branches = generation.num_beams if self.has_beams else len(self.sequences)
         self.branches = [self.first]
-        self.is_encoded = not self.first.prompt.num_source_tokens
+        self.source_tokens = self.first.prompt.num_source_tokens
+        self.is_encoded = not self.source_tokens
 
     @property
     def first(self) -> GeneratedSequence:
@@ -63,7 +66,7 @@ class Group:
     @property
     def least_tokens(self) -> int:
         """Least number of tokens that it runs in a step."""
-        return len(self.branches) + (0 if self.is_encoded else self.first.prompt.num_source_tokens)
+        return len(self.branches) + (0 if self.is_encoded else self.source_tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -86,7 +89,7 @@ class Group:
 
         Samples keep their tokens; a search begins anew with its prompt.
         """
-        self.is_encoded = not self.first.prompt.num_source_tokens
+        self.is_encoded = not self.source_tokens
         first = self.first
         first.num_computed = 0
         if self.has_beams:
@@ -123,8 +126,8 @@ class GroupMemory:
         """
         first, blocks = group.first, self.blocks
         # keys and values of a decoder depend on the source text too
-        shared = [] if first.prompt.num_source_tokens else blocks.find_prefix(first.token_ids)
-        source = blocks.blocks_of(first.prompt.num_source_tokens)
+        shared = [] if group.source_tokens else blocks.find_prefix(first.token_ids)
+        source = blocks.blocks_of(group.source_tokens)
         if self.reserves:
             max_tokens = first.generation.max_tokens
             needed, keep = self.need(first.prompt, max_tokens, group.max_branches), 0
@@ -175,7 +178,7 @@ class GroupMemory:
 
     def store(self, group: Group, begin: int) -> None:
         """Let others share the blocks that branches have filled since their token `begin`."""
-        if group.first.prompt.num_source_tokens:
+        if group.source_tokens:
             return
         for branch in group.branches:
             self.blocks.store(
@@ -247,9 +250,9 @@ class GroupMemory:
         begin, end = first.num_computed, first.num_computed + tokens
         num_blocks = self.blocks.blocks_of(end)
         has_logits = end == len(first.token_ids)
-        source = first.prompt.payload_tokens(Source)
+        source = None if group.is_encoded else first.prompt.payload_tokens(Source)
         source_block_ids = tuple(group.source_block_ids)
-        encodes = () if group.is_encoded or source is None else tuple(source.tolist())
+        encodes = () if source is None else tuple(source.tolist())
         chunks = []
         for branch in group.branches:
             # of those that are reserved; a sequence that generates has its block

@@ -250,7 +250,7 @@ class IterationScheduler:
         return self._preemptions == before
 
     def _start_waiting(self) -> list[Group]:
-        """Start waiting groups in order, up to the first that does not fit; return those that are new."""
+        """Start waiting groups, up to the first that does not fit; return new ones."""
         new = []
         step_tokens = sum(group.least_tokens for group in self._running) if self._waiting else 0
         while self._waiting:
@@ -276,7 +276,7 @@ class IterationScheduler:
         return new
 
     def _start(self, now: float, new: list[Group] | None = None) -> StepBatch:
-        """Return the step of all groups in flight, of which some never ran before."""
+        """Return the step of all groups in flight; `new` groups never ran before."""
         chunks = tuple(chain.from_iterable(self._in_flight.values()))
         lengths = [len(chunk.token_ids) for chunk in chunks]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
@@ -367,7 +367,7 @@ class IterationScheduler:
         """Return the work of groups that no longer wait for their first step."""
         requests, tokens, seconds = 0, 0, 0.0
         for group in groups:
-            request, count = group.first.request, group.first.prompt.num_tokens
+            request, count = group.first.request, group.first.num_tokens + group.source_tokens
             tokens += count
             seconds += count * request.seconds_per_token
             self._new[request] -= 1

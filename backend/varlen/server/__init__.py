@@ -1,1 +1,1 @@
-"""The server's side: the only package that knows Triton Inference Server."""
+"""The class that the server loads. Only this package knows Triton Inference Server."""

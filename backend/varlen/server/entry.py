@@ -84,7 +84,7 @@ class _Arrived:
     service: RunningModel
 
     def accept(self, request: Request) -> None:
-        """Submit the request, which has its tokens now; from a tokenizer thread, if it came as text."""
+        """Submit the request with its tokens, from a tokenizer thread if it came as text."""
         if trace := self.reply.trace:
             trace.accept(rows=len(request.prompts), tokens=request.num_tokens)
             request = replace(request, trace=trace)

@@ -1,1 +1,1 @@
-"""A loaded model with all that serves it."""
+"""A loaded model with all that serves it, and what its batches cost."""

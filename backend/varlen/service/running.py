@@ -1,4 +1,4 @@
-"""A model that runs: what is the same for models of one step and models that generate."""
+"""A running model: what models of one step and models that generate share."""
 
 import logging
 from abc import ABC, abstractmethod

@@ -142,7 +142,7 @@ class Service(RunningModel):
 
 
 def _close(executor: ModelExecutor, workers: Workers) -> None:
-    """Stop an executor that no engine uses yet; release what it runs, unless its device hangs."""
+    """Stop an executor without an engine; release its workers, unless their device hangs."""
     if executor.close():
         workers.close()
 

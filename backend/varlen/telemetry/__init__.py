@@ -1,1 +1,1 @@
-"""Metrics and traces."""
+"""Metrics, and spans of requests for the server's tracing."""

@@ -1,1 +1,1 @@
-"""Tensors of the server to requests, and results to tensors."""
+"""Tensors of the server to requests, and results to tensors of a response."""

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import RequestError, shorten
+from varlen.errors import RequestError
 from varlen.intake.checks import Intake
+from varlen.parameter import read_json, refuse
 from varlen.request.draft import Draft, Step
 from varlen.request.generation import OPTION_NAMES, GenerationOptions
 from varlen.request.request import GeneratedPart, Output, Request, RequestOptions, TokenLogprobs
@@ -259,29 +260,19 @@ def _prefix(tensors: Tensors, stream: bool, *, can_continue: bool) -> str:
 
 
 def _messages(tensors: Tensors) -> list[Mapping[str, Any]]:
-    messages = _json("messages", tensors)
+    messages = read_json("messages", _string("messages", tensors))
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise RequestError(
-            f"messages is {shorten(repr(messages))}; send a JSON list of objects with role and content"
-        )
+        refuse("messages", messages, "a JSON list of objects with role and content")
     return messages
 
 
 def _sampling_parameters(tensors: Tensors) -> Mapping[str, Any]:
     if "sampling_parameters" not in tensors:
         return {}
-    sampling = _json("sampling_parameters", tensors)
+    sampling = read_json("sampling_parameters", _string("sampling_parameters", tensors))
     if not isinstance(sampling, dict):
-        raise RequestError(f"sampling_parameters is {shorten(repr(sampling))}; send a JSON object")
+        refuse("sampling_parameters", sampling, "a JSON object")
     return sampling
-
-
-def _json(name: str, tensors: Tensors) -> object:
-    text = _string(name, tensors)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise RequestError(f"{name} is {shorten(repr(text))}; send JSON") from None
 
 
 def _string(name: str, tensors: Tensors) -> str:

@@ -14,7 +14,8 @@ from varlen.execution.packing import (
     split_answers,
 )
 from varlen.models.blocks import inputs as declare
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.program.heads import AttentionHeads
+from varlen.program.recorder import Recorder
 from varlen.request.request import Masks, Prompt, RequestOptions, Unpooled, Vectors
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)

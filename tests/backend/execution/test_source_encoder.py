@@ -16,7 +16,7 @@ from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder_decoder
+from varlen.models.loading import load_encoder_decoder
 from varlen.scheduling.sequence import Chunk
 from varlen_kernels import reference
 

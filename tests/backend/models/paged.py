@@ -10,7 +10,7 @@ from varlen.memory.layout import Layout
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import PagedAttention
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_decoder
+from varlen.models.loading import load_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import reference

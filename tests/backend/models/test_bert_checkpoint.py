@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import WEIGHTS, change_tensors, set_fields
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 
 from ..refusals import refused_checkpoint as refused
 from .oracle import assert_hidden_states_match, load_oracle

@@ -21,7 +21,7 @@ from tests.checkpoints import (
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_setting

@@ -1,7 +1,5 @@
 """DeBERTa-v2 and -v3 checkpoints: all forms of their positions match transformers; what is refused."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -13,12 +11,8 @@ from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.execution.cpu import int8_encoder
-from varlen.models import deberta_checkpoint
-from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.deberta import distance_rows
-from varlen.models.deberta_checkpoint import DebertaConfig, tensor_shapes
-from varlen.models.registry import load_encoder
+from varlen.models.deberta import DebertaConfig, distance_rows
 
 from ..refusals import refused_checkpoint as refused
 
@@ -175,16 +169,6 @@ def test_a_tokenizer_converted_from_sentencepiece_matches_transformers(make_chec
     assert_rows_close(actual, logits_of(model, ids), roundings=encoder_roundings(folder))
 
 
-def test_knows_every_field_of_transformers_configuration():
-    known = {
-        *deberta_checkpoint.READ_FIELDS,
-        *deberta_checkpoint.HARMLESS_FIELDS,
-        *deberta_checkpoint.FIXED_FIELDS,
-    }
-
-    assert {each.name for each in dataclasses.fields(transformers.DebertaV2Config)} <= known
-
-
 def test_a_field_that_is_absent_has_the_default_of_transformers():
     full = transformers.DebertaV2Config().to_dict()
     needed = (
@@ -193,25 +177,6 @@ def test_a_field_that_is_absent_has_the_default_of_transformers():
     least = {name: full[name] for name in (*needed, "max_position_embeddings")}
 
     assert DebertaConfig.read(least) == DebertaConfig.read(full)
-
-
-@pytest.mark.parametrize("form", ["own-projections", "keys", "no-terms", "narrow-embeddings"])
-def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, form):
-    folder, read = make_checkpoint(CLASSIFIER, num_labels=3, **FORMS[form]), {}
-    original = CheckpointWeights.read
-
-    def record(weights, name, *shape):
-        read[name] = shape
-        return original(weights, name, *shape)
-
-    monkeypatch.setattr(CheckpointWeights, "read", record)
-    checkpoint = Checkpoint.open(folder)
-    checkpoint.check_task("classify")
-
-    load_encoder(checkpoint, torch.float32, torch.device("cpu"))
-
-    config = DebertaConfig.read(checkpoint.config)
-    assert read == tensor_shapes(config, "deberta.", "classify", num_labels=3)
 
 
 def test_a_masked_language_model_may_have_the_head_of_its_training(make_checkpoint, rng):

@@ -8,16 +8,15 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoints import SMALL_DECODERS, WEIGHTS, change_tensors, drop_field, set_fields
-from varlen.models import checkpoint_folder as checkpoints
-from varlen.models import gpt2_checkpoint, llama_checkpoint, registry
-from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models import gpt2, llama
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_decoder, load_encoder
+from varlen.models.loading import load_decoder, load_encoder
+from varlen.models.registry import FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 
 CPU = torch.device("cpu")
-FIXED = {**gpt2_checkpoint.FIXED_FIELDS, **llama_checkpoint.FIXED_FIELDS}
+FIXED = {**gpt2.FAMILY.fields.fixed, **llama.FAMILIES["llama"].fields.fixed}
 CAUSAL = {
     name: "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM" for name in SMALL_DECODERS
 }
@@ -29,16 +28,13 @@ def check(folder, task="generate"):
 
 def known_fields(family):
     """Return the lists of fields that are read, harmless and fixed."""
-    if family == "gpt2":
-        module, extra = gpt2_checkpoint, frozenset()
-    else:
-        module, extra = llama_checkpoint, llama_checkpoint.OPTIONS[family].fields
-    return module.READ_FIELDS | extra, module.HARMLESS_FIELDS, module.FIXED_FIELDS.keys()
+    rules = FAMILIES[family].fields
+    return rules.read, rules.harmless, rules.fixed.keys()
 
 
 def read_config(config):
     is_gpt2 = config["model_type"] == "gpt2"
-    return (gpt2_checkpoint.Gpt2Config if is_gpt2 else llama_checkpoint.LlamaConfig).read(config)
+    return (gpt2.Gpt2Config if is_gpt2 else llama.LlamaConfig).read(config)
 
 
 @pytest.mark.parametrize("name", SMALL_DECODERS)
@@ -51,7 +47,7 @@ def test_knows_every_field_of_transformers_configuration(name):
     assert unknown == set()
 
 
-@pytest.mark.parametrize("family", ["gpt2", *llama_checkpoint.FAMILIES])
+@pytest.mark.parametrize("family", ["gpt2", *llama.FAMILIES])
 def test_a_field_is_in_one_list_only(family):
     lists = known_fields(family)
 
@@ -84,7 +80,7 @@ def test_an_absent_window_of_mistral_is_that_of_transformers(make_checkpoint):
     folder = make_checkpoint(CAUSAL["Mistral"], max_position_embeddings=5000)
     drop_field(folder, "config.json", "sliding_window")
 
-    windows = llama_checkpoint.LlamaConfig.read(Checkpoint.open(folder).config).windows
+    windows = llama.LlamaConfig.read(Checkpoint.open(folder).config).windows
 
     assert set(windows) == {transformers.MistralConfig().sliding_window}
 
@@ -92,22 +88,7 @@ def test_an_absent_window_of_mistral_is_that_of_transformers(make_checkpoint):
 def test_a_window_as_long_as_every_sequence_is_none(make_checkpoint):
     folder = make_checkpoint(CAUSAL["Mistral"], sliding_window=320)
 
-    assert llama_checkpoint.LlamaConfig.read(Checkpoint.open(folder).config).windows == (0, 0, 0)
-
-
-def test_every_family_has_a_loader():
-    loaders = {
-        "encoder": registry._ENCODERS,
-        "decoder": registry._DECODERS,
-        "encoder_decoder": registry._ENCODER_DECODERS,
-    }
-
-    for kind, loaded in loaders.items():
-        families = {name for name, each in checkpoints.FAMILIES.items() if each.kind == kind}
-        if kind == "encoder":
-            # whose encoders are served alone too
-            families |= {"t5", "mt5"}
-        assert loaded.keys() == families
+    assert llama.LlamaConfig.read(Checkpoint.open(folder).config).windows == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -234,30 +215,6 @@ def test_takes_fields_that_change_no_result(make_checkpoint, name):
     _, harmless, _ = known_fields(config["model_type"])
 
     assert read_config(config | dict.fromkeys(harmless, "anything")) == read_config(config)
-
-
-@pytest.mark.parametrize("name", SMALL_DECODERS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, name, tied):
-    folder = make_checkpoint(CAUSAL[name], tie_word_embeddings=tied)
-    read = {}
-
-    def record(weights, tensor, *shape):
-        read[tensor] = shape
-        return original(weights, tensor, *shape)
-
-    original = CheckpointWeights.read
-    monkeypatch.setattr(CheckpointWeights, "read", record)
-    checkpoint = Checkpoint.open(folder)
-
-    load_decoder(checkpoint, torch.float32, CPU)
-
-    if name == "GPT2":
-        module, config = gpt2_checkpoint, gpt2_checkpoint.Gpt2Config.read(checkpoint.config)
-    else:
-        module, config = llama_checkpoint, llama_checkpoint.LlamaConfig.read(checkpoint.config)
-    prefix = module.prefix_of(load_file(folder / WEIGHTS))
-    assert read == module.tensor_shapes(config, prefix, has_output=not tied)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tests.closeness import assert_rows_close, encoder_roundings, relative_error
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_decoder
+from varlen.models.loading import load_decoder
 from varlen.request.request import RequestOptions
 
 from ..requests import prompt_of

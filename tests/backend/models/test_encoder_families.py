@@ -12,12 +12,9 @@ import transformers
 from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.models import post_norm_family
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import FAMILIES as FAMILIES_OF_CHECKPOINTS
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.registry import load_encoder
+from varlen.models.registry import FAMILIES as FAMILIES_OF_CHECKPOINTS
+from varlen.models.registry import POST_NORM_FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 
@@ -152,18 +149,11 @@ def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng, name):
     assert (actual * expected).sum(axis=1).min() > 0.999
 
 
-@pytest.mark.parametrize("name", POST_NORM)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_knows_every_field_of_transformers_configuration(name):
-    family = POST_NORM_FAMILIES[name]
-    known = {
-        *family.fields.all(),
-        *post_norm_family.HARMLESS_FIELDS,
-        *post_norm_family.FIXED_FIELDS,
-        *family.harmless,
-        *family.fixed,
-        *(post_norm_family.ROTARY_FIELDS if family.default_theta else ()),
-    }
-    config = getattr(transformers, f"{family.class_name}Config")
+    rules = FAMILIES_OF_CHECKPOINTS[name].fields
+    known = {*rules.read, *rules.harmless, *rules.fixed}
+    config = getattr(transformers, f"{FAMILIES[name]}Config")
 
     assert {field.name for field in dataclasses.fields(config)} <= known
 
@@ -179,24 +169,6 @@ def test_a_field_that_is_absent_has_the_default_of_transformers(name):
     without = {key: value for key, value in full.items() if key not in optional}
 
     assert family.read_sizes(without) == family.read_sizes(full)
-
-
-@pytest.mark.parametrize("name", POST_NORM)
-def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, name):
-    family, read = POST_NORM_FAMILIES[name], {}
-    folder = make_checkpoint(f"{FAMILIES[name]}ForSequenceClassification", num_labels=3)
-    original = CheckpointWeights.read
-
-    def record(weights, name, *shape):
-        read[name] = shape
-        return original(weights, name, *shape)
-
-    monkeypatch.setattr(CheckpointWeights, "read", record)
-    checkpoint = Checkpoint.open(folder)
-
-    load_encoder(checkpoint, torch.float32, torch.device("cpu"))
-
-    assert read == family.tensor_shapes(checkpoint.config, family.prefix, "classify")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import transformers
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.registry import POST_NORM_FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request

@@ -1,7 +1,5 @@
 """ModernBERT checkpoints: the classifier's forms, older configurations, and what is refused."""
 
-import dataclasses
-
 import pytest
 import torch
 import transformers
@@ -9,11 +7,8 @@ import transformers
 from tests.checkpoints import drop_field, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.models import modernbert_checkpoint
-from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.modernbert_checkpoint import ModernBertConfig, tensor_shapes
-from varlen.models.registry import load_encoder
+from varlen.models.modernbert import ModernBertConfig
 
 from ..refusals import refused_checkpoint as refused
 
@@ -65,16 +60,6 @@ def test_fields_of_older_configurations_are_read(make_checkpoint, rng):
     assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
 
 
-def test_knows_every_field_of_transformers_configuration():
-    known = {
-        *modernbert_checkpoint.READ_FIELDS,
-        *modernbert_checkpoint.HARMLESS_FIELDS,
-        *modernbert_checkpoint.FIXED_FIELDS,
-    }
-
-    assert {each.name for each in dataclasses.fields(transformers.ModernBertConfig)} <= known
-
-
 def test_a_field_that_is_absent_has_the_default_of_transformers():
     default = transformers.ModernBertConfig()
     full = {name: value for name, value in default.to_dict().items() if value is not None}
@@ -84,23 +69,6 @@ def test_a_field_that_is_absent_has_the_default_of_transformers():
     least = {name: full[name] for name in (*needed, "max_position_embeddings")}
 
     assert ModernBertConfig.read(least) == ModernBertConfig.read(full)
-
-
-def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch):
-    folder, read = make_checkpoint(CLASSIFIER, num_labels=3), {}
-    original = CheckpointWeights.read
-
-    def record(weights, name, *shape):
-        read[name] = shape
-        return original(weights, name, *shape)
-
-    monkeypatch.setattr(CheckpointWeights, "read", record)
-    checkpoint = Checkpoint.open(folder)
-
-    load_encoder(checkpoint, torch.float32, torch.device("cpu"))
-
-    config = ModernBertConfig.read(checkpoint.config)
-    assert read == tensor_shapes(config, "model.", "classify", num_labels=3)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tests.checkpoints import WEIGHTS, change_tensors, module, set_fields, write_file
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
-from varlen.models.checkpoint_folder import FAMILIES, Checkpoint
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.registry import FAMILIES, POST_NORM_FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request

@@ -12,8 +12,9 @@ from tests.plain_run import run_without_arena
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import PackedBatch
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.program.recorder import Recorder
 from varlen_kernels import reference
 from varlen_kernels.reference.attention import Distances
 

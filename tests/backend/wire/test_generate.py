@@ -130,7 +130,7 @@ def test_refuses_messages_without_a_chat_template(small_bert):
 
 @pytest.mark.parametrize("messages", ["{}", "3", '["a"]', "null"])
 def test_refuses_messages_that_are_no_list_of_objects(intake, messages):
-    with refused("send a JSON list of objects with role and content"):
+    with refused("allowed: a JSON list of objects with role and content"):
         read(intake, messages=text(messages))
 
 
@@ -157,7 +157,7 @@ def test_refuses_two_prompts(intake):
         ({"input_ids": np.array([-1])}, "input_ids holds -1"),
         ({"input_ids": np.array([5] * 13)}, "input_ids has 13 tokens; this model takes at most 12"),
         ({"text_input": text("a " * 20)}, "text has 22 tokens; this model takes at most 12"),
-        ({"messages": text("{")}, "messages is '{'; send JSON"),
+        ({"messages": text("{")}, 'messages is "{"; allowed: JSON'),
         ({"messages": text('[{"role": "user"}]')}, "a message has no content"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -192,7 +192,7 @@ def test_the_tensor_of_sampling_parameters_comes_first(intake):
 
 @pytest.mark.parametrize("value", ["[]", "3", '"max_tokens"', "null"])
 def test_refuses_sampling_parameters_that_are_no_object(intake, value):
-    with refused("; send a JSON object"):
+    with refused("; allowed: a JSON object"):
         read(intake, text_input=text("a"), sampling_parameters=text(value))
 
 

@@ -18,7 +18,7 @@ from varlen.errors import ConfigError
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_encoder import calibrate, check_int8
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 
 from ..attacks import good
 from ..attacks.damage import damage

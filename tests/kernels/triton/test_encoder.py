@@ -15,7 +15,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.blocks.heads import record_head
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import fused

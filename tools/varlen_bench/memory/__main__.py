@@ -28,7 +28,7 @@ def main(
     device: Annotated[Device, typer.Option(help="Where encoders run.")] = "cpu",
     threads: command.Threads = 0,
     served: Annotated[int, typer.Option(min=0, help="Requests to a server; 0: none.")] = 20_000,
-    longest: Annotated[int, typer.Option(min=5, help="Their tokens, uniform from 5 on.")] = 256,
+    longest: Annotated[int, typer.Option(min=5, help="Their words, uniform from 5 on.")] = 256,
     repository: Annotated[Path, typer.Option(help="Model repository of the server.")] = Path(
         "model_repository"
     ),

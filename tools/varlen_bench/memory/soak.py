@@ -1,6 +1,6 @@
 """Resident memory of a model behind a real tritonserver, over thousands of requests.
 
-Requests are single sequences of random ids over gRPC, 16 in flight. Memory is read while no request is in flight,
+Requests are single texts of random words over gRPC, 16 in flight. Memory is read while no request is in flight,
 after a rest in which the process releases what it freed.
 """
 
@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
+from tokenizers import Tokenizer
 
 from varlen_bench.harness.resident import MIB, family_bytes, model_process, resident_bytes
 from varlen_bench.harness.summary import flatness
 from varlen_bench.memory.rows import SERVER, STUB, Row
-from varlen_bench.peers.checkpoints import config_field
 from varlen_client import Client, RetryPolicy
 from varlen_tools.local_server import LocalServer
 
@@ -40,7 +39,7 @@ class Soak:
     warmup: int = 1_000
     # number of requests between two samples
     every: int = 500
-    # in tokens
+    # in words, most of which are a token
     longest: int = 256
 
     def row(self, process: str) -> Row:
@@ -79,8 +78,11 @@ def soak(settings: Soak) -> list[Row]:
 
 def _send(settings: Soak, url: str) -> Iterator[None]:
     """Send all requests; yield when a sample is due and none is in flight."""
-    draw, numbers = random.Random(0), np.random.default_rng(0)
-    vocabulary = config_field(settings.repository / settings.model / "1", "vocab_size")
+    draw = random.Random(0)
+    tokenizer = Tokenizer.from_file(
+        str(settings.repository / settings.model / "1" / "tokenizer.json")
+    )
+    words = sorted(filter(str.isalpha, tokenizer.get_vocab()))
 
     def lengths(count: int) -> list[int]:
         return [draw.randint(_SHORTEST, settings.longest) for _ in range(count)]
@@ -91,5 +93,6 @@ def _send(settings: Soak, url: str) -> Iterator[None]:
     client = Client(url, settings.model, rows_per_request=1, concurrency=_IN_FLIGHT, retry=once)
     with client:
         for part in (warmup, *parts):
-            client.embed([numbers.integers(0, vocabulary, length) for length in part])
+            texts = [" ".join(draw.choices(words, k=length)) for length in part]
+            client.embed(texts, truncate=True)
             yield

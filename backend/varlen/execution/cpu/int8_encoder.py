@@ -22,8 +22,8 @@ from varlen.execution.cpu.quantization import LayerKey, linear_weights, quantize
 from varlen.execution.fingerprint import checkpoint_hash
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.blocks.heads import record_head
+from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import EncoderModel
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 from varlen.request.request import SHORTEST_PROMPT, Prompt

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from varlen.models.blocks import inputs
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import State, Value
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.program.recorder import Recorder
 
 
 class Attention(Protocol):

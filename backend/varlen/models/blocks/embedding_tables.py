@@ -3,13 +3,18 @@
 `table_names` chooses the tensors.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from varlen.errors import CheckpointError
 
-from varlen.models.checkpoint.layers import LayerReader
-from varlen.models.checkpoint.table_names import TableNames
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.checkpoint.layers import LayerReader
+    from varlen.models.checkpoint.table_names import TableNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +48,38 @@ def read_tables(
         sources, targets: sizes of the vocabularies.
 
     Raises:
-        CheckpointError: see `LayerReader.tensor`.
+        CheckpointError: see `LayerReader`.
     """
     tables: dict[str, Tensor] = {}
 
     def table(name: str, rows: int) -> Tensor:
         if name not in tables:
-            read_now = read.tensor(name, rows, hidden)
-            equal = (each for each in tables.values() if torch.equal(each, read_now))
-            tables[name] = next(equal, read_now)
+            found = read.tensor(name, rows, hidden)
+            known = list(tables.values())
+            tables[name] = read.computed(
+                lambda: next((each for each in known if each.equal(found)), found)
+            )
         return tables[name]
 
     return Tables(
         table(names.source, sources), table(names.target, targets), table(names.output, targets)
     )
+
+
+def check_tied(read: LayerReader, name: str, table: Tensor, *shape: int) -> None:
+    """Raise CheckpointError if a matrix that config.json ties to the embedding table is another one.
+
+    Args:
+        read: of the checkpoint.
+        name: of the matrix, which the checkpoint may lack.
+        table: `shape`, the embedding of each token.
+        shape: of both.
+    """
+    if name not in read:
+        return
+    stored = read.tensor(name, *shape)
+    if read.computed(lambda: not stored.equal(table)):
+        raise CheckpointError(
+            f'config.json has tie_word_embeddings true, but the tensor "{name}" is not the embedding table;'
+            " set tie_word_embeddings to false"
+        )

@@ -1,23 +1,25 @@
 """The head of each task: the ops on top of an encoder's last hidden state."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.masked_lm import MaskedLM
-from varlen.models.checkpoint.layers import Linear, Norm
 from varlen.models.checkpoint.sparse import SpladeConfig
-from varlen.models.checkpoint.vector_layers import VectorLayer
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.post_norm_family import HeadActivation
-from varlen.program.program import Value
-from varlen.program.recorder import Recorder
-from varlen.tasks import Task
-from varlen_kernels import Pooling
+from varlen_kernels import Activation, Pooling
+
+if TYPE_CHECKING:
+    from varlen.models.blocks.masked_lm import MaskedLM
+    from varlen.models.checkpoint.layers import Linear, Norm
+    from varlen.models.checkpoint.vector_layers import VectorLayer
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+    from varlen.tasks import Task
+
+HeadActivation: TypeAlias = Activation | Literal["tanh"]
 
 _DEFAULT_SPLADE = SpladeConfig()
 
@@ -43,15 +45,6 @@ class Heads:
     norm_eps: float = 0.0
     classifier: Linear | None = None
     masked_lm: MaskedLM | None = None
-
-
-def head_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
-    """Return fp32 if a checkpoint has a classifier, else `dtype`.
-
-    It is the dtype of the last norm and of the classifier. In half precision, logits of many documents would be equal;
-    see docs/decisions/0039-scores-in-fp32.md.
-    """
-    return torch.float32 if checkpoint.num_labels else dtype
 
 
 def record_head(
@@ -83,6 +76,8 @@ def record_head(
         `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`; token_embed
         `[tokens, features]`.
     """
+    import torch
+
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":

@@ -1,21 +1,23 @@
 """The head of a masked language model on top of a loaded encoder."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
+from varlen.models.blocks.embedding_tables import check_tied
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
-from varlen.models.checkpoint.sparse import SpladeConfig
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.program.program import Value
-from varlen.program.recorder import Recorder
 from varlen.request.request import MAX_TOP_K
-from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
+    from varlen.models.checkpoint.sparse import SpladeConfig
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+    from varlen_kernels import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +53,32 @@ class MaskedLM:
         return ops.term_weights(rows, weight, bias, bounds, mode=splade.pooling, logs=splade.logs)
 
 
-def load_masked_lm(
-    folder: Path, layout: MaskedLMLayout, table: Tensor, dtype: torch.dtype, device: torch.device
-) -> MaskedLM:
-    """Return the head of a checkpoint in `dtype` on `device`.
+def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: Tensor) -> MaskedLM:
+    """Return the head of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
+        read: of the checkpoint.
         layout: of the head.
         table: `[vocabulary, features]`, the embedding of each token.
-        dtype, device: of the encoder.
 
     Raises:
-        CheckpointError: the checkpoint has another table than the embeddings, though it says that they are tied.
+        CheckpointError: see `LayerReader`; or the checkpoint has another table than the embeddings, though it says that
+            they are tied.
     """
-    names = layout.names
-    with CheckpointWeights(folder) as weights:
-        read = LayerReader(weights, dtype, device)
-        stored = layout.decoder_weight
-        if not layout.is_tied:
-            table = read.tensor(stored, *layout.table_shape)
-        elif stored in read and not torch.equal(read.tensor(stored, *layout.table_shape), table):
-            raise CheckpointError(
-                f'config.json has tie_word_embeddings true, but the tensor "{stored}" is not the embedding table;'
-                " set tie_word_embeddings to false"
-            )
-        bias = layout.bias_name(weights.names)
-        return MaskedLM(
-            dense=read.linear(
-                [names.dense], layout.hidden, [layout.features], bias=layout.has_dense_bias
-            ),
-            activation=layout.activation,
-            norm=read.norm(names.norm, layout.features, bias=layout.has_norm_bias),
-            norm_eps=layout.norm_eps,
-            output=Linear(table.t(), read.tensor(bias, layout.vocabulary) if bias else None),
-        )
+    names, features = layout.names, layout.features
+    dense = read.linear([names.dense], layout.hidden, [features], bias=layout.has_dense_bias)
+    norm = read.norm(names.norm, features, bias=layout.has_norm_bias)
+    weight, shape = f"{names.decoder}.weight", (layout.vocabulary, features)
+    if layout.is_tied:
+        check_tied(read, weight, table, *shape)
+    else:
+        table = read.tensor(weight, *shape)
+    name = layout.bias_name(read)
+    bias = read.tensor(name, layout.vocabulary) if name else None
+    return MaskedLM(
+        dense=dense,
+        activation=layout.activation,
+        norm=norm,
+        norm_eps=layout.norm_eps,
+        output=read.computed(lambda: Linear(table.t(), bias)),
+    )

@@ -4,10 +4,13 @@ Distances share learned biases: near ones have one each, farther ones fall into 
 Source: Raffel et al. 2019, arXiv:1910.10683, section 2.1; buckets as in Mesh TensorFlow.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def bias_by_distance(table: Tensor, *, max_distance: int, is_causal: bool) -> Tensor:
@@ -20,6 +23,8 @@ def bias_by_distance(table: Tensor, *, max_distance: int, is_causal: bool) -> Te
         max_distance: from this distance on, all share the last bucket.
         is_causal: whether queries read no later keys, so that earlier ones have all buckets.
     """
+    import torch
+
     buckets = len(table)
     later = torch.arange(-max_distance, max_distance + 1)
     if is_causal:
@@ -32,6 +37,8 @@ def bias_by_distance(table: Tensor, *, max_distance: int, is_causal: bool) -> Te
 
 def _bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance, which is not below 0."""
+    import torch
+
     exact = buckets // 2
     # log(0) is never chosen
     part = torch.log(distance.float() / exact) / math.log(max_distance / exact)

@@ -1,12 +1,15 @@
 """The residual connections of a stack of sublayers, with norms before or after them."""
 
-from collections.abc import Iterable
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from varlen.models.checkpoint.layers import Norm
-from varlen.program.program import Value
-from varlen.program.recorder import Recorder
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from varlen.models.checkpoint.layers import Norm
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
 
 
 class ResidualStream:
@@ -62,23 +65,25 @@ class RmsResidualStream:
     """
 
     def __init__(
-        self, ops: Recorder, embedded: Value, norms: Iterable[Tensor], *, eps: float
+        self, ops: Recorder, embedded: Value, norms: Iterable[Norm], *, eps: float
     ) -> None:
         """Begin with embedded tokens.
 
         Args:
             ops: has recorded `embedded`.
             embedded: `[tokens, hidden]`.
-            norms: `[hidden]` before each sublayer, in their order, and after the last one.
+            norms: before each sublayer, in their order, and after the last one.
             eps: added to mean squares.
         """
         self._ops = ops
         self._norms = iter(norms)
         self._eps = eps
         self._residual = embedded
-        self.x = ops.rms_norm(embedded, next(self._norms), eps=eps)
+        self.x = ops.rms_norm(embedded, next(self._norms).weight, eps=eps)
 
     def add(self, y: Value) -> None:
         """Record the sum with the output of a sublayer, `[tokens, hidden]`, and the next norm."""
-        norm = next(self._norms)
-        self._residual, self.x = self._ops.residual_rms_norm(y, self._residual, norm, eps=self._eps)
+        weight = next(self._norms).weight
+        self._residual, self.x = self._ops.residual_rms_norm(
+            y, self._residual, weight, eps=self._eps
+        )

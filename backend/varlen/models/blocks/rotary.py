@@ -4,10 +4,10 @@ Source: Su et al. 2021, arXiv:2104.09864; Peng et al. 2023, arXiv:2309.00071 (Ya
 fp32 in the order of transformers, so that far positions get the same angles.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
 from varlen.models.checkpoint.rotary_config import (
     LinearScaling,
@@ -15,6 +15,10 @@ from varlen.models.checkpoint.rotary_config import (
     RotaryConfig,
     YarnScaling,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def rotary_table(rotary: RotaryConfig, dim: int, device: torch.device) -> Tensor:
@@ -25,6 +29,8 @@ def rotary_table(rotary: RotaryConfig, dim: int, device: torch.device) -> Tensor
         dim: features of a head.
         device: of the table.
     """
+    import torch
+
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     frequencies, scale = _scaled(rotary, rotary.theta**exponents, dim)
     positions = torch.arange(rotary.positions, dtype=torch.float32)
@@ -51,6 +57,8 @@ def _llama3(scaling: Llama3Scaling, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(scaling: YarnScaling, periods: Tensor, theta: float, dim: int) -> Tensor:
+    import torch
+
     def feature_at(rotations: float) -> float:
         """Return the feature that rotates `rotations` times over the original length."""
         return dim * math.log(scaling.positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))

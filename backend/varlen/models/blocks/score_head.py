@@ -3,47 +3,41 @@
 Source of the names: decoders as saved by Hugging Face transformers.
 """
 
-import torch
-
 from varlen.models.blocks.heads import Heads
-from varlen.models.checkpoint.decoder_fields import SCORE
+from varlen.models.checkpoint.family import HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.logit_score import LogitScore
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.llama_checkpoint import LlamaConfig, prefix_of
 
 
-def load_score(checkpoint: Checkpoint, device: torch.device) -> Heads:
-    """Return the classifier of a checkpoint in fp32, if it has one.
+def read_score(read: LayerReader, head: HeadConfig, hidden: int) -> Heads:
+    """Return the classifier of a checkpoint in fp32, none if its architecture has none.
 
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
+    Args:
+        read: of the checkpoint.
+        head: of the checkpoint.
+        hidden: features of a token.
     """
-    if checkpoint.logit_score is not None:
-        return _load_logit_score(checkpoint, checkpoint.logit_score, device)
-    if not checkpoint.num_labels:
+    if head.task not in ("classify", "token_classify"):
         return Heads()
-    is_sequence = checkpoint.head_task == "classify"
-    with CheckpointWeights(checkpoint.folder) as weights:
-        read = LayerReader(weights, torch.float32, device)
-        layer = read.linear(
-            [SCORE], checkpoint.hidden_size, [checkpoint.num_labels], bias=not is_sequence
-        )
+    has_bias = head.task == "token_classify"
+    layer = read.fp32.linear(["score"], hidden, [head.num_labels], bias=has_bias)
     return Heads(pooling="last", classifier=layer)
 
 
-def _load_logit_score(checkpoint: Checkpoint, score: LogitScore, device: torch.device) -> Heads:
-    """Return the layer whose output is the difference of two logits of the last token."""
-    config = LlamaConfig.read(checkpoint.config)
-    with CheckpointWeights(checkpoint.folder) as weights:
-        name = f"{prefix_of(weights)}embed_tokens.weight"
-        if not config.has_tied_output:
-            name = "lm_head.weight"
-        matrix = weights.read(name, config.vocab_size, config.hidden)
-        row = matrix[score.true_token].float()
-        if score.false_token is not None:
-            row = row - matrix[score.false_token].float()
-        # a copy: the file is not mapped any longer than this
-        weight = row.reshape(-1, 1).clone().to(device)
-    return Heads(pooling="last", classifier=Linear(weight, None))
+def read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: int) -> Heads:
+    """Return the layer whose output is the difference of two logits of the last token.
+
+    Args:
+        read: of the checkpoint.
+        score: has the two tokens.
+        name: of the output matrix.
+        shape: vocabulary and hidden features.
+    """
+    tokens = [each for each in (score.true_token, score.false_token) if each is not None]
+    rows = read.fp32.rows(name, *shape, of=tokens)
+
+    def layer() -> Linear:
+        row = rows[0] - rows[1] if len(tokens) > 1 else rows[0]
+        return Linear(row.reshape(-1, 1).clone(), None)
+
+    return Heads(pooling="last", classifier=read.computed(layer))

@@ -3,14 +3,19 @@
 Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5; the orders of features are those of transformers.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def marian_positions(positions: int, hidden: int) -> Tensor:
     """Return Marian's table, `[positions, hidden]` fp32: sines of all angles, then cosines."""
+    import torch
+
     feature = torch.arange(0, hidden, 2, dtype=torch.float64)
     angles = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (feature / hidden)
     # an odd number of features has one cosine less
@@ -25,6 +30,8 @@ def m2m_positions(positions: int, hidden: int, *, first: int) -> Tensor:
         hidden: features of a token, at least 4; a last odd one is 0.
         first: number of the first position.
     """
+    import torch
+
     half = hidden // 2
     # fp32 throughout, as transformers computes them
     steps = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))

@@ -1,6 +1,6 @@
 """Which fields of config.json are served, ignored or refused; see docs/decisions/0014-config-fields.md."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
@@ -24,9 +24,22 @@ class FieldRules:
         fixed: fields that are served with one value; null means that value too.
     """
 
-    read: Collection[str]
-    harmless: Collection[str]
+    read: frozenset[str]
+    harmless: frozenset[str]
     fixed: Mapping[str, object]
+
+    def plus(
+        self,
+        read: Iterable[str] = (),
+        harmless: Iterable[str] = (),
+        fixed: Mapping[str, object] | None = None,
+    ) -> "FieldRules":
+        """Return these rules with more fields."""
+        return FieldRules(
+            self.read.union(read),
+            self.harmless.union(harmless),
+            {**self.fixed, **(fixed or {})},
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,46 +1,69 @@
-"""What the checks of a checkpoint need to know of its model family."""
+"""What is known of a model family: fields, tasks, tensors, and how it is loaded."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import Json
+from varlen.models.checkpoint.header_reader import HeaderReader
+from varlen.models.checkpoint.layers import LayerReader
+from varlen.models.checkpoint.logit_score import LogitScore
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.weights import TensorHeader
 from varlen.tasks import Task
 
 # A decoder generates text after its input; a model with both parts generates from the encoder's result.
 Kind: TypeAlias = Literal["encoder", "decoder", "encoder_decoder"]
+Model_co = TypeVar("Model_co", covariant=True)
+
+
+class ModelSizes(Protocol):
+    """Sizes that config.json of every family gives, under its own names."""
+
+    @property
+    def hidden(self) -> int:
+        """Features of a token."""
+
+    @property
+    def positions(self) -> int:
+        """Longest sequence that has positions, in tokens: of a source, and of a target."""
+
+    @property
+    def uncounted_token(self) -> int | None:
+        """The padding token, where transformers does not count it as a position."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes that config.json of every family gives, under its own names.
+class HeadConfig:
+    """What a checkpoint has on top of the layers that its config.json describes.
 
     Attributes:
-        hidden: features of a token.
-        positions: longest sequence that has positions, in tokens: of a source, and of a target.
-        first_position: row of the first token in the position table. Above 0, the row before it is that of the padding
-            token, whose id is the number of that row.
+        architecture: name of its class in transformers.
+        task: of that class's head, `embed` without one.
+        num_labels: outputs of a classifier, 0 without one.
+        logit_score: the difference of logits that is a score, if that is its head.
+        masked_tokens: tokens whose logits are -inf.
     """
 
-    hidden: int
-    positions: int
-    first_position: int = field(default=0, kw_only=True)
+    architecture: str
+    task: Task
+    num_labels: int = 0
+    logit_score: LogitScore | None = None
+    masked_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """The checks of one `model_type`.
+class Family(Generic[Model_co]):
+    """A `model_type`: how its checkpoints are checked and loaded.
 
     Attributes:
         architectures: default task of each architecture that is served; the first one where config.json names none.
         heads: the architecture with the head of a task; `embed` and `hidden` need none.
         fields: the fields of config.json that it knows.
         read_sizes: returns the sizes in config.json; raises CheckpointError for a configuration that is not served.
-        check_tensors: raises CheckpointError unless the tensors, by name, are those of config.json, architecture
-            and task.
+        load: returns the model, given content of config.json; asks the reader for all of its tensors.
+        is_unused: whether a tensor that `load` does not ask for changes no result, given the names of all tensors.
         tokenizer_class: the class that transformers takes where tokenizer_config.json names none.
         kind: the parts of its models.
         has_token_types: whether its models tell the two texts of a pair apart by token types.
@@ -52,7 +75,8 @@ class Family:
     heads: Mapping[Task, str]
     fields: FieldRules
     read_sizes: Callable[[Json], ModelSizes]
-    check_tensors: Callable[[Mapping[str, TensorHeader], Json, str, Task], None]
+    load: Callable[[LayerReader, Json, HeadConfig], Model_co]
+    is_unused: Callable[[str, Container[str]], bool]
     tokenizer_class: str
     kind: Kind = "encoder"
     has_token_types: bool = False
@@ -65,3 +89,36 @@ class Family:
         vectors: tuple[Task, ...] = () if self.kind == "encoder_decoder" else ("embed", "hidden")
         of_tokens: tuple[Task, ...] = ("token_embed",) if self.kind == "encoder" else ()
         return (*vectors, *of_tokens, *self.heads)
+
+    def check_tensors(
+        self, headers: Mapping[str, TensorHeader], config: Json, head: HeadConfig
+    ) -> None:
+        """Raise CheckpointError unless the tensors are those of the model in config.json, and no others."""
+        reader = HeaderReader(headers)
+        self.load(reader, config, head)
+        reader.check_unread(lambda name: self.is_unused(name, headers))
+
+
+def encoder_classes(name: str, *more: str) -> tuple[dict[str, Task], dict[Task, str]]:
+    """Return `architectures` and `heads` of an encoder with the usual classes of transformers.
+
+    Args:
+        name: the beginning of its classes, such as Bert of BertModel.
+        more: classes with the encoder alone, or with a head that is not served.
+    """
+    masked, sequences, tokens = (
+        f"{name}For{head}" for head in ("MaskedLM", "SequenceClassification", "TokenClassification")
+    )
+    architectures: dict[str, Task] = {
+        **dict.fromkeys((f"{name}Model", masked, *more), "embed"),
+        sequences: "classify",
+        tokens: "token_classify",
+    }
+    heads: dict[Task, str] = {
+        "sparse_embed": masked,
+        "fill_mask": masked,
+        "classify": sequences,
+        "rerank": sequences,
+        "token_classify": tokens,
+    }
+    return architectures, heads

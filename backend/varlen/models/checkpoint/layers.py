@@ -1,15 +1,21 @@
-"""The layers that families are made of: their weights, and how each is recorded."""
+"""The layers that families are made of: how each is read and recorded."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.program.program import Value
-from varlen.program.recorder import Recorder
-from varlen_kernels import Activation
+    from varlen.models.checkpoint.weights import CheckpointWeights
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+    from varlen_kernels import Activation
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +52,56 @@ class Norm:
     bias: Tensor | None
 
 
-class LayerReader:
-    """Reads layers by their names in a checkpoint, in one dtype; nothing stays mapped."""
+class LayerReader(Container[str]):
+    """Reads layers by their names in a checkpoint, in one dtype; nothing stays mapped.
+
+    A family's `load` runs with it, and as the check of a checkpoint with a `HeaderReader`, which reads no weight.
+    Either raises CheckpointError for a tensor that is missing, has another shape, or is quantized.
+    """
 
     def __init__(
-        self, weights: CheckpointWeights, dtype: torch.dtype, device: torch.device
+        self,
+        weights: CheckpointWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        last_dtype: torch.dtype | None = None,
     ) -> None:
+        """Read from mapped files.
+
+        Args:
+            weights: the files.
+            dtype, device: of the layers.
+            last_dtype: of what `last` reads; None for `dtype`.
+        """
         self._weights = weights
         self._dtype = dtype
         self._device = device
+        self._last_dtype = last_dtype or dtype
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._weights
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in the layout of its file.
+    @property
+    def fp32(self) -> LayerReader:
+        """A reader of it in fp32."""
+        import torch
 
-        Raises:
-            CheckpointError: see `varlen.models.checkpoint.weights.check_tensor`; so do the other methods.
-        """
+        return LayerReader(self._weights, torch.float32, self._device)
+
+    @property
+    def last(self) -> LayerReader:
+        """A reader of it in the dtype of the last norm and of the head."""
+        return LayerReader(self._weights, self._last_dtype, self._device)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in the layout of its file."""
         # a view would keep the whole file mapped, and be read page by page while requests wait
         return self._weights.read(name, *shape).to(self._device, self._dtype, copy=True)
+
+    def rows(self, name: str, *shape: int, of: Sequence[int]) -> Tensor:
+        """Return some rows of a tensor, `[len(of), ...]`."""
+        # not the whole tensor in another dtype; a list of rows makes a copy
+        return self._weights.read(name, *shape)[list(of)].to(self._device, self._dtype)
 
     def norm(self, name: str, size: int, *, bias: bool = True) -> Norm:
         """Return a norm of `size` features."""
@@ -86,6 +121,8 @@ class LayerReader:
             fan_outs: features of each output.
             bias: whether they have one.
         """
+        import torch
+
         weight = torch.empty(fan_in, sum(fan_outs), dtype=self._dtype, device=self._device)
         parts = torch.split(weight, list(fan_outs), dim=1)
         for name, fan_out, part in zip(names, fan_outs, parts, strict=True):
@@ -99,3 +136,10 @@ class LayerReader:
             for name, fan_out in zip(names, fan_outs, strict=True)
         ]
         return Linear(weight, torch.cat(biases))
+
+    def computed(self, compute: Callable[[], _T]) -> _T:
+        """Return what is computed of tensors that were read.
+
+        A `HeaderReader` computes nothing.
+        """
+        return compute()

@@ -5,11 +5,10 @@ of the vocabulary. Mostly that table is the one of the token embeddings.
 Source of the names: the models as Hugging Face transformers saves them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.weights import TensorHeader, check_tensor
 from varlen_kernels import Activation
 
 
@@ -57,17 +56,7 @@ class MaskedLMLayout:
     has_norm_bias: bool = True
     has_bias: bool = True
 
-    @property
-    def decoder_weight(self) -> str:
-        """Name of the product's own table, where there is one."""
-        return f"{self.names.decoder}.weight"
-
-    @property
-    def table_shape(self) -> tuple[int, int]:
-        """Shape of the product's table."""
-        return self.vocabulary, self.features
-
-    def bias_name(self, stored: Collection[str]) -> str | None:
+    def bias_name(self, stored: Container[str]) -> str | None:
         """Return the name of the product's bias, None if it has none.
 
         Raises:
@@ -80,17 +69,3 @@ class MaskedLMLayout:
         if found is None:
             raise CheckpointError(f'the checkpoint has no tensor "{self.names.biases[0]}"')
         return found
-
-    def check(self, headers: Mapping[str, TensorHeader]) -> None:
-        """Raise CheckpointError unless the checkpoint has the tensors of this head."""
-        names = self.names
-        check_tensor(headers, f"{names.dense}.weight", (self.features, self.hidden))
-        if self.has_dense_bias:
-            check_tensor(headers, f"{names.dense}.bias", (self.features,))
-        check_tensor(headers, f"{names.norm}.weight", (self.features,))
-        if self.has_norm_bias:
-            check_tensor(headers, f"{names.norm}.bias", (self.features,))
-        if not self.is_tied:
-            check_tensor(headers, self.decoder_weight, self.table_shape)
-        if bias := self.bias_name(headers):
-            check_tensor(headers, bias, (self.vocabulary,))

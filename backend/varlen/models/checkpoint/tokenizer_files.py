@@ -66,7 +66,7 @@ class TokenizerSettings:
 
 
 def read_tokenizer_settings(
-    folder: Path, family: Family, model_config: Json, *, lowercase: bool
+    folder: Path, family: Family[object], model_config: Json, *, lowercase: bool
 ) -> TokenizerSettings:
     """Return the settings in a checkpoint folder.
 

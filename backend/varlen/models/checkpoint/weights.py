@@ -5,7 +5,7 @@ tensors and without torch. Files are memory-mapped, so a tensor is read when it 
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,14 @@ def check_shapes(
     """Raise CheckpointError unless the tensors have these shapes, and all others are harmless."""
     for name, shape in shapes.items():
         check_tensor(headers, name, shape)
-    unused = [name for name in headers if name not in shapes and not is_harmless(name)]
+    check_unused(headers, shapes, is_harmless)
+
+
+def check_unused(
+    headers: Mapping[str, TensorHeader], used: Container[str], is_harmless: Callable[[str], bool]
+) -> None:
+    """Raise CheckpointError for a tensor that is neither used nor harmless."""
+    unused = [name for name in headers if name not in used and not is_harmless(name)]
     if unused:
         raise CheckpointError(
             f'the checkpoint has the tensor "{min(unused)}", which the model in config.json does not use'

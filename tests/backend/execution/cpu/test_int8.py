@@ -27,7 +27,7 @@ from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.quantization import layer_key, linear_weights, quantize_layers, use_int8
 from varlen.execution.device import choose_dtype
 from varlen.execution.runner import Runner
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
 from varlen.request.request import Prompt
 from varlen_kernels.cpu import int8_products

@@ -21,7 +21,7 @@ from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_decoder, load_encoder_decoder
+from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.recorder import Recorder
 from varlen.scheduling.sequence import Chunk
 from varlen_kernels import reference

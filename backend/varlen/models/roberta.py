@@ -6,7 +6,8 @@ arXiv:1911.03894.
 """
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import HeadNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import HeadNames
 
 
 def _family(class_name: str) -> PostNormFamily:

@@ -1,7 +1,8 @@
 """Checkpoints of BERT. Source: Devlin et al. 2018, arXiv:1810.04805."""
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import HeadNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import HeadNames
 
 BERT = PostNormFamily(
     class_name="Bert",

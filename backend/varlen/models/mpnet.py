@@ -4,13 +4,8 @@ Source: Song et al. 2020, arXiv:2004.09297.
 """
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import (
-    DISTANCE_BUCKETS,
-    FieldNames,
-    HeadNames,
-    LayerNames,
-    PostNormFamily,
-)
+from varlen.models.post_norm_family import DISTANCE_BUCKETS, PostNormFamily
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 
 MPNET = PostNormFamily(
     class_name="MPNet",

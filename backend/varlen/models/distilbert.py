@@ -1,7 +1,8 @@
 """Checkpoints of DistilBERT. Source: Sanh et al. 2019, arXiv:1910.01108."""
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 
 DISTILBERT = PostNormFamily(
     class_name="DistilBert",

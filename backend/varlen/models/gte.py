@@ -4,7 +4,8 @@ Source: Zhang et al. 2024, arXiv:2407.19669.
 """
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import HeadNames, LayerNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import HeadNames, LayerNames
 
 GTE = PostNormFamily(
     class_name="Gte",

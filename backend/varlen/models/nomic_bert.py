@@ -4,7 +4,8 @@ Source: Nussbaum et al. 2024, arXiv:2402.01613.
 """
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 
 _GATE_AND_UP = ("mlp.fc12", "mlp.fc11")
 

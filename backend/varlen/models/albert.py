@@ -4,7 +4,8 @@ Source: Lan et al. 2019, arXiv:1909.11942.
 """
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 
 ALBERT = PostNormFamily(
     class_name="Albert",

@@ -4,7 +4,8 @@ Source: Clark et al. 2020, arXiv:2003.10555.
 """
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import FieldNames, HeadNames, PostNormFamily
+from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.post_norm_names import FieldNames, HeadNames
 
 ELECTRA = PostNormFamily(
     class_name="Electra",

@@ -1,0 +1,93 @@
+"""What a loaded model of any family can do: an encoder, a decoder, or both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.blocks.attention import Attention, CrossAttention
+    from varlen.models.blocks.heads import Heads
+    from varlen.program.heads import AttentionHeads
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+
+
+class EncoderModel(Protocol):
+    """A loaded encoder of any family."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid."""
+
+    @property
+    def token_table(self) -> Tensor:
+        """The embedding of each token, `[vocabulary, features]`."""
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it."""
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+
+
+class DecoderModel(Protocol):
+    """A loaded decoder of any family."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of its attention layers."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+
+    @property
+    def token_table(self) -> Tensor:
+        """The embedding of each token, `[vocabulary, features]`."""
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it, for tasks of one step."""
+
+    def record(self, ops: Recorder, attention: Attention) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+
+
+@runtime_checkable
+class EncoderDecoderModel(Protocol):
+    """A loaded model with an encoder and a decoder, of any family."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the decoder."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers, in self-attention and in cross-attention."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of targets below this are valid."""
+
+    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
+        """Record the encoder, and storing its keys and values for each layer of the decoder."""
+
+    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
+        """Record the decoder and return its last hidden state, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""

@@ -1,0 +1,41 @@
+"""The fields of config.json that all encoders share, all decoders, or all models with both."""
+
+from varlen.models.checkpoint import generation_config, translate_config
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import HARMLESS_FIELDS
+
+_READ = frozenset(("architectures", "model_type"))
+
+# Releases of transformers before 5 save the defaults of generation in every config.json; an encoder generates nothing.
+ENCODER = FieldRules(
+    _READ | {"id2label", "num_labels"}, HARMLESS_FIELDS | generation_config.ALL_FIELDS, {}
+)
+# See docs/decisions/0017-decoder-checkpoints.md. Releases before 5 also kept the fields of generation_config.json here.
+DECODER = FieldRules(
+    _READ,
+    HARMLESS_FIELDS
+    | generation_config.REQUEST_FIELDS
+    | generation_config.HARMLESS_FIELDS
+    # a decoder is one either way; labels are read by a classifier alone
+    | {"id2label", "is_decoder", "num_labels", "prefix"},
+    {
+        **generation_config.FIXED_FIELDS,
+        "add_cross_attention": False,
+        "cross_attention_hidden_size": None,
+        "is_causal": True,
+        "is_encoder_decoder": False,
+        "pruned_heads": {},
+    },
+)
+# Fields of generation are read where there is no generation_config.json; see `translate_config`.
+ENCODER_DECODER = FieldRules(
+    _READ,
+    HARMLESS_FIELDS | translate_config.ALL_FIELDS | {"prefix"},
+    {
+        "add_cross_attention": False,
+        "cross_attention_hidden_size": None,
+        "is_decoder": False,
+        "is_encoder_decoder": True,
+        "pruned_heads": {},
+    },
+)

@@ -1,0 +1,101 @@
+"""The forward pass of DeBERTa-v2 and -v3 over packed tokens.
+
+Post-norm layers whose scores have products with distances ("disentangled attention"): of a query with the key of its
+distance to a token, and of the token's key with the query of that distance. Keys and queries of distances are
+projections of learned embeddings, so they are computed when the model is loaded.
+Source: He et al. 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543; names as Hugging Face
+transformers saves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from varlen.models.blocks import inputs
+from varlen.models.blocks.heads import Heads
+from varlen.models.checkpoint.layers import Linear, Norm
+from varlen.program.heads import AttentionHeads
+from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+    from varlen_kernels.reference.attention import Distances
+
+
+@dataclass(frozen=True, slots=True)
+class DebertaLayer:
+    """One layer; queries, keys and values are side by side."""
+
+    qkv: Linear
+    distances: Distances | None
+    attention_output: Linear
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    output_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Deberta:
+    """A DeBERTa in one dtype.
+
+    Attributes:
+        token_table, position_table: `[rows, features]`.
+        projection: from the features of the tables to those of the layers, if there is one.
+        scale: multiplies the scores.
+        heads: the layers on top of it.
+    """
+
+    token_table: Tensor
+    position_table: Tensor | None
+    projection: Linear | None
+    embedding_norm: Norm
+    layers: tuple[DebertaLayer, ...]
+    attention_heads: AttentionHeads
+    activation: Activation
+    norm_eps: float
+    scale: float
+    heads: Heads
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.token_table.shape[0]
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid: it has one."""
+        return 1
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+        positions = None if self.position_table is None else inputs.position_ids(ops)
+        x = ops.embed(inputs.token_ids(ops), self.token_table, positions, self.position_table)
+        if self.projection is not None:
+            x = self.projection.record(ops, x)
+        norm = self.embedding_norm
+        x = ops.layer_norm(x, norm.weight, norm.bias, eps=self.norm_eps)
+        for layer in self.layers:
+            x = self._record_layer(ops, layer, x)
+        return x
+
+    def _record_layer(self, ops: Recorder, layer: DebertaLayer, x: Value) -> Value:
+        context = ops.attention_varlen(
+            layer.qkv.record(ops, x),
+            inputs.cu_seqlens(ops),
+            self.attention_heads,
+            distances=layer.distances,
+            scale=self.scale,
+        )
+        x = self._add_norm(
+            ops, layer.attention_output.record(ops, context), x, layer.attention_norm
+        )
+        inner = layer.up.record_activated(ops, x, self.activation)
+        return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
+
+    def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
+        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)

@@ -1,0 +1,120 @@
+"""Loads the model of a checkpoint: an encoder with its head, a decoder, or both."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varlen.models.blocks.attention import PackedAttention
+from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
+from varlen.models.checkpoint.layers import LayerReader
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
+from varlen.tasks import TASKS, Task
+
+
+@dataclass(frozen=True, slots=True)
+class OneStepDecoder:
+    """A decoder that reads whole sequences in one step.
+
+    Attributes:
+        decoder: the decoder.
+    """
+
+    decoder: DecoderModel
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.decoder.vocab_size
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid: decoders have one."""
+        return 1
+
+    @property
+    def token_table(self) -> Tensor:
+        """The embedding of each token, `[vocabulary, features]`."""
+        return self.decoder.token_table
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it."""
+        return self.decoder.heads
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        return self.decoder.record(ops, PackedAttention())
+
+
+def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> EncoderModel:
+    """Return the model of a checkpoint in `dtype` on `device`, for tasks of one step.
+
+    The last norm and a classifier are fp32. In half precision, logits of many documents would be equal; see
+    docs/decisions/0039-scores-in-fp32.md.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    last_dtype = torch.float32 if checkpoint.num_labels else dtype
+    if checkpoint.is_decoder:
+        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype))
+    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype)
+    return model
+
+
+def load_heads(
+    checkpoint: Checkpoint,
+    encoder: EncoderModel,
+    task: Task,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Heads:
+    """Return the layers on top of an encoder that a task needs.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    if not TASKS[task].needs_masked_lm:
+        return encoder.heads
+    # Checkpoint.check_task has refused other models
+    assert checkpoint.masked_lm is not None
+    with CheckpointWeights(checkpoint.folder) as weights:
+        read = LayerReader(weights, dtype, device)
+        return Heads(masked_lm=load_masked_lm(read, checkpoint.masked_lm, encoder.token_table))
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """Return the decoder of a checkpoint, whose `is_decoder` is true, in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    model: DecoderModel = _load(checkpoint, dtype, device, dtype)
+    return model
+
+
+def load_encoder_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> EncoderDecoderModel:
+    """Return the model of a checkpoint, whose `translate` is not None, in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype)
+    return model
+
+
+def _load(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, last_dtype: torch.dtype
+) -> Any:
+    with CheckpointWeights(checkpoint.folder) as weights:
+        read = LayerReader(weights, dtype, device, last_dtype)
+        return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

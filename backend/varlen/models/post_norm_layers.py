@@ -1,0 +1,120 @@
+"""The forward pass of post-norm encoders, BERT and its relatives, over packed tokens.
+
+Source: Devlin et al. 2018, arXiv:1810.04805 (post-norm layers of Vaswani et al. 2017, arXiv:1706.03762); the file of
+each family names its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from varlen.models.blocks import inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.blocks.heads import Heads
+    from varlen.models.checkpoint.layers import Linear, Norm
+    from varlen.program.heads import AttentionHeads
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+    from varlen_kernels import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormLayer:
+    """One transformer layer; queries, keys and values are side by side, and gate and up."""
+
+    qkv: Linear
+    attention_output: Linear
+    attention_norm: Norm
+    up: Linear
+    is_gated: bool
+    down: Linear
+    output_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormEncoder:
+    """An encoder in one dtype.
+
+    Attributes:
+        token_table, position_table, type_table: `[rows, features]`; position 0 is the first row. A family without
+            token types has one type, of zeros.
+        cos_sin: `[positions, head features]` fp32, rotary positions instead of a position table.
+        projection: from the features of the tables to those of the layers, if there is one.
+        layers: a shared layer occurs several times.
+        distance_bias: `[heads, distances]` fp32, added to the scores of all layers; see `bias_by_distance`.
+        heads: the layers on top of it.
+    """
+
+    token_table: Tensor
+    position_table: Tensor | None
+    cos_sin: Tensor | None
+    type_table: Tensor
+    embedding_norm: Norm
+    projection: Linear | None
+    layers: tuple[PostNormLayer, ...]
+    attention_heads: AttentionHeads
+    distance_bias: Tensor | None
+    activation: Activation
+    norm_eps: float
+    heads: Heads
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.token_table.shape[0]
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid."""
+        return self.type_table.shape[0]
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+        types = inputs.type_ids(ops)
+        if self.position_table is None:
+            # what is added for a position is what is added for the type, which leaves nothing for the type
+            no_types = self.type_table.new_zeros(self.type_table.shape)
+            second, tables = types, (self.type_table, no_types)
+        else:
+            second, tables = inputs.position_ids(ops), (self.position_table, self.type_table)
+        x = ops.embed_layer_norm(
+            inputs.token_ids(ops),
+            second,
+            types,
+            self.token_table,
+            *tables,
+            self.embedding_norm.weight,
+            self.embedding_norm.bias,
+            eps=self.norm_eps,
+        )
+        if self.projection is not None:
+            x = self.projection.record(ops, x)
+        for layer in self.layers:
+            x = self._record_layer(ops, layer, x)
+        return x
+
+    def _record_layer(self, ops: Recorder, layer: PostNormLayer, x: Value) -> Value:
+        qkv = layer.qkv.record(ops, x)
+        if self.cos_sin is not None:
+            qkv = ops.rotary(qkv, inputs.position_ids(ops), self.cos_sin, self.attention_heads)
+        context = ops.attention_varlen(
+            qkv,
+            inputs.cu_seqlens(ops),
+            self.attention_heads,
+            self.distance_bias,
+            scale=self.attention_heads.dim**-0.5,
+        )
+        attended = layer.attention_output.record(ops, context)
+        x = self._add_norm(ops, attended, x, layer.attention_norm)
+        if layer.is_gated:
+            inner = ops.activate_gate(layer.up.record(ops, x), kind=self.activation)
+        else:
+            inner = layer.up.record_activated(ops, x, self.activation)
+        return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
+
+    def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
+        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)

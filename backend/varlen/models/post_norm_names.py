@@ -1,0 +1,70 @@
+"""How the families of post-norm encoders name their tensors, and the fields of config.json.
+
+Source of the names: the models as Hugging Face transformers saves them.
+"""
+
+from dataclasses import dataclass
+
+from varlen.models.blocks.heads import HeadActivation
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Names of fields in config.json, empty for one that is absent; and a default."""
+
+    hidden: str = "hidden_size"
+    inner: str = "intermediate_size"
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    types: str = "type_vocab_size"
+    embedding: str = ""
+    activation: str = "hidden_act"
+    norm_eps: str = "layer_norm_eps"
+    default_activation: str = "gelu"
+
+    def all(self) -> frozenset[str]:
+        """Return the fields that are read."""
+        names = {self.hidden, self.inner, self.layers, self.heads, self.types, self.embedding}
+        names = {*names, self.activation, self.norm_eps} - {""}
+        return frozenset(names | {"max_position_embeddings", "vocab_size"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Names of the tensors of a layer, below the layer's own name.
+
+    Attributes:
+        name: of the layer, with a place for its number unless all share one.
+        qkv: queries, keys and values, or one linear layer of all.
+        up: in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
+        has_both: whether the one layer of `up` holds its values, then those of a gate.
+        without_bias: the linear layers that have none.
+    """
+
+    name: str = "encoder.layer.{}"
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    attention_output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: tuple[str, ...] = ("intermediate.dense",)
+    has_both: bool = False
+    down: str = "output.dense"
+    output_norm: str = "output.LayerNorm"
+    without_bias: tuple[str, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.has_both or len(self.up) > 1
+
+    def has_bias(self, name: str) -> bool:
+        """Return whether a linear layer has a bias."""
+        return name not in self.without_bias
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNames:
+    """The classifier of sequences: a dense layer of the first token, then an output layer."""
+
+    dense: str = "classifier.dense"
+    output: str = "classifier.out_proj"
+    activation: HeadActivation = "tanh"

@@ -1,0 +1,149 @@
+"""T5 and mT5: the forward pass, with relative positions and RMS norms.
+
+Source: Raffel et al. 2019, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202 (gates of T5 1.1); Xue et al. 2020,
+arXiv:2010.11934 (mT5); tensor names as Hugging Face transformers saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from varlen.models.blocks import inputs
+from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.output import record_output
+from varlen.models.blocks.residual import RmsResidualStream
+from varlen.models.blocks.seq2seq_layers import DecoderLayer, EncoderLayer
+from varlen.models.checkpoint.layers import Linear, Norm
+from varlen.program.heads import AttentionHeads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.blocks.attention import Attention, CrossAttention
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class T5Encoder:
+    """The encoder of a T5 or mT5 in one dtype.
+
+    Attributes:
+        token_table: `[vocabulary, hidden]`.
+        bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
+        norm: after the last layer.
+        attention_heads: heads of all layers.
+    """
+
+    token_table: Tensor
+    layers: tuple[EncoderLayer, ...]
+    bias: Tensor
+    norm: Norm
+    attention_heads: AttentionHeads
+    norm_eps: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.token_table.shape[0]
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid: it has one."""
+        return 1
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it: none."""
+        return Heads()
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+        stream = _residual_stream(ops, self.token_table, self.layers, self.norm, eps=self.norm_eps)
+        for layer in self.layers:
+            context = ops.attention_varlen(
+                layer.attention.qkv.record(ops, stream.x),
+                inputs.cu_seqlens(ops),
+                self.attention_heads,
+                scale=1.0,
+                bias=self.bias,
+            )
+            stream.add(layer.attention.output.record(ops, context))
+            stream.add(layer.mlp.record(ops, stream.x))
+        return stream.x
+
+
+@dataclass(frozen=True, slots=True)
+class T5:
+    """A T5 or mT5 in one dtype.
+
+    Attributes:
+        encoder: reads the source.
+        target_table: `[vocabulary, hidden]`, embeddings of the decoder.
+        decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
+        decoder_norm: after the last layer; includes the scale before the output layer.
+        output: `[hidden, vocabulary]`.
+        attention_heads: heads of all layers.
+    """
+
+    encoder: T5Encoder
+    target_table: Tensor
+    decoder_layers: tuple[DecoderLayer, ...]
+    decoder_bias: Tensor
+    decoder_norm: Norm
+    output: Linear
+    attention_heads: AttentionHeads
+    norm_eps: float
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the decoder."""
+        return len(self.decoder_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of targets below this are valid."""
+        return self.target_table.shape[0]
+
+    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
+        """Record the encoder, and storing its keys and values for each layer of the decoder."""
+        hidden = self.encoder.record(ops)
+        for number, layer in enumerate(self.decoder_layers):
+            cross.store(ops, number, layer.source.kv.record(ops, hidden), self.attention_heads)
+
+    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        heads, layers = self.attention_heads, self.decoder_layers
+        stream = _residual_stream(
+            ops, self.target_table, layers, self.decoder_norm, eps=self.norm_eps
+        )
+        for number, layer in enumerate(layers):
+            qkv = layer.attention.qkv.record(ops, stream.x)
+            context = attention.record(ops, number, qkv, heads, scale=1.0, bias=self.decoder_bias)
+            stream.add(layer.attention.output.record(ops, context))
+            queries = layer.source.query.record(ops, stream.x)
+            context = cross.attend(ops, number, queries, heads, scale=1.0)
+            stream.add(layer.source.output.record(ops, context))
+            stream.add(layer.mlp.record(ops, stream.x))
+        return stream.x
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+        return record_output(ops, self.output, hidden)
+
+
+def _residual_stream(
+    ops: Recorder,
+    table: Tensor,
+    layers: Sequence[EncoderLayer] | Sequence[DecoderLayer],
+    last_norm: Norm,
+    *,
+    eps: float,
+) -> RmsResidualStream:
+    """Record the embeddings and return the residual stream of a stack."""
+    norms = chain.from_iterable(layer.norms for layer in layers)
+    embedded = ops.embed(inputs.token_ids(ops), table)
+    return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=eps)
