@@ -167,7 +167,7 @@ class TokenLogprobs:
     """Log probabilities at one generated token, before temperature, penalties and limits.
 
     Attributes:
-        token_id, logprob: of the token that was chosen.
+        token_id, logprob: token id and logprob of the token that was chosen.
         top: the most likely tokens and theirs, the most likely first.
     """
 
@@ -185,7 +185,7 @@ class GeneratedPart:
         token_ids: the tokens that were generated since the last part.
         logprobs: one per token, if the request asks for them.
         finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
-        score: of an answer that a beam search has found, which comes in one part.
+        score: score of an answer that a beam search has found, which comes in one part.
     """
 
     text: str

@@ -92,7 +92,7 @@ class IterationScheduler:
         """Start with an empty queue.
 
         Args:
-            limits: of a step and of a sequence.
+            limits: limits of a step and of a sequence.
             blocks: KV memory, which nothing else uses.
             kv_policy: when a sequence starts; see the settings.
             admission: counts waiting work.

@@ -43,7 +43,7 @@ class _Entry:
 
     Attributes:
         request: the request.
-        number: in order of arrival.
+        number: number in order of arrival.
         rank: place in the order of fair service.
         latest_start: time from which it goes first.
         is_urgent: whether that time has come.

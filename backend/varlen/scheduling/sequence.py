@@ -221,7 +221,7 @@ class Batch:
     """Sequences that run together: decided by the scheduler, run by the executor.
 
     Attributes:
-        sequences: at least one, in any order.
+        sequences: one or more sequences, in any order.
         shape: what decides the cost.
         seconds: expected run time.
         reason: why these sequences, for the log.
@@ -302,7 +302,7 @@ class BeamStep:
 
     Attributes:
         parents: the beam that each new beam continues, by its place; none once the search has ended.
-        token_ids: by which token.
+        token_ids: token ids by which token.
         answers: set once the search has ended: the best first. There are fewer than the request asks for, perhaps none,
             only if its rules allow fewer.
         error: why the search cannot go on; ends the request.

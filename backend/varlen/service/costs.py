@@ -44,7 +44,7 @@ def costs_for(
     If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
 
     Args:
-        info: of the model.
+        info: info of the model.
         executor: runs the model; nothing else may use it meanwhile.
         checkpoint: the checkpoint of the model.
         config: its settings.

@@ -69,7 +69,7 @@ def read_generate_request(
     """Return the draft of these tensors and parameters, and what the responses hold.
 
     Args:
-        tensors: by input name; without a dimension of rows.
+        tensors: tensors by input name; without a dimension of rows.
         parameters: the request's parameters, a JSON object. Those of the input `sampling_parameters` come before
             them. Names that are not ours are ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
