@@ -125,7 +125,7 @@ class Searcher:
     def _best_of_rows(
         self, logits: Tensor, parts: Sequence[_Part]
     ) -> dict[int, Callable[[], BeamStep]]:
-        """Return how each search goes on that reads its best tokens, by its first row."""
+        """Return a continuation for each deterministic search, keyed by its first row."""
         if not parts:
             return {}
         sizes = [part.end - part.begin for part in parts]

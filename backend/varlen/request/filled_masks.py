@@ -27,7 +27,7 @@ class FilledToken:
 
 
 def largest_top_k(vocabulary: int) -> int:
-    """Return the most tokens that a request may ask for, given the number of all."""
+    """Return the largest allowed `top_k` for a vocabulary size."""
     return min(MAX_TOP_K, vocabulary)
 
 

@@ -72,7 +72,7 @@ class RequestQueue:
 
     Attributes:
         waiting_tokens: tokens of the sequences that wait.
-        now: time for which it is in order, in seconds of the engine's clock: that of the last `promote`.
+        now: time for which it is in order, in seconds of the engine's clock: the time of the last `promote`.
     """
 
     def __init__(self, unit: WorkUnit = "sequences") -> None:

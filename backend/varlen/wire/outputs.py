@@ -203,7 +203,7 @@ class ArrayAnswer:
         return main
 
     def _token_texts(self, *, longest: int) -> npt.NDArray[np.object_]:
-        """Return the texts of the tokens, `[rows, longest]`, with empty ones behind those of a row."""
+        """Return the texts of the tokens, `[rows, longest]`, padded with empty ones."""
         texts = np.full((len(self.tokens), longest), b"", dtype=np.object_)
         for filled, row in zip(texts, self.tokens, strict=True):
             filled[: len(row)] = row
