@@ -1,8 +1,7 @@
 """The wire format of `generate` and `translate`: one prompt, text whole or in parts.
 
 Uses the names, types and defaults of NVIDIA's vLLM backend, so its clients work unchanged. Token ids as
-prompt and answer,
-and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.
+prompt and answer, and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.
 
 Source: src/utils/request.py of triton-inference-server/vllm_backend.
 """
