@@ -145,7 +145,7 @@ class LlamaConfig(declare.ConfigFields):
 
     Attributes:
         heads: head layout of each layer.
-        windows: number, for each layer, of last tokens that a token reads; 0 is all.
+        windows: window of each layer: number of last tokens that a token reads; 0 is all.
         has_qkv_bias, has_output_bias: whether linear layers before and after the attention have a bias.
         has_mlp_bias: whether linear layers of the feed-forward part have one.
         has_head_norms: whether queries and keys are normed.

@@ -2,9 +2,8 @@
 
 A block of tokens becomes codes, and its products with each panel of the weight become numbers while they are in
 registers and the first-level cache: scales, outliers, bias, activation and residual cost no pass over memory. A layer
-norm reads the block's rows while they are in the second-level cache. A token has the same result
-by itself and in a batch,
-to the last bit.
+norm reads the block's rows while they are in the second-level cache. A token has the same result by
+itself and in a batch, to the last bit.
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 

@@ -126,7 +126,7 @@ class CrossAttention(_KvCaches):
         """Record writing the keys and values of sources into their slots.
 
         Args:
-            ops: ops of the encoder's program; has recorded `kv`.
+            ops: recorder of the encoder's program; has recorded `kv`.
             layer: number of the decoder's layer, from 0.
             kv: `[tokens, 2 * heads.keys * heads.dim]`: keys, then values of each token of the sources.
             heads: heads of the layer.
@@ -141,7 +141,7 @@ class CrossAttention(_KvCaches):
         """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
 
         Args:
-            ops: ops of the decoder's program; has recorded `queries`.
+            ops: recorder of the decoder's program; has recorded `queries`.
             layer: number of the layer, from 0.
             queries: `[tokens, heads.width]`.
             heads: heads of the layer.

@@ -75,7 +75,7 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
     Args:
         folder: folder of the checkpoint.
         path: path of the module's folder, relative to the checkpoint.
-        of: input and output, by its name in sentence-transformers.
+        of: vector that it reads and writes, by its name in sentence-transformers.
 
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.
