@@ -1,7 +1,8 @@
 """Check the words of comments, docstrings, messages and docs: `.ci/check_words.py [PATH ...]`.
 
-The first line of a docstring has at most 15 words, and no text holds a phrase of `PHRASES`: each of them has
-a plain word that readers of other serving systems know.
+The first line of a docstring has at most 15 words, its entries of `Args:` and `Attributes:` begin with a noun, and
+no text holds a phrase of `PHRASES`: each of them has a plain word that readers of other serving systems know.
+Docstrings and comments hold no phrase of `PROSE_PHRASES` either.
 """
 
 import ast
@@ -9,7 +10,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PATHS = (
@@ -38,6 +39,14 @@ PHRASES = {
     "lanes?": "worker thread, sub-batch",
 }
 
+# Only in docstrings and comments: messages keep their words.
+PROSE_PHRASES = {"(those|that) of": "name the thing again"}
+# An entry of a docstring that begins with one of these leaves its noun out.
+NO_NOUNS = set(
+    "of in on at by for from to with without before after as under over until up into"
+    " how what which where when why".split()
+)
+
 
 def problems(path: Path) -> list[tuple[int, str]]:
     """Return line and message of each problem in a file."""
@@ -45,19 +54,22 @@ def problems(path: Path) -> list[tuple[int, str]]:
     if path.suffix not in (".py", ".pyi"):
         # the target of a link names a file
         return list(_phrases(1, re.sub(r"\]\([^)]*\)", "]", source), path))
-    found = list(_long_docstrings(source))
+    tree = ast.parse(source)
+    found = list(_docstring_problems(tree, path))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            found += _phrases(token.start[0], token.string, path)
-    for node in ast.walk(ast.parse(source)):
+            found += _phrases(token.start[0], token.string, path, PHRASES | PROSE_PHRASES)
+    for node in ast.walk(tree):
         # text with a space is prose, other text a name
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             found += _phrases(node.lineno, node.value, path)
     return sorted(found)
 
 
-def _phrases(line: int, text: str, path: Path) -> Iterator[tuple[int, str]]:
-    for phrase, instead in PHRASES.items():
+def _phrases(
+    line: int, text: str, path: Path, phrases: Mapping[str, str] = PHRASES
+) -> Iterator[tuple[int, str]]:
+    for phrase, instead in phrases.items():
         # in kernels it is the standard word for an element of a vector
         if phrase.startswith("lane") and "kernel" in str(path):
             continue
@@ -69,15 +81,32 @@ def _phrases(line: int, text: str, path: Path) -> Iterator[tuple[int, str]]:
             )
 
 
-def _long_docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
+def _docstring_problems(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = (ast.get_docstring(node) or "").partition("\n")[0]
-            # `[tokens, hidden]` is one word
-            words = len(re.findall(r"`[^`]*`|\w\S*", first))
-            if words > MAX_WORDS:
-                message = f"the docstring's first line has {words} words -> at most {MAX_WORDS}"
-                yield node.body[0].lineno, message
+            text = ast.get_docstring(node)
+            if text is not None:
+                line = node.body[0].lineno
+                yield from _long_first_line(line, text)
+                yield from _entries_without_noun(line, text)
+                yield from _phrases(line, text, path, PROSE_PHRASES)
+
+
+def _long_first_line(line: int, text: str) -> Iterator[tuple[int, str]]:
+    # `[tokens, hidden]` is one word
+    words = len(re.findall(r"`[^`]*`|\w\S*", text.partition("\n")[0]))
+    if words > MAX_WORDS:
+        yield line, f"the docstring's first line has {words} words -> at most {MAX_WORDS}"
+
+
+def _entries_without_noun(line: int, text: str) -> Iterator[tuple[int, str]]:
+    is_entries = False
+    for number, each in enumerate(text.splitlines(), line):
+        if each and not each.startswith(" "):
+            is_entries = each in {"Args:", "Attributes:"}
+        entry = re.match(r" {4}(\S[^:]*): (\w+)", each)
+        if is_entries and entry and entry[2].lower() in NO_NOUNS:
+            yield number, f'"{entry[1]}: {entry[2]}" -> name the noun'
 
 
 def main(paths: list[str]) -> int:

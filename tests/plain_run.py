@@ -26,7 +26,7 @@ def run_without_arena(
 
     Args:
         bound: inputs and states by name; ops write into the states.
-        kernels: with a function for each op.
+        kernels: module with a function for each op.
     """
     held = dict(bound)
     for op in program.ops:

@@ -31,7 +31,7 @@ class Refusal:
     """A request that is the client's mistake.
 
     Attributes:
-        description: what is wrong with it, for the test's id.
+        description: problem of the request, for the test's id.
         message: the whole message.
         inputs: tensors by name.
         parameters: parameters of the request.
@@ -290,7 +290,7 @@ def _parameters(model: Model) -> list[Refusal]:
 
 
 def _names() -> list[Refusal]:
-    """Return names that are not those of a parameter of embeddings."""
+    """Return names that no parameter of embeddings has."""
     names = "truncate, truncation_side, normalize, prompt_name, dimensions, output_dtype, request_priority"
     misspelt = {
         "truncate": ("trunc", "Truncate", "truncated"),

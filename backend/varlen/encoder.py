@@ -88,8 +88,8 @@ class Encoder(InProcess):
             inputs: texts or rows of token ids.
             normalize: divide each vector by its length; None takes the checkpoint's default.
             truncate: cut texts that are too long.
-            prompt_name: of the checkpoint's prompt that is put before texts; None takes its default one.
-            dimensions: return the first features alone, normalized again; None is all.
+            prompt_name: name of the checkpoint's prompt to put before texts; None selects its default.
+            dimensions: number of first dimensions to keep, normalized again; None keeps all.
 
         Raises:
             RequestError: an input cannot be served; the message names its row. Or there is no such prompt, or the
@@ -134,7 +134,7 @@ class Encoder(InProcess):
 
         Args:
             inputs, truncate, prompt_name: see `embed`.
-            max_active_dims: most terms of a vector, those of the largest weights; None takes the checkpoint's number,
+            max_active_dims: number of largest weights to keep in a vector; None takes the checkpoint's number,
                 or all.
 
         Raises:

@@ -38,11 +38,11 @@ class Generation:
     """A generated answer.
 
     Attributes:
-        text: without the prompt.
+        text: text of the answer, without the prompt.
         token_ids: generated tokens.
         finish_reason: whether a stop condition held, or `max_tokens` was reached.
         logprobs: one per token, if they were asked for.
-        score: of an answer that a beam search has found.
+        score: score of an answer that a beam search has found.
     """
 
     text: str
@@ -66,7 +66,7 @@ class GeneratorSettings(ModelSettings, total=False):
 class Generator(InProcess):
     """A loaded decoder. Thread-safe: sequences of several threads share steps.
 
-    Prompts are texts or rows of token ids. Options are those of `GenerationOptions`, by name:
+    Prompts are texts or rows of token ids. Options are the fields of `GenerationOptions`:
     `generator.generate(["Once"], max_tokens=32, temperature=0.0)`.
     """
 
@@ -136,7 +136,7 @@ class Generator(InProcess):
 
         Args:
             prompt: a text or a row of token ids.
-            options: of the request.
+            options: options of the request.
             on_part: called with the number of the sample and each part, in the engine's thread.
 
         Raises:

@@ -33,7 +33,7 @@ class Parameter:
     Attributes:
         default: value without the parameter. None leaves the value to the checkpoint, or asks for nothing.
         description: a text in Markdown.
-        when: when to change a setting, for the reference page.
+        when: advice on when to change a setting, for the reference page.
         choices: allowed words; `true` and `false` stand for flags.
         lowest, highest: smallest and largest allowed number, without a limit where it is None.
         is_whole: whether only whole numbers are allowed.

@@ -302,7 +302,7 @@ class AsyncClient:
     ) -> AsyncGenerator[list[GeneratedPart], None]:
         """Yield lists of the next part of each of `n` answers, as they come.
 
-        An answer that has ended has empty parts with its finish reason. Other things are as in `stream`.
+        An answer that has ended has empty parts with its finish reason. Otherwise like `stream`.
         """
         request = generate_request(
             prompt, {**sampling, "n": n}, stream=True, deadline_ms=deadline_ms, priority=priority

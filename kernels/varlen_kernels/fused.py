@@ -2,8 +2,8 @@
 # ruff: noqa: F401  # the ops
 """Every op of `reference` for CUDA GPUs.
 
-An op is a Triton kernel, or plain torch where torch runs it in one fast kernel. Names and signatures are
-those of `reference`, which specifies each op.
+An op is a Triton kernel, or plain torch where torch runs it in one fast kernel. Names and signatures match
+`reference`, which specifies each op.
 """
 
 from varlen_kernels.reference import (

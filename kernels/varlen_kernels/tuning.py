@@ -3,7 +3,7 @@
 Each op lists its candidate launches for a key; the first is the default. A key holds widths and the dtype, never a
 size that varies from batch to batch. `tuning.json` holds the fastest launches that `make tune-kernels` measured, by GPU
 and by Triton version, because the fastest launch under one compiler may spill registers under the next. A GPU without
-a table of its own uses that of another GPU with the same compute capability. A running server tunes nothing.
+a table of its own uses the table of another GPU with the same compute capability. A running server tunes nothing.
 """
 
 import json

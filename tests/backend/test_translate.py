@@ -84,7 +84,7 @@ def cases(name, oracle):
     """Return random cases, each with the answers of transformers to its prompts."""
     cases = [random_case(name, *each, random.Random(f"{name} {each}")) for each in SEARCHES]
     if name == "marian-masked":
-        # the mask comes before the penalty, those of transformers after it
+        # the mask comes before the penalty, in transformers it comes after it
         for case in cases:
             case.options.pop("repetition_penalty", None)
     return [(case, oracle.generate(case)) for case in cases]

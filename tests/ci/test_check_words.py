@@ -73,6 +73,32 @@ def test_a_docstring_begins_with_at_most_fifteen_words(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("section", ["Args", "Attributes"])
+@pytest.mark.parametrize("word", ["of", "Where", "how", "at"])
+def test_an_entry_begins_with_a_noun(section: str, word: str, tmp_path: Path) -> None:
+    source = (
+        'def f(task, dtype):\n    """Run.\n\n    {}:\n        task: {}\n        dtype, size: {} the'
+        ' model\n            x: of a continuation.\n\n    Returns:\n        y: of another.\n    """\n'
+    )
+
+    assert found(tmp_path, source.format(section, "offset of it", "both of")) == []
+    assert found(tmp_path, source.format(section, "task of", word)) == [
+        (6, f'"dtype, size: {word}" -> name the noun')
+    ]
+    assert found(tmp_path, source.format("Raises", word, word)) == []
+
+
+@pytest.mark.parametrize("phrase", ["those of", "That of"])
+def test_docstrings_and_comments_name_the_thing_again(phrase: str, tmp_path: Path) -> None:
+    problem = f'"{phrase}" -> name the thing again'
+
+    assert found(tmp_path, f"x = 1\n# {phrase} a model\n") == [(2, problem)]
+    split = phrase.replace(" ", "\n")
+    assert found(tmp_path, f'"""Title.\n\nLike {split} a model.\n"""\n') == [(3, problem)]
+    assert found(tmp_path, f'raise ValueError("{phrase} a model")\n') == []
+    assert found(tmp_path, f"# Title, {phrase} a model\n", "page.md") == []
+
+
 def test_all_problems_of_all_paths_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from .float64 import DTYPES, bounds_of, check, f64, rand
 
 
 def softmax64(x, seqlens, scale, causal):
-    """Row by row, over the keys that may be read alone."""
+    """Row by row, only over the keys that may be read."""
     batch, _, queries, keys = x.shape
     out = np.zeros_like(x)
     for i in range(batch):

@@ -219,7 +219,7 @@ def _ids(folder: Path, text: str) -> list[int]:
 def _run(
     model: torch.nn.Module, folder: Path, firsts: list[str], seconds: list[str] | None = None
 ) -> list[torch.Tensor]:
-    """Return the model's first output for each text or pair, run alone."""
+    """Return the model's first output for each text or pair, run by itself."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     answers = []
     for index, first in enumerate(firsts):

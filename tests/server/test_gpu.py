@@ -1,4 +1,4 @@
-"""The real server on a GPU gives the answers of the CPU, alone and batched."""
+"""The real server on a GPU gives the answers of the CPU, single and batched."""
 
 import random
 from collections.abc import Iterator

@@ -147,7 +147,7 @@ def test_the_generate_endpoint_takes_plain_json(server: LocalServer, translator:
     status, answer = http_call(server, "POST", "/v2/models/translator/generate", body)
 
     assert status == 200
-    # the source is no beginning of an answer
+    # an answer never starts with the source
     assert answer["text_output"] == [each.text for each in expected]
     assert answer["score"] == pytest.approx([each.score for each in expected], rel=SCORE_TOLERANCE)
     assert answer["num_input_tokens"] == 2

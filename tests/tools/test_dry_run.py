@@ -113,7 +113,7 @@ def test_loads_and_stores_are_counted_by_width() -> None:
 def test_spilled_registers_need_stack() -> None:
     with dry_run(80) as compiled:
         double(torch.ones(2, 256))
-        # the accumulators alone need 32 registers
+        # just the accumulators need 32 registers
         dot(64, num_warps=4, maxnreg=32)
     small, spilled = map(read_machine_code, compiled)
 

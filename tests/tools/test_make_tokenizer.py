@@ -55,7 +55,7 @@ def byte_pairs():
 
 
 def save_old(folder, kind, tokenizer, **config):
-    """Save a checkpoint that has the files of its tokenizer's model alone."""
+    """Save a checkpoint that has only the files of its tokenizer's model."""
     size = tokenizer.get_vocab_size()
     save_checkpoint(folder, kind, vocab_size=size, **config)
     (folder / "tokenizer.json").unlink()

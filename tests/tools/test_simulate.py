@@ -80,7 +80,7 @@ def study(count, lengths=MIX, seed=0, *, seconds=core_seconds, workers=1):
 
 
 def ratios(load, *, seconds=core_seconds, workers=1, lengths=MIX, count=1000):
-    """Return mean latency and p99 of `dp` over those of a token budget."""
+    """Return mean latency and p99 of `dp`, each divided by a token budget's."""
     rate = load * full(seconds, round(fmean(lengths)), workers)
     studies = [study(count, lengths, n, seconds=seconds, workers=workers) for n in range(3)]
     ours, budget = (
@@ -172,7 +172,7 @@ def test_long_rows_of_one_client_delay_others_by_one_row_at_most():
 
 
 def test_work_is_spread_over_idle_workers():
-    """A request of many rows that comes alone is answered sooner by more workers."""
+    """A single request of many rows is answered sooner by more workers."""
     seconds = [
         simulate([Arrival(0.0, 50, rows=32)], config("dp"), table(), workers=n).outcomes[0].seconds
         for n in (1, 2, 4)

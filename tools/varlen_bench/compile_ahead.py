@@ -45,7 +45,7 @@ def compile_ahead(
 
     Args:
         count: the length of the list.
-        capability: of the GPU, such as "sm_90"; for one that `dry_run` does not know, nothing is compiled.
+        capability: compute capability of the GPU, such as "sm_90"; nothing is compiled for an unknown one.
         processes: 0 compiles nothing.
     """
     arch = int(capability.removeprefix("sm_")) if capability.startswith("sm_") else 0

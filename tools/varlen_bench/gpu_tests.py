@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return the exit status of the first suite that failed, else 0.
 
     Args:
-        arguments: of pytest. If some begin with "tests/", only those run, in one suite.
+        arguments: arguments of pytest. If some begin with "tests/", only those run, in one suite.
     """
     paths = tuple(argument for argument in arguments if argument.startswith("tests/"))
     options = [argument for argument in arguments if argument not in paths]

@@ -56,9 +56,9 @@ def problems(
     """Return one line per exceeded limit of a call's kernels.
 
     Args:
-        call, dtype: what was compiled.
+        call, dtype: compiled call and its dtype.
         codes: its kernels.
-        ceilings: by figure. A kernel must have a ceiling of registers; without others it is not checked.
+        ceilings: ceilings by figure. A kernel must have a ceiling of registers; without others it is not checked.
     """
     codes = list(codes)
     found = [] if codes else ["no kernel was compiled"]

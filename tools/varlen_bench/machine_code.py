@@ -33,7 +33,7 @@ class MachineCode:
     Attributes:
         registers, stack_bytes: per thread; the stack holds spilled registers.
         shared_bytes: shared memory of one program.
-        instructions: of the whole kernel, with those that fill it up to a multiple of 128 bytes.
+        instructions: instructions of the whole kernel, with the padding to a multiple of 128 bytes.
         wide_loads, narrow_loads: loads from global memory of at least 128 bits, and of fewer.
         mma, wgmma: tensor-core multiplications by one warp (HMMA) and by four (HGMMA).
     """

@@ -118,9 +118,9 @@ def updated_tables(
     """Return the text of tuning.json with new launches for one GPU and Triton version.
 
     Args:
-        text: of the file before.
-        version: of Triton, such as "3.6".
-        best: by op and key text; None removes an entry.
+        text: text of the file before.
+        version: version of Triton, such as "3.6".
+        best: best launch by op and key text; None removes an entry.
 
     Raises:
         ValueError: the text is not a valid table.

@@ -24,7 +24,7 @@ from varlen_tools.sentencepiece_model import UnigramModel, read_unigram_model
 
 EOS, UNKNOWN, PAD = "</s>", "<unk>", "<pad>"
 
-# Scores far below those of pieces of sources: of a character that only targets have, and of a longer piece.
+# Scores far below the scores of pieces of sources: of a character that only targets have, and of a longer piece.
 _TARGET_CHARACTER, _TARGET_PIECE = -1e4, -1e7
 
 

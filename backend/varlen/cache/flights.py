@@ -35,10 +35,10 @@ class Pending:
     """A request and the available part of its answer.
 
     Attributes:
-        request, reply: what came, and where the answer goes.
+        request, reply: the request, and the receiver of its answer.
         keys: one per sequence.
-        deadline: on the cache's clock; infinity if there is none.
-        number: in order of arrival.
+        deadline: time on the cache's clock; infinity if there is none.
+        number: number in order of arrival.
         rows: the answer so far.
         missing: number of rows without an answer.
         closed: whether the request is answered.

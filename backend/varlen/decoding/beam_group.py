@@ -61,8 +61,8 @@ class BeamGroup:
 
     Attributes:
         beams: the live ones, the best first; none once the search has ended.
-        histories: what edits need of the tokens of each live beam.
-        parents: of each live beam, the index of its parent among the live beams before the last step.
+        histories: token history of each live beam, for edits.
+        parents: parent index of each live beam, among the live beams before the last step.
         answers: the best first, at most `num_beams`.
     """
 
@@ -76,7 +76,7 @@ class BeamGroup:
         """Start with one beam that has no token.
 
         Args:
-            options: of the request.
+            options: options of the request.
             num_beams: number of live beams and of answers.
             end_ids: tokens that end an answer.
             editor: extends the histories of beams.

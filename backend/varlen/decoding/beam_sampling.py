@@ -1,6 +1,7 @@
 """Random candidates of a step of beam search, drawn without replacement.
 
-Limits are those of Hugging Face's `generate`: on each row, after the edits and before the score of its beam is added.
+Limits match Hugging Face's `generate`: they apply to each row, after the edits and
+before the score of its beam is added.
 """
 
 import numpy as np
@@ -30,7 +31,7 @@ def limited(scores: _Scores, options: GenerationOptions, *, keep: int) -> _Score
 
     Args:
         scores: `[rows, vocabulary]` fp64.
-        options: of the request.
+        options: options of the request.
         keep: smallest number of tokens that the limits leave.
     """
     scores = scores / options.temperature

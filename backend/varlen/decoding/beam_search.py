@@ -41,9 +41,9 @@ class BeamSearch:
         """Start a search; with one beam it is greedy.
 
         Args:
-            options: of the request.
-            prompt_ids: tokens before the first generated one; for an encoder-decoder those of the decoder.
-            rules: of the checkpoint.
+            options: options of the request.
+            prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
+            rules: token rules of the checkpoint.
             vocab_size: number of tokens of the model.
         """
         self._options = options
@@ -106,7 +106,7 @@ class BeamSearch:
 
         Args:
             candidates: the best `num_candidates` tokens of each row, or more, with edits. The best candidate comes
-                first; among equal scores that of the lower row.
+                first; among equal scores, the candidate of the lower row.
         """
         if len(self._groups) > 1:
             self._advance_groups(candidates)
@@ -131,7 +131,7 @@ class BeamSearch:
 
         Args:
             logprobs: `[num_rows, vocab_size]` fp32, log probabilities without the edits.
-            renormalizes: whether those of each row are normalized again after edits and limits.
+            renormalizes: whether log probabilities of each row are normalized again after edits and limits.
         """
         options, num_ends = self._options, len(self._end_ids)
         scores = edited(logprobs, self.edits())

@@ -28,7 +28,7 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            source: in the language of Jinja.
+            source: Jinja source of the template.
             special_tokens: texts of special tokens by name, such as `bos_token`.
             max_characters: longest text of a prompt.
 

@@ -20,9 +20,9 @@ class TokenChoice:
         """Prepare the choice.
 
         Args:
-            checkpoint: of the model.
-            grammars: of sequences with structured output.
-            device: of the logits.
+            checkpoint: checkpoint of the model.
+            grammars: grammars of sequences with structured output.
+            device: device of the logits.
 
         Raises:
             CheckpointError: its rules are not served.

@@ -27,7 +27,7 @@ class Detokenizer:
         """Start behind a prompt, whose text does not come out.
 
         Args:
-            tokenizer: of the checkpoint; not changed.
+            tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens before the first one; its last ones decide whether a space starts the text.
             skip_special_tokens: whether the text leaves out special tokens.
         """

@@ -30,8 +30,8 @@ class PairTemplate:
         """Check the template.
 
         Args:
-            template: of the checkpoint.
-            score: how a pair becomes messages.
+            template: chat template of the checkpoint.
+            score: format of the messages for a pair.
             tokenize: returns the tokens of a text, without special ones.
 
         Raises:

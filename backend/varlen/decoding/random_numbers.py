@@ -1,6 +1,6 @@
 """Random numbers of sequences: the same ones for a seed, whatever runs beside a sequence.
 
-A number depends on the seed, the sample and the position in the answer alone, so a sequence that is computed again
+A number depends only on the seed, the sample and the position in the answer, so a sequence that is computed again
 continues as before.
 Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64).
 """
@@ -19,7 +19,7 @@ def random_key(seed: int, sample: int) -> int:
     """Return the key of the numbers of one sequence, of 64 bits.
 
     Args:
-        seed: of its request, of 64 bits, signed or not.
+        seed: seed of its request, 64 bits, signed or not.
         sample: its number among the samples of its prompt.
     """
     key = _mix(np.array([seed & _MASK], dtype=np.uint64))

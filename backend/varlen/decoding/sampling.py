@@ -38,8 +38,8 @@ class Sampler:
         Args:
             vocab_size: width of the logits.
             eos_ids: end tokens of the checkpoint.
-            grammars: of sequences with structured output.
-            device: of the logits.
+            grammars: grammars of sequences with structured output.
+            device: device of the logits.
         """
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
@@ -50,7 +50,7 @@ class Sampler:
         """Return the next token of each sequence.
 
         Penalties, the smallest number of tokens and the grammar change the logits, then temperature, top-k, top-p and
-        min-p apply. Log probabilities are those of the logits as they come.
+        min-p apply. Log probabilities come from the unchanged logits.
 
         Args:
             logits: `[sequences, vocabulary]` fp32; overwritten.
@@ -117,13 +117,13 @@ class _SamplerState:
     Attributes:
         plain_from: number of generated tokens from which the next token is that with the largest logit; infinity if it
             never is.
-        key: of its random numbers.
+        key: key of its random numbers.
         limits: temperature, top-k, top-p and min-p.
         penalties: repetition, presence and frequency penalty.
         end_ids: tokens that end its answer.
         counts: its tokens, if it has penalties.
         matcher: its place in its grammar, if it has one.
-        error: why no token can be chosen; it ends this sequence and no other.
+        error: reason why no token can be chosen; it ends this sequence and no other.
     """
 
     __slots__ = (

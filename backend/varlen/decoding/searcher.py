@@ -53,8 +53,8 @@ class Searcher:
 
         Args:
             vocab_size: width of the logits.
-            rules: of the checkpoint.
-            device: of the logits.
+            rules: token rules of the checkpoint.
+            device: device of the logits.
             renormalizes: whether log probabilities are normalized again after edits.
         """
         self._vocab_size = vocab_size
@@ -68,7 +68,7 @@ class Searcher:
 
         Args:
             logits: `[sequences, vocabulary]` fp32; overwritten.
-            sequences: the beams of one search after those of another. One that has no search yet begins one.
+            sequences: the beams of one search after the beams of another. A sequence without a search begins one.
         """
         parts = self._parts(sequences)
         # what may run out of memory comes first: a step that does is repeated, so no search may have gone on
@@ -82,7 +82,7 @@ class Searcher:
                 )
             elif part.kind == "forced":
                 advances[part.begin] = part.search.advance_forced
-        # rows without a part are those of searches that could not begin
+        # rows without a part belong to searches that could not begin
         steps = [_failure()] * len(sequences)
         for part in parts:
             step = _guarded(advances[part.begin])
@@ -125,7 +125,7 @@ class Searcher:
     def _best_of_rows(
         self, logits: Tensor, parts: Sequence[_Part]
     ) -> dict[int, Callable[[], BeamStep]]:
-        """Return how each search goes on that reads its best tokens, by its first row."""
+        """Return a continuation for each deterministic search, keyed by its first row."""
         if not parts:
             return {}
         sizes = [part.end - part.begin for part in parts]
@@ -208,7 +208,7 @@ def log_of_rest(
     anything, or every known token is edited, it is NaN.
 
     Args:
-        edits: of all rows.
+        edits: edits of all rows.
         raw: `[edits]`, the logits of the edited tokens.
         tokens, logits, logprobs: `[rows, candidates]`, the best tokens, their logits, and log probabilities after the
             edits.

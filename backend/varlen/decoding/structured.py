@@ -73,7 +73,7 @@ class Grammars:
         """Prepare the tokens.
 
         Args:
-            tokenizer: of the checkpoint.
+            tokenizer: tokenizer of the checkpoint.
             vocab_size: width of the logits.
             eos_ids: end tokens of the checkpoint; an answer ends with one of them.
         """
@@ -97,7 +97,7 @@ class Grammars:
         """Compile a grammar, and keep it for the sequences of its request.
 
         Args:
-            grammar: as in `GenerationOptions.grammar`.
+            grammar: value of `GenerationOptions.grammar`.
 
         Raises:
             RequestError: it is not valid, or too large; the message has the reason.

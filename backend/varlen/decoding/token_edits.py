@@ -1,6 +1,6 @@
 """Rules for the next token in beam search: forced, banned and repeated tokens.
 
-Edits change the log probability of single tokens and leave those of all others as they are, so the kernel applies them
+Edits change the log probability of single tokens and leave all others as they are, so the kernel applies them
 while it reads the logits. What they need of earlier tokens grows token by token and is shared by the beams that have
 these tokens in common.
 Source: the logits processors of Hugging Face's `generate`, version 5, which in beam search act on log probabilities.
@@ -76,7 +76,7 @@ class TokenHistory:
 
     Attributes:
         factors: the factor of each distinct token, where it has no edit in every step.
-        followers: of each (n - 1)-gram that is followed by a generated token.
+        followers: followers of each (n - 1)-gram before a generated token.
         suffix: the last n - 1 tokens, or fewer.
     """
 
@@ -99,9 +99,9 @@ class TokenEditor:
         """Prepare the edits.
 
         Args:
-            rules: of the checkpoint and the request.
-            options: of the request.
-            prompt_ids: tokens before the first generated one; for an encoder-decoder those of the decoder.
+            rules: token rules of the checkpoint and the request.
+            options: options of the request.
+            prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
         """
         self._rules = rules
@@ -194,7 +194,7 @@ class TokenEditor:
         return TokenEdits(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), tokens, factors)
 
     def _fixed_edits(self, rows: int) -> TokenEdits | None:
-        """Return the edits of every step alone: all that most requests have."""
+        """Return only the edits of every step: most requests have no others."""
         if not self._fixed:
             return None
         if rows not in self._fixed_edits_of:

@@ -30,8 +30,8 @@ class TextWriter:
         """Start an answer.
 
         Args:
-            tokenizer: of the checkpoint; not changed.
-            options: of the request.
+            tokenizer: tokenizer of the checkpoint; not changed.
+            options: options of the request.
             prompt_ids: tokens of the prompt, whose text is not part of the answer.
             eos_ids: end tokens of the checkpoint.
         """

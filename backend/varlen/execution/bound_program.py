@@ -15,9 +15,9 @@ class BoundProgram:
     """A program, and the memory that it reads and writes.
 
     Attributes:
-        program: of a step, or of the encoder of its source texts.
+        program: program of a step, or of the encoder of its source texts.
         kernels: has the functions that ops name.
-        arena: of the program.
+        arena: arena of the program.
         caches: the states of the program, by name.
         block_size: tokens of a block.
     """

@@ -29,7 +29,7 @@ class EncoderProgram:
         vocab_size, type_vocab_size: ids below these are valid.
         dtype: data type of weights and activations.
         weight_bytes: memory of the weights, in bytes.
-        cost_fields: what decides the run time of batches beside settings.
+        cost_fields: fields that decide the run time of batches beside settings.
     """
 
     program: Program

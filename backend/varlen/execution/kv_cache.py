@@ -25,7 +25,7 @@ class KvSize:
         num_blocks: blocks of each cache.
         block_size: tokens of a block.
         block_bytes: memory of a block in all layers, keys and values, in bytes.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
     """
 
     num_blocks: int
@@ -49,11 +49,11 @@ def kv_size(
     Args:
         config: the settings.
         device: holds the caches.
-        dtype: of the activations.
-        heads: of each layer.
+        dtype: dtype of the activations.
+        heads: head layout of each layer.
         num_layers: number of layers.
         has_beams: whether most sequences are beams, which copy a block when they part.
-        lengths: of the longest sequence, and of the longest source text if there are any.
+        lengths: lengths of the longest sequence, and of the longest source text if there are any.
 
     Raises:
         ConfigError: `kv_bytes` allows no block, or the GPU cannot read blocks of this size.

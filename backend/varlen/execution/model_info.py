@@ -18,7 +18,7 @@ class ModelInfo:
     Attributes:
         task: the task of the model.
         device: kind of the device that runs it: cpu or cuda.
-        device_name: for the log.
+        device_name: name of the device, for the log.
         dtype: data type of weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
         max_sequence_tokens: longest sequence, in tokens.
@@ -27,7 +27,7 @@ class ModelInfo:
         arena_bytes: largest memory of intermediates, in bytes, of one worker.
         is_padded: whether sequences are padded to the longest of their batch, for comparison.
         workers: number of batches that run at the same time.
-        cost_fields: what decides the run time of batches beside settings.
+        cost_fields: fields that decide the run time of batches beside settings.
     """
 
     task: Task

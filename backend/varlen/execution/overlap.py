@@ -38,7 +38,7 @@ class _Started:
 
     Attributes:
         batch, completed: see `OverlappingExecutor.start`.
-        at: when it was started.
+        at: start time.
         outputs: waits for them.
     """
 
@@ -60,7 +60,7 @@ class OverlappingExecutor:
 
         Args:
             launcher: starts the batches.
-            clock: of the engine, in seconds.
+            clock: clock of the engine, in seconds.
         """
         self.slots = launcher.slots
         self._launcher = launcher

@@ -38,7 +38,7 @@ def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
     """Return the largest dimensions of a batch of `tokens` tokens.
 
     Args:
-        tokens: of the batch.
+        tokens: tokens of the batch.
         max_sequences: None if each token may be a sequence.
     """
     sequences = min(tokens, max_sequences or tokens)
@@ -102,8 +102,8 @@ def fill_inputs(
     Unused space becomes tokens of no sequence and sequences of no token.
 
     Args:
-        views: of an `InputLayout` on the CPU, for at least this many tokens and sequences.
-        prompts: in the order in which they are packed.
+        views: views of an `InputLayout` on the CPU, for at least this many tokens and sequences.
+        prompts: prompts in the order in which they are packed.
         options: one per prompt.
 
     Raises:
@@ -160,7 +160,7 @@ def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) ->
     Args:
         output: `[rows, ...]`.
         prompts: the sequences.
-        rows: what has a row each: tokens, masks or sequences.
+        rows: things with a row each: tokens, masks or sequences.
     """
     if rows == "sequences":
         return list(output)

@@ -55,7 +55,7 @@ class Runner:
     On a CPU it uses the cores that torch gives its thread; workers give it one.
 
     Attributes:
-        info: what the engine knows of the model.
+        info: model facts for the engine.
         device: device of its weights and batches.
         program: the recorded forward pass.
         arena: memory of the intermediates.

@@ -29,7 +29,7 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
     """Return every input that a program of a step may read, by name.
 
     Args:
-        chunks: of the step, at least one; all of them have a source text, or none has.
+        chunks: chunks of the step, at least one; all of them have a source text, or none has.
         block_size: tokens of a block.
     """
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
@@ -63,8 +63,8 @@ def slots_of(
     """Return the slot of each token in the KV caches: block · block_size + place.
 
     Args:
-        block_ids, bounds: of the block tables of all sequences, see `tables_of`.
-        position_ids: of all tokens, sequence by sequence.
+        block_ids, bounds: block ids and bounds of the block tables of all sequences, see `tables_of`.
+        position_ids: position ids of all tokens, sequence by sequence.
         lengths: number of tokens of each sequence.
         block_size: tokens of a block.
     """

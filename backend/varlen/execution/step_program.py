@@ -47,7 +47,7 @@ def load_programs(
     *,
     max_sequence_tokens: int,
 ) -> StepPrograms:
-    """Return the programs of a checkpoint that generates; arguments are those of `StepRunner`.
+    """Return the programs of a checkpoint that generates; arguments as in `StepRunner`.
 
     Raises:
         CheckpointError: the checkpoint is incomplete.
@@ -95,7 +95,7 @@ def record_steps(
     kv: KvSize,
     new_recorder: Callable[[], Recorder] = Recorder,
 ) -> tuple[Program, ...]:
-    """Return the program of a decoder's step, then that of the encoder, if any.
+    """Return the program of a decoder's step, then the encoder's, if any.
 
     The encoder's program has no outputs: it stores keys and values for the decoder.
 

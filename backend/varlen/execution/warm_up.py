@@ -42,7 +42,7 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
 
     Args:
         runner: runs them.
-        info: of the model.
+        info: model facts for the engine.
         timeout: longest time of each, in seconds; 0 is no limit.
 
     Raises:

@@ -55,7 +55,7 @@ _WORD_PATTERNS = frozenset(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    # those of Qwen 2 and of Llama 3
+    # patterns of Qwen 2 and of Llama 3
     for digits in (r"\p{N}", r"\p{N}{1,3}")
 )
 
@@ -109,7 +109,7 @@ def _is_safe_normalizer(part: Part) -> bool:
     text, pattern = part["pattern"].get("String"), part["pattern"].get("Regex")
     if text is not None and not re.search(r"\s", text):
         return True
-    # a space stays one, or becomes that of SentencePiece
+    # a space stays one, or becomes the space of SentencePiece
     return (part["content"] == " " and pattern in _SPACES) or _is_metaspace(part)
 
 

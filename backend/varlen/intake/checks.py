@@ -79,13 +79,13 @@ class Intake:
         """Start the checks.
 
         Args:
-            tokenizer: of the checkpoint.
-            limits: of one sequence.
-            chat_template: of the checkpoint, if it has one.
-            roles: what a request may name as its prompt.
-            target_start: of a model that translates: the token that each target begins with; its inputs are sources.
-            mask_token: of a model that fills masks: the id of its mask token.
-            pair_template: of a model that reads pairs as the messages of a chat.
+            tokenizer: tokenizer of the checkpoint.
+            limits: limits of one sequence.
+            chat_template: chat template of the checkpoint, if it has one.
+            roles: prompt names that a request may use.
+            target_start: first token of each target of a translation model, whose inputs are sources.
+            mask_token: id of the mask token of a fill-mask model.
+            pair_template: pair template of a model that reads pairs as chat messages.
             can_truncate: whether requests may ask for long texts to be cut.
         """
         self._tokenizer = tokenizer
@@ -110,7 +110,7 @@ class Intake:
         Args:
             texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
-            prompt_name: of the role of the texts, and of the prompt before them; None takes the default one.
+            prompt_name: name of the role of the texts and of their prompt; None selects the default.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
@@ -133,7 +133,7 @@ class Intake:
 
         Args:
             texts, truncate, prompt_name: see `texts`.
-            side: where texts that are too long are cut.
+            side: side on which texts that are too long are cut.
 
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.

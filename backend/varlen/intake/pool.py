@@ -67,12 +67,12 @@ class _Work:
 
     Attributes:
         steps: those that are left.
-        options: of the request.
+        options: options of the request.
         reply, accept, arrival: see `TokenizerPool.submit`.
-        number: in order of arrival.
+        number: number in order of arrival.
         bytes_left, bytes_done: length of the texts of the steps that are left, and of the others.
-        last_check: when it was last known that the client is there.
-        prompts: of the steps that have run.
+        last_check: last time at which the client was known to be there.
+        prompts: prompts of the steps that have run.
     """
 
     steps: deque[Step]
@@ -105,9 +105,9 @@ class TokenizerPool:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
         Args:
-            limits: of what waits.
+            limits: bounds of the tokenization queue.
             stats: gets the refusals.
-            clock: that of the engine.
+            clock: clock of the engine.
         """
         self._limits = limits
         self._stats = stats
@@ -142,7 +142,7 @@ class TokenizerPool:
             draft: has at least one step.
             reply: asked whether the client is still there.
             accept: called once, from a thread of the pool, unless the reply fails.
-            arrival: when the request came, in seconds of the clock.
+            arrival: arrival time of the request, in seconds of the clock.
 
         Raises:
             RequestError, QueueFullError: the texts are too long for the pool, or for what else waits; the caller

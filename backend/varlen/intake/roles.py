@@ -25,8 +25,8 @@ class Expansion:
     """Tokens behind a short text.
 
     Attributes:
-        length: to which texts are filled up, in tokens.
-        token: what they are filled with.
+        length: length to which texts are filled up, in tokens.
+        token: token that fills them up.
         is_read: whether other tokens read the added ones.
     """
 
@@ -43,7 +43,7 @@ class TextRole:
         prompt: put before single texts.
         num_unpooled: the number of its tokens, where pooling leaves them out.
         max_tokens: longest sequence; None is the limit of the model.
-        expansion: of short texts.
+        expansion: expansion of short texts.
         skipped: tokens without a vector, `[tokens]` int32.
     """
 
@@ -76,8 +76,8 @@ class TextRoles:
     """The roles of a model.
 
     Attributes:
-        named: by the names that requests give.
-        default: of a request that names none.
+        named: roles by the names that requests give.
+        default: default role of a request that names none.
     """
 
     named: Mapping[str, TextRole]
@@ -93,8 +93,8 @@ def roles_of(
     """Return the roles of the texts of a model.
 
     Args:
-        checkpoint, task: of the model.
-        tokenizer: of the checkpoint.
+        checkpoint, task: checkpoint and task of the model.
+        tokenizer: tokenizer of the checkpoint.
         max_sequence_tokens: longest sequence of the model.
 
     Raises:

@@ -1,7 +1,7 @@
 """Text to token ids, with the checkpoint's own `tokenizer.json`.
 
 The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. A text
-that is much too long is tokenized only up to a safe boundary (`text_boundaries`): the result is that of the whole.
+that is much too long is tokenized only up to a safe boundary (`text_boundaries`): the result equals the whole text's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class Tokenizer:
         """Load `tokenizer.json`, without its settings of padding and truncation.
 
         Args:
-            folder: of the checkpoint.
+            folder: folder of the checkpoint.
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
             prefixes: texts that become one token each, if the vocabulary has it, or their first word.
@@ -96,7 +96,7 @@ class Tokenizer:
             texts: checked: not empty.
             truncate: cut sequences longer than max_tokens, the longer text of a pair first. Otherwise some tokens
                 beyond that number may be missing.
-            side: where they are cut. On the left, long texts are tokenized as a whole.
+            side: side on which they are cut. On the left, long texts are tokenized as a whole.
             special_tokens: whether to add special tokens.
             max_tokens: None is max_sequence_tokens.
         """
@@ -122,7 +122,7 @@ class Tokenizer:
     def count_leading(self, text: str) -> int:
         """Return the number of tokens of a text at the start of a longer one.
 
-        It is that of the text alone, cut to the longest sequence, without a special token at its end. Tokens that the
+        It is the text's own length, cut to the longest sequence, without a special token at its end. Tokens that the
         end of the text shares with what follows it are counted as if they were apart, as in sentence-transformers.
         """
         (encoding,) = _encode(self._cutting(self._max_tokens, "right"), [text], True)
@@ -162,7 +162,7 @@ class Tokenizer:
     ) -> Encoding | None:
         """Return the encoding of a prefix; None if the whole text is needed.
 
-        It is that of the whole text, or too long like it.
+        It is as for the whole text, or too long like it.
         """
         if isinstance(text, tuple):
             return self._encode_pair_prefix(text, truncate, special_tokens, limit)

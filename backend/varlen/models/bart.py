@@ -62,12 +62,12 @@ class Options:
 
     Attributes:
         head: the class that translates.
-        positions: how positions are embedded.
+        positions: kind of position embedding.
         is_pre_norm: whether norms are before sublayers, with one more after the last.
         has_embedding_norm: whether embeddings are normed.
         has_output_bias: whether logits have a bias.
-        activation: where config.json names none, by transformers' name.
-        scales_embedding: where config.json does not say it.
+        activation: default activation, by transformers' name.
+        scales_embedding: default of that field in config.json.
         fields: more fields that it reads.
     """
 
@@ -221,7 +221,7 @@ class BartConfig(declare.ConfigFields):
     is_tied: bool = declare.flag("tie_word_embeddings", default=True)
 
     def table_names(self, present: Container[str]) -> TableNames:
-        """Return the names of the tensors that hold the tables, given those of the checkpoint."""
+        """Return the names of the tensors that hold the tables, given the checkpoint's names."""
         shared = "model.shared.weight"
         own = TableNames(
             "model.encoder.embed_tokens.weight",

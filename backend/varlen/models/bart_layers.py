@@ -37,7 +37,7 @@ class BartEmbedding:
     Attributes:
         token_table, position_table: `[rows, hidden]`.
         scale: multiplies the embeddings of tokens.
-        norm: of the sum, if it has one.
+        norm: norm of the sum, if it has one.
     """
 
     token_table: Tensor
@@ -59,8 +59,8 @@ class Bart:
     """A BART or a relative in one dtype.
 
     Attributes:
-        source_embedding, target_embedding: of the encoder and the decoder.
-        encoder_norm, decoder_norm: after the last layer, if norms are before sublayers.
+        source_embedding, target_embedding: embeddings of the encoder and the decoder.
+        encoder_norm, decoder_norm: norms after the last layer, if norms are before sublayers.
         output: `[hidden, vocabulary]`.
         encoder_heads: heads of the encoder's layers.
         attention_heads: heads of the decoder's layers, in both kinds of attention.

@@ -53,20 +53,20 @@ class Checkpoint:
     """Architecture and settings of a checkpoint.
 
     Attributes:
-        folder: where its files are.
+        folder: folder of its files.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
         architecture: name of its class in transformers.
-        task: the task of its modules, else that of its head.
-        pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
+        task: the task of its modules, else the task of its head.
+        pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
         dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
         normalize: whether these tasks divide a vector by its length, by default.
         prompts: texts that they put before texts, by name.
         default_prompt: the one that it takes if a request names none.
         pools_prompt: whether `embed` pools the tokens of these texts too.
-        splade: how `sparse_embed` makes a vector of terms.
-        logit_score: how `rerank` makes a score of two logits, if its modules say so.
-        late: how `token_embed` makes tokens of texts, if its modules say so.
+        splade: settings of `sparse_embed` for a vector of terms.
+        logit_score: settings of `rerank` for a score of two logits, if its modules say so.
+        late: settings of `token_embed` for the tokens of texts, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.

@@ -48,7 +48,7 @@ _PROJECTIONS: Mapping[DistanceTerm, tuple[str, str]] = {
     "c2p": ("pos_key_proj", "key_proj"),
     "p2c": ("pos_query_proj", "query_proj"),
 }
-# The head of masked language models: that of BERT ("legacy"), or the one that DeBERTa was trained with.
+# The head of masked language models: the head of BERT ("legacy"), or the one that DeBERTa was trained with.
 _LEGACY_HEAD = MaskedLMNames(
     dense="cls.predictions.transform.dense",
     norm="cls.predictions.transform.LayerNorm",
@@ -139,8 +139,8 @@ class DebertaConfig(declare.ConfigFields):
     Attributes:
         embedding: features of the tables; there is a projection if they are not `hidden`.
         positions: longest sequence.
-        has_position_table: whether embeddings of positions are added to those of tokens.
-        terms: what is added to scores by distance.
+        has_position_table: whether embeddings of positions are added to embeddings of tokens.
+        terms: terms that are added to scores by distance.
         max_distance: distances from there on are alike.
         buckets: near distances have a row each, and farther ones share rows, by their logarithm; 0: all have one.
         shares_projections: whether distances are projected by the layers of tokens.
@@ -194,11 +194,11 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Deberta:
 def distance_rows(config: DebertaConfig) -> Tensor:
     """Return the row of each distance in a table of distances, `[2 * positions - 1]` int32.
 
-    Entry positions - 1 + d is that of a key d tokens after its query.
+    Entry positions - 1 + d belongs to a key d tokens after its query.
     """
     import torch
 
-    # row 0 is that of the furthest key after a query
+    # row 0 belongs to the furthest key after a query
     before = -torch.arange(1 - config.positions, config.positions)
     if config.buckets:
         middle = config.buckets // 2

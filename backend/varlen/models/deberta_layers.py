@@ -45,7 +45,7 @@ class Deberta:
 
     Attributes:
         token_table, position_table: `[rows, features]`.
-        projection: from the features of the tables to those of the layers, if there is one.
+        projection: projection from the features of the tables to the features of the layers, if there is one.
         scale: multiplies the scores.
         heads: the layers on top of it.
     """

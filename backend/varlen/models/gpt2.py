@@ -158,7 +158,7 @@ def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
     hidden, inner = config.hidden, config.inner
 
     def linear(part: str, fan_in: int, fan_out: int) -> Linear:
-        # unlike those of other families, these weights are saved as [in, out]
+        # unlike in other families, these weights are saved as [in, out]
         weight = read.tensor(f"{name}.{part}.weight", fan_in, fan_out)
         return Linear(weight, read.tensor(f"{name}.{part}.bias", fan_out))
 

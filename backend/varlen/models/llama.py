@@ -144,10 +144,10 @@ class LlamaConfig(declare.ConfigFields):
     """What config.json says of a model, and what its family adds.
 
     Attributes:
-        heads: of each layer.
-        windows: for each layer, the number of last tokens that a token reads; 0 is all.
+        heads: head layout of each layer.
+        windows: window of each layer: number of last tokens that a token reads; 0 is all.
         has_qkv_bias, has_output_bias: whether linear layers before and after the attention have a bias.
-        has_mlp_bias: whether those of the feed-forward part have one.
+        has_mlp_bias: whether linear layers of the feed-forward part have one.
         has_head_norms: whether queries and keys are normed.
         has_tied_output: whether the output layer is the embedding table.
     """

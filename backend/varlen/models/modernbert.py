@@ -99,10 +99,10 @@ class ModernBertConfig(declare.ConfigFields):
     """What config.json says of a model.
 
     Attributes:
-        kinds: of each layer.
+        kinds: kind of each layer.
         window: tokens of layers with sliding attention read those at a smaller distance.
         rotary: positions of each kind of layer.
-        classifier_pooling: how the classifier makes one row of a sequence.
+        classifier_pooling: pooling of a sequence into the classifier's row.
     """
 
     heads: int = declare.computed(_read_heads, "num_attention_heads")
@@ -154,7 +154,7 @@ class ModernBert:
     """A ModernBERT in one dtype.
 
     Attributes:
-        config: of its checkpoint.
+        config: config of its checkpoint.
         token_table: `[vocabulary, hidden]`.
         cos_sin: `[positions, head features]` fp32 for each kind of layer.
         heads: the layers on top of it.

@@ -70,11 +70,11 @@ class EncoderSizes:
     """Sizes and settings that config.json gives; see `ModelSizes`.
 
     Attributes:
-        first_position: row of the first token in the position table. Above 0, the row before it is that of the padding
+        first_position: row of the first token in the position table. Above 0, the row before it belongs to the padding
             token, whose id is the number of that row.
         inner: features between the two linear layers of a feed-forward part.
         layers: number of layers.
-        heads: of each layer.
+        heads: head layout of each layer.
         vocabulary: rows of the token table.
         types: rows of the table of token types; 0 without one.
         rotary: the rotary positions; None with a position table.
@@ -107,14 +107,14 @@ class PostNormFamily:
     """One family of post-norm encoders.
 
     Attributes:
-        class_name: of its classes in transformers, such as Bert of BertModel.
-        prefix: of the encoder's tensors in a model with a head.
+        class_name: beginning of its class names in transformers, such as Bert of BertModel.
+        prefix: prefix of the encoder's tensors in a model with a head.
         first_prefix: the same in its first releases, if they had another.
         head: the classifier of sequences.
         embedding_norm: the norm of the embeddings.
         layer: names within a layer.
         fields: names in config.json.
-        projection: the linear layer from the tables' features to those of the layers, where they may differ.
+        projection: the linear layer from the tables' features to the features of the layers, where they may differ.
         always_projects: whether that layer is there even if they do not differ.
         least_types: fewest token types; 0 if there may be no table of them.
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
@@ -122,9 +122,9 @@ class PostNormFamily:
         default_theta: base of rotary positions, for a family without a position table.
         pretraining: prefixes of the tensors of heads for pretraining.
         masked_lm: the head of its masked language models.
-        more_architectures: classes with the encoder alone, or with a head that is not served.
+        more_architectures: classes with only the encoder, or with a head that is not served.
         harmless, fixed: fields beside those that all families share.
-        tokenizer_class: which transformers takes where tokenizer_config.json names none.
+        tokenizer_class: default of transformers, if tokenizer_config.json names none.
     """
 
     class_name: str
@@ -309,7 +309,7 @@ class _Reader:
         )
 
     def _layers(self) -> tuple[PostNormLayer, ...]:
-        """Return the layers; those of one name share their weights."""
+        """Return the layers; layers of one name share their weights."""
         family, sizes = self._family, self._sizes
         names = [family.layer.name.format(index) for index in range(sizes.layers)]
         by_name = {name: self._layer(f"{self._prefix}{name}") for name in dict.fromkeys(names)}

@@ -43,7 +43,7 @@ class PostNormEncoder:
         token_table, position_table, type_table: `[rows, features]`; position 0 is the first row. A family without
             token types has one type, of zeros.
         cos_sin: `[positions, head features]` fp32, rotary positions instead of a position table.
-        projection: from the features of the tables to those of the layers, if there is one.
+        projection: projection from the features of the tables to the features of the layers, if there is one.
         layers: a shared layer occurs several times.
         distance_bias: `[heads, distances]` fp32, added to the scores of all layers; see `bias_by_distance`.
         heads: the layers on top of it.

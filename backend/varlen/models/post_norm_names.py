@@ -34,10 +34,10 @@ class LayerNames:
     """Names of the tensors of a layer, below the layer's own name.
 
     Attributes:
-        name: of the layer, with a place for its number unless all share one.
+        name: name of the layer, with a place for its number unless all share one.
         qkv: queries, keys and values, or one linear layer of all.
-        up: in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
-        has_both: whether the one layer of `up` holds its values, then those of a gate.
+        up: layer in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
+        has_both: whether the one layer of `up` holds its values, then the values of a gate.
         without_bias: the linear layers that have none.
     """
 

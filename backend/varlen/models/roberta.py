@@ -1,6 +1,6 @@
 """Checkpoints of RoBERTa and of its multilingual and French forms, XLM-RoBERTa and CamemBERT.
 
-Their position table begins with rows for padding: the first token has the row after that of `pad_token_id`.
+Their position table begins with rows for padding: the first token has the row after the row of `pad_token_id`.
 Source: Liu et al. 2019, arXiv:1907.11692; Conneau et al. 2020, arXiv:1911.02116; Martin et al. 2020,
 arXiv:1911.03894.
 """

@@ -106,7 +106,7 @@ class T5Config(declare.ConfigFields):
     Attributes:
         head_dim: features of a head; all heads together may be wider or narrower than hidden.
         buckets: number of biases by distance.
-        max_distance: from this distance on, all share one bias.
+        max_distance: first distance of the last bias.
         feed_forward: activation of the feed-forward parts, and whether they have a gate.
         output_scale: multiplies the last hidden state before the output layer.
     """
@@ -136,7 +136,7 @@ class T5Config(declare.ConfigFields):
 
 
 def _table_names(present: Container[str]) -> TableNames:
-    """Return the names of the tensors that hold the tables, given those of the checkpoint.
+    """Return the names of the tensors that hold the tables, given the checkpoint's names.
 
     Since release 5, transformers ties them whatever config.json says, unless the checkpoint has several.
     """
@@ -282,7 +282,7 @@ FAMILIES: Mapping[str, Family[T5]] = {
     "t5": _family("T5ForConditionalGeneration"),
     "mt5": _family("MT5ForConditionalGeneration"),
 }
-# Encoders alone, by architecture.
+# Only encoders, by architecture.
 ENCODERS: Mapping[str, Family[T5Encoder]] = {
     name: Family(
         architectures={name: "embed"},

@@ -34,7 +34,7 @@ class T5Encoder:
     Attributes:
         token_table: `[vocabulary, hidden]`.
         bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        norm: after the last layer.
+        norm: norm after the last layer.
         attention_heads: heads of all layers.
     """
 
@@ -84,7 +84,7 @@ class T5:
         encoder: reads the source.
         target_table: `[vocabulary, hidden]`, embeddings of the decoder.
         decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        decoder_norm: after the last layer; includes the scale before the output layer.
+        decoder_norm: decoder norm after the last layer; includes the scale before the output layer.
         output: `[hidden, vocabulary]`.
         attention_heads: heads of all layers.
     """

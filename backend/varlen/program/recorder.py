@@ -232,7 +232,7 @@ class Recorder(Recording):
             kernel: name of the function that makes them.
             operands: its arguments, qkv first. Of those that differ from layer to layer, it reads no values.
             cu_seqlens: bounds of the sequences.
-            size: how often it has a row for each bound, beside one for each token; and its columns.
+            size: rows for each bound, beside one for each token; and number of columns.
             attributes: its keyword arguments.
         """
         qkv = operands[0]

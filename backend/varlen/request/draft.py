@@ -27,8 +27,8 @@ class Draft:
     """A request whose texts are checked, but not tokenized.
 
     Attributes:
-        steps: in order of the rows.
-        options: of the request.
+        steps: steps in order of the rows.
+        options: options of the request.
     """
 
     steps: tuple[Step, ...]

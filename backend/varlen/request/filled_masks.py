@@ -17,7 +17,7 @@ class FilledToken:
     """A token that may take the place of a mask.
 
     Attributes:
-        token_id, text: of the token.
+        token_id, text: token id and text of the token.
         score: its probability.
     """
 
@@ -27,7 +27,7 @@ class FilledToken:
 
 
 def largest_top_k(vocabulary: int) -> int:
-    """Return the most tokens that a request may ask for, given the number of all."""
+    """Return the largest allowed `top_k` for a vocabulary size."""
     return min(MAX_TOP_K, vocabulary)
 
 

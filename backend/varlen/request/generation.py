@@ -1,6 +1,6 @@
 """Options of a generation request: how tokens are chosen and when to stop.
 
-Names, defaults and meanings are those of vLLM's sampling parameters, so its clients fit. Those of beam search are from
+Uses the names, defaults and meanings of vLLM's sampling parameters, so its clients work unchanged. Beam search follows
 Hugging Face's `generate`.
 """
 

@@ -63,7 +63,7 @@ class Prompt:
     Attributes:
         token_ids: `[tokens]` int32, at least one.
         type_ids: `[tokens]` int32, or None for all zero.
-        payload: what only the task of the model reads.
+        payload: part that only the task of the model reads.
     """
 
     token_ids: Int32Array
@@ -114,7 +114,7 @@ class RequestOptions:
         normalize: whether embeddings are divided by their length.
         priority: 0 to 9; higher runs sooner.
         deadline_seconds: seconds from arrival after which the answer is useless; None if there is no deadline.
-        generation: how tokens are generated; None for tasks that generate none.
+        generation: options of generation; None for tasks that generate none.
     """
 
     normalize: bool = False
@@ -135,8 +135,8 @@ class Request:
     """A checked request: one or many prompts with their options.
 
     Attributes:
-        prompts, options: what runs, and how.
-        arrival: when it came, in seconds of the engine's clock; None if it comes when it is submitted.
+        prompts, options: prompts to run, and their options.
+        arrival: arrival time, in seconds of the engine's clock; None is the time of submission.
         trace: gets the times of the request, if it is traced.
     """
 
@@ -167,7 +167,7 @@ class TokenLogprobs:
     """Log probabilities at one generated token, before temperature, penalties and limits.
 
     Attributes:
-        token_id, logprob: of the token that was chosen.
+        token_id, logprob: token id and logprob of the token that was chosen.
         top: the most likely tokens and theirs, the most likely first.
     """
 
@@ -185,7 +185,7 @@ class GeneratedPart:
         token_ids: the tokens that were generated since the last part.
         logprobs: one per token, if the request asks for them.
         finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
-        score: of an answer that a beam search has found, which comes in one part.
+        score: score of an answer that a beam search has found, which comes in one part.
     """
 
     text: str

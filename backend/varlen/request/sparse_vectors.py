@@ -28,7 +28,7 @@ def sparse_vector(row: Float32Array, max_active_dims: int | None = None) -> Spar
 
     Args:
         row: `[terms, 2]` fp32, numbers and weights of terms.
-        max_active_dims: most terms of the vector, those of the largest weights; None is all.
+        max_active_dims: number of largest weights to keep; None keeps all.
     """
     row = row[:max_active_dims]
     return SparseVector(row[:, 0].astype(np.int32), row[:, 1].copy())
@@ -42,7 +42,7 @@ def sparse_tensors(
     There is room for one term at least: some clients cannot read a tensor without elements.
 
     Args:
-        vectors: at least one.
+        vectors: one or more vectors.
         term_text: returns the text of a term; None leaves the texts out.
     """
     counts = [len(vector.indices) for vector in vectors]

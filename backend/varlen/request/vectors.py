@@ -34,7 +34,7 @@ class VectorForm:
             same up to rounding. `ubinary` packs the signs of 8 features in a byte, the first in the highest bit, as
             uint8; `binary` is the same minus 128, as int8.
 
-    Source: Kusupati et al. 2022, arXiv:2205.13147 (dimensions); binary and ubinary are those of quantize_embeddings
+    Source: Kusupati et al. 2022, arXiv:2205.13147 (dimensions); binary and ubinary follow quantize_embeddings
     in sentence-transformers.
     """
 

@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     Attributes:
         requests: number of requests that have no waiting sequence left.
-        tokens, seconds: of the sequences that leave, the expected seconds.
+        tokens, seconds: tokens and expected seconds of the sequences that leave.
     """
 
     requests: int

@@ -51,8 +51,8 @@ _UNDELIVERED = "the answer could not be delivered; the server's log says why"
 _ENGINE_FAILED = "the engine failed; the server's log says why"
 # How early a batch is started that runs after another one, in units of the time that this takes.
 _LEAD = 2.0
-# That time is the longest of recent batches: it shrinks by this part with each batch.
-_FORGOTTEN = 0.1
+# That time is the longest of recent batches: the recent maximum decays by this fraction per batch.
+_DECAY = 0.1
 _FAULT = "the model has stopped after a fault of its device or workers and cannot run requests; reload it"
 
 
@@ -134,7 +134,7 @@ class Engine:
         self._inbox: _Inbox = SimpleQueue()
         # admitted and not answered, in order of arrival
         self._open: dict[RequestState, None] = {}
-        # those of them with a deadline
+        # open requests with a deadline
         self._by_deadline = SortedKeyList(key=lambda request: request.deadline)
         self._in_flight = 0
         # time spent scheduling since the last batch started
@@ -207,7 +207,7 @@ class Engine:
             if batch is None:
                 return self._scheduler.wake_at(self._clock())
             self._start(batch)
-            kept = (1.0 - _FORGOTTEN) * self._starting_seconds
+            kept = (1.0 - _DECAY) * self._starting_seconds
             self._starting_seconds = max(self._clock() - now, kept)
         return None
 

@@ -23,10 +23,10 @@ class Group:
 
     Attributes:
         order: place among running and waiting sequences: by priority, then by arrival, then by row.
-        sequences: those of the answer, at least one.
+        sequences: sequences of the answer, at least one.
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
-        branches: what is computed: the first sequence, or the beams that are alive.
+        branches: computed sequences: the first sequence, or the beams that are alive.
         source_tokens: length of its source text; 0 without one.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.
@@ -55,7 +55,7 @@ class Group:
 
     @property
     def first(self) -> GeneratedSequence:
-        """The first sequence of the answer, whose status is that of the group."""
+        """The first sequence of the answer, whose status is the group's."""
         return self.sequences[0]
 
     @property
@@ -208,7 +208,7 @@ class GroupMemory:
         first = group.first
         table, num_computed = first.block_ids, first.num_computed
         left = [sequence for sequence in group.sequences if sequence.status == "running"]
-        # what it still holds is released here, not that of its samples
+        # its own blocks are released here, not the blocks of its samples
         first.block_ids = []
         group.branches.clear()
         groups = [self._alone(group, sequence, table, num_computed) for sequence in left]

@@ -8,13 +8,13 @@ KV memory is reserved before a sequence starts. The policy `reserve` reserves wh
 never interrupted. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
 youngest one gives back its own and is computed again later, its generated tokens included; a beam search starts again.
 
-A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like those of a
+A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
 prompt. The beams of a search run in the same steps; each has a block table, and they share blocks.
 
 The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call. One step runs at a time.
 
-Source: Orca (Yu et al. 2022, OSDI), algorithm 1; chunks of prompts beside sequences that generate are those of
-Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption is that of vLLM (Kwon et al. 2023, arXiv:2309.06180).
+Source: Orca (Yu et al. 2022, OSDI), algorithm 1; chunks of prompts beside sequences that generate follow
+Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption follows vLLM (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GenerationCounts:
         blocks: use of KV memory.
         prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
         decode_tokens: generated tokens that have run.
-        preemptions: how often sequences gave back their blocks.
+        preemptions: number of times that sequences gave back their blocks.
     """
 
     running: int
@@ -92,9 +92,9 @@ class IterationScheduler:
         """Start with an empty queue.
 
         Args:
-            limits: of a step and of a sequence.
+            limits: limits of a step and of a sequence.
             blocks: KV memory, which nothing else uses.
-            kv_policy: when a sequence starts; see the settings.
+            kv_policy: condition for the start of a sequence; see the settings.
             admission: counts waiting work.
         """
         self._limits = limits
@@ -110,7 +110,7 @@ class IterationScheduler:
         self._numbers = count()
         # groups of each request that have not run yet
         self._new: Counter[RequestState] = Counter()
-        # those of the step in flight, in order, and what runs of each
+        # groups of the step in flight, in order, and the chunks of each
         self._in_flight: dict[Group, list[Chunk]] = {}
         # below the limit after a step that ran out of memory
         self._step_tokens = limits.max_step_tokens

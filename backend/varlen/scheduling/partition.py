@@ -43,7 +43,7 @@ class DpPartition:
 
     With an infinite pressure this is the partition of TurboTransformers: the front of the queue is sorted by length,
     and the total seconds are minimized. The batch with the first request of the queue runs, so no request starves.
-    While a deadline is near, the order is that of the queue.
+    While a deadline is near, the order of the queue applies.
     """
 
     def __init__(

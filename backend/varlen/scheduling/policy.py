@@ -20,7 +20,7 @@ class Policy(Protocol):
         """Return the next batch of a queue that has a request; the queue is unchanged.
 
         Args:
-            queue: in the order of service at its time `now`.
+            queue: queue in the order of service at its time `now`.
             slowdown: seconds that batches take now over those that the cost model predicts.
         """
 

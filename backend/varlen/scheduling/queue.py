@@ -43,7 +43,7 @@ class _Entry:
 
     Attributes:
         request: the request.
-        number: in order of arrival.
+        number: number in order of arrival.
         rank: place in the order of fair service.
         latest_start: time from which it goes first.
         is_urgent: whether that time has come.
@@ -72,7 +72,7 @@ class RequestQueue:
 
     Attributes:
         waiting_tokens: tokens of the sequences that wait.
-        now: time for which it is in order, in seconds of the engine's clock: that of the last `promote`.
+        now: time for which it is in order, in seconds of the engine's clock: the time of the last `promote`.
     """
 
     def __init__(self, unit: WorkUnit = "sequences") -> None:

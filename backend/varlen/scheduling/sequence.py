@@ -49,8 +49,8 @@ class RequestState:
     """An admitted request and its progress.
 
     Attributes:
-        request, reply: what came, and where the answer goes.
-        arrival: when the request came, in seconds of the engine's clock, as are all times here.
+        request, reply: the request, and the receiver of its answer.
+        arrival: arrival time of the request, in seconds of the engine's clock, as are all times here.
         deadline: time after which the answer is useless; infinity if there is none.
         forecast: expected run time, when it was admitted.
         sequences: one per prompt, or per sample of a prompt, in order; empty once it is answered.
@@ -216,10 +216,10 @@ class Batch:
     """Sequences that run together: decided by the scheduler, run by the executor.
 
     Attributes:
-        sequences: at least one, in any order.
-        shape: what decides the cost.
+        sequences: one or more sequences, in any order.
+        shape: sizes that decide the cost.
         seconds: expected run time.
-        reason: why these sequences, for the log.
+        reason: reason for these sequences, for the log.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -248,7 +248,7 @@ class StepBatch(Batch):
     """One step of generation.
 
     Attributes:
-        chunks: one per sequence of the batch, in its order; those of one token come first.
+        chunks: one per sequence of the batch, in its order; chunks of one token come first.
         copies: (source, destination) blocks to copy before the step.
     """
 
@@ -268,7 +268,7 @@ class SampledToken:
     Attributes:
         token_id: the token.
         logprobs: log probabilities, if the request asks for them.
-        error: why no token could be chosen; ends the request.
+        error: reason why no token could be chosen; ends the request.
     """
 
     token_id: int
@@ -281,7 +281,7 @@ class BeamAnswer:
     """One of the answers that a beam search has found.
 
     Attributes:
-        token_ids: what was generated, with the end token.
+        token_ids: generated tokens, with the end token.
         score: sum of log probabilities, divided by the length penalty.
         finish_reason: whether it ended with an end token, or at `max_tokens`.
     """
@@ -296,11 +296,11 @@ class BeamStep:
     """What one step of a beam search has chosen.
 
     Attributes:
-        parents: the beam that each new beam continues, by its place; none once the search has ended.
-        token_ids: by which token.
+        parents: parent index of each new beam; none once the search has ended.
+        token_ids: token appended to each beam.
         answers: set once the search has ended: the best first. There are fewer than the request asks for, perhaps none,
             only if its rules allow fewer.
-        error: why the search cannot go on; ends the request.
+        error: reason why the search cannot go on; ends the request.
     """
 
     parents: tuple[int, ...]
@@ -318,7 +318,7 @@ class BatchResult:
             where all beams of a search have the same one; empty after an error.
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
-        failure: why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
+        failure: reason why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
     """
 
     outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]

@@ -37,7 +37,7 @@ class StepCost:
     ) -> Forecast:
         """Return the run time of a request whose answers all have `max_tokens`.
 
-        A sequence that runs alone is as fast as it can be, so a request whose deadline is before that, and before
+        A sequence that runs by itself is as fast as it can be, so a request whose deadline is before that, and before
         the end of what waits now, misses it. A client that expects a shorter answer sends a smaller `max_tokens`.
         """
         options = request.options.generation

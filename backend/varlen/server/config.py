@@ -89,7 +89,7 @@ def check_server_settings(model_config: dict[str, Any], task: Task) -> None:
 
 
 def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Task) -> None:
-    """Refuse a config.pbtxt whose tensors are not those of the task.
+    """Refuse a config.pbtxt whose tensors do not fit the task.
 
     Raises:
         ConfigError: a tensor is unknown, has another type or shape, or is reshaped by the server; or no request can

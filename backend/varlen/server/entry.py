@@ -74,7 +74,7 @@ class _Arrived:
     """A request of the server that waits for its tokens.
 
     Attributes:
-        reply: to the client.
+        reply: reply to the client.
         answer_to: returns the maker of its responses.
         service: runs it.
     """

@@ -185,7 +185,7 @@ def log_to_server(name: str, version: str, level: LogLevel = "info") -> None:
     """Send records of the logger `varlen`, from this level on, to the server's log.
 
     Args:
-        name, version: of the model that this process runs; each line begins with them.
+        name, version: name and version of the model that this process runs; each line begins with them.
         level: lowest level that is logged.
     """
     logger = logging.getLogger("varlen")

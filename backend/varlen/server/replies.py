@@ -66,7 +66,7 @@ class Answer(Protocol):
     def num_bytes(self) -> int: ...
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the outputs of a response by name, given those of the sequences by row."""
+        """Return the outputs of a response by name, given the outputs of sequences by row."""
 
 
 class ServerReply:

@@ -36,7 +36,7 @@ def check_answer(size: int) -> None:
     """Refuse a request whose answer has too little shared memory, before it runs.
 
     Args:
-        size: of the answer in bytes; 0 if it is unknown.
+        size: size of the answer in bytes; 0 if it is unknown.
 
     Raises:
         RequestError: the answer is too large for this server.
@@ -68,7 +68,7 @@ def sending(size: int) -> Iterator[None]:
     The response must not outlive it: its memory is free once the object is gone.
 
     Args:
-        size: of the response, in bytes.
+        size: size of the response, in bytes.
 
     Raises:
         EngineError: it has too little shared memory, or another model does not end its send.
@@ -106,8 +106,8 @@ class _Pool:
     """The python backend's pool of this process.
 
     Attributes:
-        size: in bytes.
-        step: in which it grows, in bytes: the server's option shm-growth-byte-size.
+        size: size in bytes.
+        step: step in which it grows, in bytes: the server's option shm-growth-byte-size.
     """
 
     size: int

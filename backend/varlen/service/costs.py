@@ -44,7 +44,7 @@ def costs_for(
     If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
 
     Args:
-        info: of the model.
+        info: model facts for the engine.
         executor: runs the model; nothing else may use it meanwhile.
         checkpoint: the checkpoint of the model.
         config: its settings.
@@ -90,7 +90,7 @@ def measured_costs(
     """Return the stored costs of a model, or measure and store them.
 
     Args:
-        info, executor, checkpoint, config: as for `costs_for`.
+        info, executor, checkpoint, config: arguments of `costs_for`.
         again: measure even if there are stored costs.
 
     Raises:

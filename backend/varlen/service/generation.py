@@ -47,7 +47,7 @@ class GenerationService(RunningModel):
     """A running model that generates.
 
     Attributes:
-        grammars: compiles those of structured outputs.
+        grammars: compiler for grammars of structured outputs.
         defaults: options of requests by name, where the checkpoint has its own.
         scheduler: forms steps.
         runner: the model that the executor runs.

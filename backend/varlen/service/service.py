@@ -38,8 +38,8 @@ class Service(RunningModel):
     """A running model of one step.
 
     Attributes:
-        workers: what the executor runs batches with.
-        info: what is known of the model.
+        workers: workers that run the executor's batches.
+        info: model facts for the engine.
         cache: the response cache in front of the engine, if it is on.
     """
 

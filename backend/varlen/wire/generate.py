@@ -1,7 +1,7 @@
 """The wire format of `generate` and `translate`: one prompt, text whole or in parts.
 
-Names, types and defaults are those of NVIDIA's vLLM backend, so that its clients fit. Token ids as prompt and answer,
-and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.
+Uses the names, types and defaults of NVIDIA's vLLM backend, so its clients work unchanged. Token ids as
+prompt and answer, and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.
 
 Source: src/utils/request.py of triton-inference-server/vllm_backend.
 """
@@ -69,8 +69,8 @@ def read_generate_request(
     """Return the draft of these tensors and parameters, and what the responses hold.
 
     Args:
-        tensors: by input name; without a dimension of rows.
-        parameters: the request's parameters, a JSON object. Those of the input `sampling_parameters` come before
+        tensors: tensors by input name; without a dimension of rows.
+        parameters: the request's parameters, a JSON object. Parameters of the input `sampling_parameters` come before
             them. Names that are not ours are ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
         decoupled: whether the model may send several responses to a request.
@@ -130,7 +130,7 @@ class GeneratedAnswer:
     """Makes the responses to a request out of the parts of its answer.
 
     Attributes:
-        spec: what the responses hold.
+        spec: contents of the responses.
         num_input_tokens: length of the prompt, or of the source text, in tokens.
         token_text: returns the text of a token id, for log probabilities.
     """
@@ -158,8 +158,8 @@ class GeneratedAnswer:
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
         """Return the outputs of a response by name, given all parts since the last response.
 
-        Text, log probabilities, token ids and their numbers are those of these parts. Cumulative log probabilities and
-        finish reasons are those of the rows up to now. `output_ids` holds the rows one after another.
+        Text, log probabilities, token ids and their numbers come from these parts. Cumulative log probabilities and
+        finish reasons cover the rows up to now. `output_ids` holds the rows one after another.
         """
         parts: list[list[GeneratedPart]] = [[] for _ in self._rows]
         for row, part in outputs:
@@ -246,7 +246,7 @@ def _prompt_step(tensors: Tensors, intake: Intake) -> Step:
 def _prefix(tensors: Tensors, stream: bool, *, can_continue: bool) -> str:
     """Return the text that the answer begins with, by default the prompt unless streamed.
 
-    A source text is no beginning of its translation.
+    A translation never starts with its source text.
     """
     can_include = "text_input" in tensors and not stream and can_continue
     if _flag(tensors, "exclude_input_in_output", default=not can_include):

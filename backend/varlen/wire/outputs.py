@@ -28,10 +28,10 @@ class ModelOutputs:
     """What a model answers.
 
     Attributes:
-        task: of the model.
+        task: task of the model.
         width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
             fill a mask; 0 where tokens are the answer.
-        labels: of a classifier.
+        labels: labels of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
         term_text: returns the text of an entry of the vocabulary.
@@ -81,7 +81,7 @@ class AnswerOptions:
     """What a request asks of its answer.
 
     Attributes:
-        names: of its outputs.
+        names: names of its outputs.
         vectors: the form of embeddings.
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
@@ -121,8 +121,8 @@ class ArrayAnswer:
     """Makes the response to a request, which holds all rows.
 
     Attributes:
-        outputs: of the model.
-        options: of the request.
+        outputs: outputs of the model.
+        options: options of the request.
         num_tokens: length of each row, in tokens.
         num_vectors: rows of the answer to each row, of tasks with an output for each token.
         tokens: UTF-8 texts of the tokens of each row, if the request asks for them.
@@ -203,7 +203,7 @@ class ArrayAnswer:
         return main
 
     def _token_texts(self, *, longest: int) -> npt.NDArray[np.object_]:
-        """Return the texts of the tokens, `[rows, longest]`, with empty ones behind those of a row."""
+        """Return the texts of the tokens, `[rows, longest]`, padded with empty ones."""
         texts = np.full((len(self.tokens), longest), b"", dtype=np.object_)
         for filled, row in zip(texts, self.tokens, strict=True):
             filled[: len(row)] = row

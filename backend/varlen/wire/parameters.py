@@ -24,7 +24,7 @@ def read_parameters(parameters: str, names: tuple[str, ...]) -> Mapping[str, Any
 
     Args:
         parameters: a JSON object, or nothing.
-        names: of our parameters; other names stay unless they look like a misspelt name of these.
+        names: names of our parameters; other names stay unless they look like a misspelt name of these.
 
     Raises:
         RequestError: this is no JSON object, or a name is misspelt.

@@ -39,7 +39,7 @@ class Edge:
     """The middleware of one gateway.
 
     Args:
-        app: what it passes requests to.
+        app: app that it passes requests to.
         settings: limits and keys of the gateway.
         metrics: counters of requests.
         paths: paths that metrics name; the others are counted together.

@@ -2,7 +2,7 @@
 # ruff: noqa: F401  # the ops
 """Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
-Names and signatures are those of `reference`, which specifies each op.
+Names and signatures match `reference`, which specifies each op.
 """
 
 import numpy as np

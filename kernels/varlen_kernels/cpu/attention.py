@@ -3,7 +3,7 @@
 One step is one key head of one sequence. Its keys are copied as panels of 16 keys, with the features as rows, so that
 16 scores of a query are one vector; its values are copied as rows. Tiles of 16 queries read blocks of 128 keys with a
 running maximum (Milakov, Gimelshein 2018, arXiv:1805.02867), so scores stay in the first-level cache. A sequence has
-the same result alone and in a batch, to the last bit.
+the same result by itself and in a batch, to the last bit.
 Source: the specification is `reference.attention_varlen`.
 """
 
@@ -79,8 +79,8 @@ def _attend_tile(
     """Write the sum of weighted values of some queries, and the sums of their weights.
 
     Args:
-        queries: of the sequence from the one at `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
-        length, key_length: of the sequence: its queries, and the keys that they may read.
+        queries: queries of the sequence from `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
+        length, key_length: number of queries of the sequence, and of keys that they may read.
         keys_values, distances, room: see `_attend_items`; room is overwritten.
     """
     key_rows, panels, values = keys_values
@@ -134,8 +134,8 @@ def _attend(
     """Write the attention of one key head of one sequence.
 
     Args:
-        distances: of `make_distances`, filled for this head; None: compiled without them.
-        memory: of `_allocate`, overwritten.
+        distances: result of `make_distances`, filled for this head; None: compiled without them.
+        memory: result of `_allocate`, overwritten.
     """
     score_bias, queries, keys_values, room = memory
     num_heads = bias.shape[0]

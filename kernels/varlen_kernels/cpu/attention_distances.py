@@ -25,7 +25,7 @@ def copy_distances(tables, column, head_dim, scale, lanes, distances):
         tables: see `make_distances`.
         column: first feature of the head.
         lanes: 16 rows, overwritten.
-        distances: of `make_distances`.
+        distances: result of `make_distances`.
     """
     rows, keys, queries = tables
     _copy_table(keys, rows, column, head_dim, scale, 1, lanes, distances[0])
@@ -54,8 +54,8 @@ def write_distance_scores(scores, queries, count, tile, key_rows, keys, block, d
     Args:
         scores: `[16, keys]`.
         queries: `count` rows from the sequence's query `tile` on, then zeros.
-        key_rows: of the sequence; `keys` of them are read, from `block` on.
-        distances: of `make_distances`.
+        key_rows: keys of the sequence; `keys` of them are read, from `block` on.
+        distances: result of `make_distances`.
     """
     key_panels, query_panels, by_query, by_query_shifted, by_key, by_key_shifted, square = distances
     width = queries.shape[1]
@@ -94,11 +94,11 @@ def make_distances(tables, longest, width, queries, keys):
             `[rows, num_heads * head_dim]` or no rows.
         longest: tokens of the longest sequence.
         width: features of a head, rounded up to a multiple of 16.
-        queries, keys: of a tile.
+        queries, keys: number of queries and keys of a tile.
 
     Returns:
         Panels of the keys of distances, ascending, and of their queries, descending, with 0 in the middle; the
-        products of queries and those of 16 keys, each again as a matrix one column narrower; and a square.
+        products of queries and the products of 16 keys, each again as a matrix one column narrower; and a square.
     """
     panels = 2 * ((longest + LANES - 1) // LANES)
     by_query = np.empty(queries * (keys + LANES), np.float32)

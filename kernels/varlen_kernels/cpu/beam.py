@@ -62,7 +62,7 @@ def _sum_exp(x, peak, mantissas, exponents):
     """Return the sum of exp(x - peak); NaN and -inf count as 0.
 
     Args:
-        x: at most _CHUNK numbers that are not above `peak`.
+        x: numbers, at most _CHUNK, that are not above `peak`.
         mantissas: [_CHUNK] fp32, overwritten.
         exponents: [_CHUNK] int32, overwritten.
     """

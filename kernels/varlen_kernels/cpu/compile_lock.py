@@ -34,7 +34,7 @@ def compile_lock(folder: Path) -> Iterator[None]:
     The files of compiled code are recorded when it is released.
 
     Args:
-        folder: where numba stores compiled code; there is one per process.
+        folder: folder where numba stores compiled code; there is one per process.
 
     Raises:
         OSError: the lock file cannot be created.

@@ -1,6 +1,6 @@
 """The int8 ops of CPUs; numba is loaded when the first one runs.
 
-Names and signatures are those of `reference.linear_int8`, with the product's name added.
+Names and signatures match `reference.linear_int8`, with the product's name added.
 """
 
 from torch import Tensor

@@ -2,8 +2,8 @@
 
 A block of tokens becomes codes, and its products with each panel of the weight become numbers while they are in
 registers and the first-level cache: scales, outliers, bias, activation and residual cost no pass over memory. A layer
-norm reads the block's rows while they are in the second-level cache. A token has the same result alone and in a batch,
-to the last bit.
+norm reads the block's rows while they are in the second-level cache. A token has the same result by
+itself and in a batch, to the last bit.
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 
@@ -79,7 +79,7 @@ def multiply_panels(
     Args:
         x, kind: see the reference.
         layer: weight and bias; `int8_tile.pack_panels` made the codes.
-        norm: what follows, if there is no activation.
+        norm: layer norm that follows, if there is no activation.
     """
     tokens = x.shape[0]
     if out is None:
@@ -155,8 +155,8 @@ def _scale_tile(
 
     Args:
         sums: `[TILE_ROWS, TILE_FEATURES]`; the first rows count.
-        factors: `[tokens, FACTORS]`, those of the tile from row `tile` on.
-        first_column: of the tile in `scale` and `fp32_rows`.
+        factors: `[tokens, FACTORS]`, the rows of the tile start at row `tile`.
+        first_column: column of the tile in `scale` and `fp32_rows`.
         out: may be `sums`.
     """
     for lane in range(0, min(TILE_FEATURES, scale.shape[1] - first_column), LANES):

@@ -115,7 +115,7 @@ def exact_levels(product: _Product, pack: Callable[[Tensor], Tensor], lowest: in
     """Return the largest code whose sums are exact, or 0.
 
     Args:
-        product: of row codes and packed codes of a weight.
+        product: function that multiplies row codes by packed codes of a weight.
         pack: packs codes, `[hidden, features]` int8.
         lowest: the lowest row code.
     """

@@ -79,7 +79,7 @@ def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_ro
         inverse = _ONE / scale
         for column in range(0, hidden, LANES):
             value = _load(x, token, column) - splat(low)
-            # not one multiply_add: codes are those of the reference, bit by bit
+            # not one multiply_add: codes equal the reference, bit by bit
             store_codes(codes, to_row, column, value * splat(inverse) + splat(_HALF), lowest)
     else:
         scale = _NAN

@@ -1,8 +1,8 @@
 """Linear layers in int8 on CPUs: products by torch, conversions by numba.
 
 `torch._int_mm` takes signed codes and is fast where the CPU has int8 instructions (VNNI, AMX); without them it may be a
-plain loop. The linear layer of oneDNN takes unsigned codes and prepacked weights. Both may saturate on CPUs with AVX2
-alone, which sum two products in 16 bits: then codes have 7 bits.
+plain loop. The linear layer of oneDNN takes unsigned codes and prepacked weights. Both may saturate on CPUs with only
+AVX2, which sum two products in 16 bits: then codes have 7 bits.
 Source: the specification is `reference.linear_int8.linear_int8`; docs/operating/int8.md has measurements.
 """
 

@@ -243,10 +243,10 @@ store_first = _memory_op(_store_first, types.none, LANES_TYPE, types.int64)
 splat = _register_op(_splat, LANES_TYPE, types.float32)
 # multiply_add(a, b, c) returns a · b + c, rounded once.
 multiply_add = _register_op(_multiply_add, LANES_TYPE, *[LANES_TYPE] * 3)
-# maximum(a, b) and minimum(a, b) return one of each two numbers, that of `b` if one is NaN.
+# maximum(a, b) and minimum(a, b) return one of each two numbers, the number in `b` if one is NaN.
 maximum = _register_op(_maximum, LANES_TYPE, LANES_TYPE, LANES_TYPE)
 minimum = _register_op(_minimum, LANES_TYPE, LANES_TYPE, LANES_TYPE)
-# select_greater(a, b, greater, other) returns the lanes of `greater` where a > b, else those of `other`.
+# select_greater(a, b, greater, other) returns the lanes of `greater` where a > b, else the lanes of `other`.
 select_greater = _register_op(_select_greater, LANES_TYPE, *[LANES_TYPE] * 4)
 # sum_of(value), largest_of(value) and smallest_of(value) return a number.
 sum_of = _register_op(_sum_of, types.float32, LANES_TYPE)

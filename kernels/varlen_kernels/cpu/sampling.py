@@ -45,7 +45,7 @@ def _weigh(logits, best, temperature, weights):
     """Write exp((logit - best) / temperature); 0 for NaN, and +inf counts as the largest number."""
     for i in range(len(logits)):
         x = (np.float64(min(logits[i], _LARGEST)) - best) / temperature
-        # below this the weight is 0; so is that of NaN
+        # below this the weight is 0; so is the weight of NaN
         weights[i] = math.exp(x) if x > -745.0 else 0.0
 
 
@@ -62,7 +62,7 @@ def _keep_best(keys, weights, sizes, limit, by_number):
         sizes[:] = 0.0
         counts = np.zeros(256, np.int64)
         for i in range(len(keys)):
-            # the digits before this one are those of the prefix; two shifts, since 32 at once are too many
+            # the digits before this one equal the prefix; two shifts, since 32 at once are too many
             if keys[i] >> shift >> 8 == prefix >> shift >> 8:
                 digit = (keys[i] >> shift) & 255
                 counts[digit] += 1

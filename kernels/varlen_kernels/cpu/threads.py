@@ -13,8 +13,8 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
 
     Args:
         function: lets other threads run.
-        bounds: at least two; the calling thread takes the first part.
-        arguments: of every call.
+        bounds: bounds of the parts, at least two; the calling thread takes the first part.
+        arguments: further arguments of every call.
     """
     if len(bounds) == 2 and bounds[0] < bounds[1]:
         # most calls: there is nothing to share

@@ -93,7 +93,7 @@ def attention_varlen(
         cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
         bias: `[num_heads, 2 · reach + 1]`, added to the scaled scores: entry reach + d for a key d tokens after its
             query, where d is clamped to -reach and reach. This covers the relative positions of T5, and ALiBi.
-        tiles: of `attention_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
+        tiles: result of `attention_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
         distances: keys and queries of distances; `num_kv_heads` is then `num_heads`.
         key_lengths: `[batch]` int32, the number of keys of each sequence that may be read, from its start: 1 to its
             length. None: all keys. A query whose window holds none of them gets zeros.

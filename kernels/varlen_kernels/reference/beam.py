@@ -81,7 +81,7 @@ def beam_step(
     +inf as the largest finite number. A pair of score -inf is no candidate: so is a banned token.
 
     Args:
-        logits: `[sequences · beams, vocabulary]`; the row stride may exceed the vocabulary. Those of edited tokens may
+        logits: `[sequences · beams, vocabulary]`; the row stride may exceed the vocabulary. Logits of edited tokens may
             be overwritten.
         scores: `[sequences, beams]` fp32, the sum of log probabilities of each beam so far.
         finished: `[sequences]` bool: sequences that get no candidates and whose logits are not read. None: no sequence.

@@ -47,12 +47,12 @@ def embed(
     scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the embedding of each token times scale, plus that of its position: `[tokens, hidden]`.
+    """Return the embedding of each token times scale, plus the embedding of its position: `[tokens, hidden]`.
 
     Args:
         token_ids, position_ids: `[tokens]` int32 or int64, each inside its table.
         token_table, position_table: `[rows, hidden]`. None for both arguments of positions: they are not added.
-        scale: multiplies the embeddings of tokens alone.
+        scale: factor of the embeddings of tokens, not of positions.
     """
     if out is None:
         out = token_table.new_empty(len(token_ids), token_table.shape[1])

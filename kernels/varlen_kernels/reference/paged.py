@@ -22,7 +22,7 @@ def append_kv(
 
     Args:
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token. `num_heads`
-            is 0 for keys and values alone: those of an encoder's output, which cross-attention reads.
+            is 0 if there are only keys and values: an encoder's output, which cross-attention reads.
         slots: `[tokens]` int64, block · block_size + place in the block, no slot twice; -1 writes nothing.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place.
     """
@@ -94,16 +94,16 @@ def attention_paged(
     sequence has one new token when it decodes, and several in a chunk of its prompt.
 
     Args:
-        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read. Or queries alone,
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read. Or only queries,
             `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its own,
             whose context is the source: the token reads all of it.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
         cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
-        context_lens: `[sequences]` int32, keys of each sequence, those of the new tokens included.
+        context_lens: `[sequences]` int32, keys of each sequence, the new tokens included.
         block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
         cu_blocks: `[sequences + 1]` int32, cumulative starts of the block tables.
         bias: finite, by the distance of key and query, see `attention_varlen`.
-        tiles: of `paged_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
+        tiles: result of `paged_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
         num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
         scale: multiplies the scores, usually head_dim ** -0.5.
         window: number of last tokens that a token reads, itself included; 0 is all.

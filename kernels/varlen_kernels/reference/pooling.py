@@ -56,7 +56,7 @@ def pool(
         if mode == "weighted_mean":
             weighted = weighted * _places(x, cu_seqlens)
         reduce = mode if mode in {"mean", "max"} else "sum"
-        # "unsafe": x may have tokens past those of the last sequence
+        # "unsafe": x may have tokens past the end of the last sequence
         pooled = torch.segment_reduce(weighted, reduce, lengths=parts, axis=0, unsafe=True)
         if unpooled_lengths is not None:
             pooled = pooled[1::2]

@@ -1,7 +1,7 @@
 """Products with a vocabulary, whose logits are reduced slice by slice.
 
 The logits of all tokens would be the largest intermediate by far: 500 MB for 4,096 tokens and 30,522 terms. A slice of
-them is as large as that of a feed-forward layer.
+them is as large as the output of a feed-forward layer.
 Source: Formal et al. 2021, arXiv:2107.05720 and arXiv:2109.10086 (weights of terms, SPLADE).
 """
 
@@ -40,7 +40,7 @@ def term_weights(
         bias: `[terms]`.
         cu_seqlens: `[batch + 1]` int32.
         mode: maximum or sum.
-        logs: how often log(1 + ...) is applied.
+        logs: number of times that log(1 + ...) is applied.
         out: the weights, and `[tokens, min(terms, SLICE_TERMS)]` in the dtype of x, which is overwritten.
 
     Returns:
@@ -82,7 +82,7 @@ def top_terms(
         x: `[rows, hidden]`.
         weight: `[hidden, terms]`, also a transposed table of embeddings.
         bias: `[terms]`.
-        count: at most the number of terms.
+        count: number of weights to keep, at most the number of terms.
     """
     if out is None:
         out = x.new_empty(len(x), 2, count, dtype=torch.float32)

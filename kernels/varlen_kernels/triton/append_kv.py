@@ -103,7 +103,7 @@ def candidate_launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
 
     Args:
         head_dim: elements of a key.
-        dtype: that of `qkv`; part of the key only.
+        dtype: dtype of `qkv`; part of the key only.
     """
     del dtype
     rows = [tile // block_d(head_dim) for tile in _TILES]

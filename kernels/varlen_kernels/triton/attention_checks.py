@@ -12,7 +12,7 @@ def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, cached_dim: int 
     """Return the head_dim of `qkv`, whose layout is checked.
 
     Args:
-        cached_dim: head_dim of the caches, if `qkv` may hold queries alone.
+        cached_dim: head_dim of the caches, if `qkv` may hold only queries.
 
     Raises:
         ValueError: the width fits no head_dim up to MAX_HEAD_DIM, `num_kv_heads` does not divide `num_heads`, the

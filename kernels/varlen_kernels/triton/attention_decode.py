@@ -208,7 +208,7 @@ def attend_in_splits(
 
     Args:
         qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window: see `reference.attention_paged`.
-        tiles: of `paged_tiles`.
+        tiles: result of `paged_tiles`.
         rows: rows of the table, each of one token.
         only_singles: whether to leave out sequences with several new tokens.
         out: `[tokens, num_heads · head_dim]`.
@@ -279,7 +279,7 @@ def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[La
     Args:
         head_dim: elements of a key.
         group: query heads of one key head; part of the key only.
-        dtype: of the caches.
+        dtype: dtype of the caches.
     """
     del group
     names = ("BLOCK_N", "num_warps", "num_stages")

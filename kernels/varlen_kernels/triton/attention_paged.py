@@ -1,7 +1,7 @@
 """Attention of new tokens over the KV blocks of their sequences.
 
 One program owns one tile: some new tokens of one sequence, with the query heads of one key head. It reads the keys up
-to its last token through the block table, those of earlier steps too. The tiles come from the table of `paged_tiles`,
+to its last token through the block table, keys of earlier steps too. The tiles come from the table of `paged_tiles`,
 so the grid follows from shapes. Sequences with one new token are computed by the kernels of `attention_decode`: all of
 a decode step, and those beside chunks, whose contexts may be long.
 """

@@ -43,7 +43,7 @@ _MAX_REGISTERS = 255
 _Form: TypeAlias = Literal["plain", "bias", "distances"]
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element, form), in ascending order of BLOCK_M,
-# the default of each BLOCK_M last. All fit the registers of sm_90, and those of sm_80 but for (128, 128, 8, 2), which
+# the default of each BLOCK_M last. All fit the registers of sm_90, and of sm_80 but for (128, 128, 8, 2), which
 # spills up to 24 bytes there. fp32 needs small tiles: its operands have twice the size, and each product takes three on
 # tensor cores. A bias needs small tiles because it is one load per score. One warp exchanges no rows through shared
 # memory; two stages leave shared memory for more programs.
@@ -344,7 +344,7 @@ def candidate_launches(
 ) -> list[Launch]:
     """Return the candidate launches for heads of this size; the first is the default.
 
-    HEADS is the largest number of heads of one program, and num_warps that of each of them.
+    HEADS is the largest number of heads of one program, and num_warps is the number of warps of each of them.
 
     Args:
         mean_length: a bucket, see `mean_length_bucket`.

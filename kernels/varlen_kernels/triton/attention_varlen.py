@@ -203,7 +203,7 @@ def _attention_varlen_kernel(
     first_masked, end = masked_keys(
         num_keys, tile_query, CAUSAL, WINDOW, HAS_KEY_LENGTHS, TAIL_FIRST, BLOCK_M, BLOCK_N
     )
-    # the tail first: its loads overlap those of the queries
+    # the tail first: its loads overlap the loads of queries
     for MASKED in tl.static_range(
         1 if TAIL_FIRST or WINDOW > 0 else 0, -1 if TAIL_FIRST else 2, -1 if TAIL_FIRST else 1
     ):

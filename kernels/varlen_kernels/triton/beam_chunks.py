@@ -129,7 +129,7 @@ def _read_chunk(
             first = tl.minimum(first, tl.where(x[i] == largest[:, None], at, NO_INDEX))
         first = tl.min(first, axis=1)
         key = tl.where(first < VOCABULARY, key_of(largest), NO_KEY)
-        # among equal logits, that of the earlier tile
+        # among equal logits, the logit of the earlier tile
         next_tokens = tl.where(key > next_keys, first, next_tokens)
         key = tl.maximum(key, next_keys)
 
@@ -226,7 +226,7 @@ def candidate_launches(
         vocabulary: logits per row.
         rows: the bucket of sequences · beams.
         vector: elements of one load.
-        dtype: that of the logits; part of the key only.
+        dtype: dtype of the logits; part of the key only.
     """
     del dtype
     max_chunks = max(1, min(_MAX_FOUND // width, _ENOUGH_WARPS // rows))

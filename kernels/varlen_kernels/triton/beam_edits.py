@@ -33,7 +33,7 @@ class TakenEdits(NamedTuple):
     """The edits of a step, with what their tokens had in the logits.
 
     Attributes:
-        edits: as given to the step.
+        edits: edits given to the step.
         logits: `[edits]` fp32, without NaN.
         bounds: `[rows + 1]` int32, the first edit of each row.
     """

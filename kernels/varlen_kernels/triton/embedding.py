@@ -200,7 +200,7 @@ def embed(
     scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the scaled embedding of each token, plus that of its position, see `reference.embed`.
+    """Return the scaled embedding of each token, plus the embedding of its position, see `reference.embed`.
 
     Every id must be inside its table: the kernel would read memory past the table for any other id.
 

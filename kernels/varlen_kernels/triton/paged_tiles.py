@@ -166,10 +166,10 @@ def paged_launch(
 
     Args:
         head_dim: elements of a key.
-        dtype: of the caches.
+        dtype: dtype of the caches.
         window: see `attention_paged`.
         rows: new tokens times query heads of a tile.
-        sequences: of the step.
+        sequences: number of sequences of the step.
     """
     key = (head_dim, dtype, window > 0, mean_length_bucket(rows, sequences))
     return pick("attention_paged", key, candidate_launches)
@@ -201,7 +201,7 @@ def candidate_launches(
 
     Args:
         head_dim: elements of a key.
-        dtype: of the caches.
+        dtype: dtype of the caches.
         has_window: part of the key only.
         mean_rows: new tokens of a sequence times query heads of a tile, a bucket as of `mean_length_bucket`.
     """

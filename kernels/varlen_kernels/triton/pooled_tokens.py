@@ -36,7 +36,7 @@ def sum_tokens(
 ):
     """Return the sum of the first `tokens` rows, [1, BLOCK] fp32.
 
-    If WEIGHTED, a row is multiplied by its place; that of the first one is `first_place`.
+    If WEIGHTED, a row is multiplied by its place; the place of the first row is `first_place`.
     """
     row = tl.arange(0, ROWS)[:, None]
     total = tl.zeros([ROWS, col.shape[1]], tl.float32)
@@ -115,8 +115,8 @@ def candidate_launches(
 
     Args:
         hidden: elements of a row.
-        dtype: of the tokens.
-        mode: of pooling.
+        dtype: dtype of the tokens.
+        mode: mode of pooling.
         whole_rows: whether a program owns all features.
     """
     padded = triton.next_power_of_2(hidden)

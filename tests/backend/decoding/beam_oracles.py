@@ -32,11 +32,11 @@ class Case:
 
     Attributes:
         model: "bart" or "gpt2".
-        seed: of the weights.
+        seed: seed of the weights.
         boost: added to the logit of the end token.
         prompts: `[prompts, tokens]`; sources of an encoder-decoder.
-        options: of `GenerationOptions`.
-        rules: of `TokenRules`.
+        options: fields of `GenerationOptions`.
+        rules: fields of `TokenRules`.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Oracle:
 
     Attributes:
         model: the model.
-        rules: of `TokenRules`, where a case has no others.
+        rules: fields of `TokenRules`, unless the case has its own.
     """
 
     def __init__(self, model, rules=None):

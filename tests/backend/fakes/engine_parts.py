@@ -19,7 +19,7 @@ class FakeReply:
     """Records an answer; fails if the engine breaks the contract of `Reply`.
 
     Args:
-        cancelled: what `is_cancelled` returns, call by call; False after that.
+        cancelled: results of `is_cancelled`, call by call; False after that.
         cancelled_after: number of parts after which the client disconnects.
         raises: names of methods that raise. `finish` raises before the answer counts, the others after it.
     """

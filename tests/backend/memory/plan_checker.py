@@ -7,8 +7,8 @@ def overlaps(usages, offsets, sizes):
     """Return pairs of usages that occupy the same byte at the same op.
 
     Args:
-        usages: with `first_op` and `last_op`, inclusive.
-        offsets, sizes: of each usage, in bytes; usages of other chunks have offsets far apart.
+        usages: usage records with `first_op` and `last_op`, inclusive.
+        offsets, sizes: offset and size of each usage, in bytes; usages of other chunks have offsets far apart.
     """
     found = []
     for op in range(max((usage.last_op for usage in usages), default=-1) + 1):

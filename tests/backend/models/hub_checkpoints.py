@@ -64,7 +64,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         is_narrow = config["embedding_size"] < config["hidden_size"]
         small["embedding_size"] = 10 if is_narrow else _HIDDEN
     if "max_position_embeddings" in config:
-        # rows before that of the first token
+        # rows before the row of the first token
         extra = config["max_position_embeddings"] % 16
         small["max_position_embeddings"] = LONGEST + extra
     if "layer_types" in config:

@@ -16,7 +16,7 @@ def load_oracle(folder, kind="BertModel", **settings):
 
 @torch.inference_mode()
 def one_by_one(model, rows, types=None):
-    """Return transformers' output for each row of token ids, run alone."""
+    """Return transformers' output for each row of token ids, run by itself."""
     types = types or [[0] * len(row) for row in rows]
     return [
         model(input_ids=torch.tensor([row]), token_type_ids=torch.tensor([kinds]))
@@ -47,7 +47,7 @@ def translated(model, pairs):
 
 
 def assert_hidden_states_match(folder, model, rows):
-    """Compare our encoder's hidden states with those of a transformers model."""
+    """Compare our encoder's hidden states with a transformers model."""
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
     assert all(row.dtype == np.float32 for row in actual)

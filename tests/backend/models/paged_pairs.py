@@ -55,7 +55,7 @@ def run_in_chunks(folder, pairs, sizes, *, block_size=4, dtype=torch.float32, pa
             for number, (pair, size) in enumerate(zip(pairs, sizes, strict=True))
             if number <= step and pair.done < len(pair.target)
         ]
-        # those of one token first, as the steps of generation are packed
+        # chunks of one token first, as the steps of generation are packed
         chunks.sort(key=lambda chunk: len(chunk[1]) != 1)
         (logits,) = decode(_pack_targets(chunks, block_size))
         for (pair, new), rows in zip(

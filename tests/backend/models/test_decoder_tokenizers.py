@@ -67,7 +67,7 @@ def test_gives_the_token_ids_of_transformers(decoder, name, post_processor):
 
 
 def test_transformers_puts_a_space_where_it_is_asked_to(decoder):
-    """The reason to refuse a disagreement: tokenizer.json alone gives other token ids."""
+    """The reason to refuse a disagreement: only tokenizer.json gives other token ids."""
     set_fields(decoder, CONFIG, tokenizer_class="Qwen2Tokenizer", add_prefix_space=True)
 
     assert our_ids(decoder) != AutoTokenizer.from_pretrained(decoder)(TEXTS)["input_ids"]

@@ -1,4 +1,4 @@
-"""Vectors of tokens are those of MultiVectorEncoder in sentence-transformers."""
+"""Vectors of tokens match MultiVectorEncoder in sentence-transformers."""
 
 from itertools import pairwise
 
@@ -85,7 +85,7 @@ def vectors_of(oracle, texts, role):
 
 
 def check(folder, oracle, *, texts=TEXTS, roles=ROLES):
-    """Compare the vectors of texts in each role, alone and with those of other roles."""
+    """Compare vectors of texts in each role, single and beside other roles."""
     roundings = encoder_roundings(folder) + 100
     with Encoder.from_pretrained(folder, dtype="fp32", threads=1) as encoder:
         assert encoder.task == "token_embed"

@@ -1,4 +1,4 @@
-"""Sparse vectors of masked language models are those of SparseEncoder in sentence-transformers."""
+"""Sparse vectors of masked language models match SparseEncoder in sentence-transformers."""
 
 import json
 import shutil

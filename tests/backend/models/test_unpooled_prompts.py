@@ -19,7 +19,7 @@ from varlen.telemetry.metrics import Stats
 from ..refusals import refused_checkpoint as refused
 
 MODES = modules.Pooling.POOLING_MODES
-# The tokens "ri" of a prompt are one with the start of "ver" behind it, so it has more tokens alone.
+# The tokens "ri" of a prompt are one with the start of "ver" behind it, so it has more tokens by itself.
 PROMPTS = {"query": "the cat is: ", "document": "the river ", "none": "", "part": "a ri"}
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "ver", "vers 0123 the cat, the river"]
 POOLING = "1_Pooling/config.json"

@@ -1,4 +1,4 @@
-"""Forms of embeddings are those of sentence-transformers, where it has them."""
+"""Forms of embeddings match sentence-transformers, where it has them."""
 
 import numpy as np
 import pytest

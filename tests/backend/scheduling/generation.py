@@ -51,7 +51,7 @@ def search_step(contexts, num_generated, options):
     Args:
         contexts: source and tokens of each beam.
         num_generated: number of generated tokens of each.
-        options: of its request.
+        options: options of its request.
     """
     rng = random.Random(repr(contexts))
     tokens = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, options.num_beams))]
@@ -101,7 +101,7 @@ class KvExecutor(HeldExecutor):
     """Runs steps over blocks of (token, position); checks the shape of each step.
 
     Attributes:
-        failures: of the next steps; None runs one.
+        failures: failures of the next steps; None runs one.
         steps: all that have started.
         has_failed: whether one has failed; steps are smaller for some time.
     """
@@ -155,7 +155,7 @@ class KvExecutor(HeldExecutor):
         return [step] * rows
 
     def _context(self, chunk):
-        """Return the source and the tokens up to those of a chunk, from memory."""
+        """Return the source and the tokens up to the end of a chunk, from memory."""
         sequence = chunk.sequence
         source = self._read(chunk.source_block_ids, sequence.prompt.num_source_tokens)
         assert source == [~token for token in source_of(sequence)]
@@ -336,7 +336,7 @@ class Bench:
                 assert sequence in step.sequences if alone else prompt_of_sequence(sequence) in runs
 
     def check_blocks(self):
-        """Check that the used blocks are those of running groups, also in flight."""
+        """Check that running groups, also in flight, own the used blocks."""
         groups = list(self.scheduler._running)
         branches = [branch for group in groups for branch in group.branches]
         tables = [branch.block_ids for branch in branches]

@@ -85,7 +85,7 @@ def fuzz_binary(draw: random.Random, target: Target) -> Ending:
 
 
 def fuzz_grpc(draw: random.Random, target: Target) -> Ending:
-    """A gRPC message with fields or bytes changed, alone or in a stream."""
+    """A gRPC message with fields or bytes changed, single or in a stream."""
     request = service_pb2.ModelInferRequest(model_name=draw.choice((ENCODER, DECODER, TRANSLATOR)))
     model = request.model_name
     names = ("text", "input_ids") if model == ENCODER else ("text_input", "input_ids", "stream")

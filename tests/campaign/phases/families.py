@@ -75,7 +75,7 @@ def _labels(kind: str) -> dict[str, int]:
 
 @torch.inference_mode()
 def _answers_of_transformers(folder: Path, kind: str) -> list[Floats]:
-    """Return the hidden states or logits of each text, computed alone in fp32."""
+    """Return the hidden states or logits of each text, each computed by itself in fp32."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
     answers = []

@@ -1,4 +1,4 @@
-"""A server with little shared memory: large answers fail alone.
+"""A server with little shared memory: only large answers fail.
 
 The server gets a mount namespace with a small /dev/shm of its own, which needs the right to make one.
 """

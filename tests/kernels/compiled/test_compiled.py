@@ -28,7 +28,7 @@ CASES = [
     for arch in ARCHES
 ]
 CEILINGS = {figure: read_ceilings(PROJECT / file) for figure, file in ceiling_files().items()}
-# Calls whose rows allow 128-bit loads, as those of a server do.
+# Calls whose rows allow 128-bit loads, as the calls of a server do.
 ALIGNED_CALLS = [call for call in CALLS if call.narrow_loads is not None]
 
 

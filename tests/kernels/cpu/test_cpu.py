@@ -178,7 +178,7 @@ def test_a_step_has_the_same_bits_wherever_its_memory_lies():
     sizes, kept = np.random.default_rng(0).integers(1, 600, 1000), []
 
     for size in sizes:
-        # other allocations between those of steps
+        # other allocations between the allocations of steps
         kept = [*kept[-40:], np.empty(size, np.uint8)]
         assert torch.equal(cpu.attention_paged(*args, **options), expected)
 

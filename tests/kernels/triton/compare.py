@@ -41,7 +41,7 @@ def assert_close(actual, expected, dtype, factor=1.0):
     """Fail if the Euclidean norm of the error exceeds the tolerance of `dtype`.
 
     Args:
-        expected: in fp32 or fp64, computed from inputs that were rounded to `dtype`.
+        expected: result in fp32 or fp64, computed from inputs that were rounded to `dtype`.
         factor: multiplies the tolerance, for long sums.
     """
     assert actual.dtype == dtype

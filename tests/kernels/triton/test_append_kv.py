@@ -21,7 +21,7 @@ def slots_of(tokens, places, device, missing=()):
 def check_against_reference(
     tokens, heads, key_heads, head_dim, dtype, device, *, block_size=16, missing=(), change=None
 ):
-    """Compare the caches with those of the reference, bit by bit, unwritten places included."""
+    """Compare the caches with the caches of the reference, bit by bit, unwritten places included."""
     blocks = -(-tokens // block_size) + 1
     shape = (blocks, key_heads, block_size, head_dim)
     caches = [Guarded(shape, dtype, device) for _ in range(2)]

@@ -1,7 +1,7 @@
 """The step of beam search against its reference: tokens and parents are equal.
 
 Scores of two beams may differ by less than a rounding error, and their order is then undefined. The inputs here have no
-such scores, except those of equal beams, which are equal to the last bit.
+such scores, except the scores of equal beams, which are equal to the last bit.
 """
 
 from contextlib import contextmanager

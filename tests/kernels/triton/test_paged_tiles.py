@@ -27,7 +27,7 @@ def table_inputs(step, device, padding=0):
 
 
 def expected_rows(inputs):
-    """Return the rows of the table in plain Python, without those of spare tiles."""
+    """Return the rows of the table in plain Python, without the rows of spare tiles."""
     tokens, sequences = len(inputs["qkv"]), len(inputs["context_lens"])
     bounds, contexts, blocks = (
         inputs[name].tolist() for name in ("cu_seqlens", "context_lens", "cu_blocks")

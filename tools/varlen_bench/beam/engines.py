@@ -33,7 +33,7 @@ from varlen_bench.peers.engines import Precision, ctranslate2_options
 # Translates a batch: sources, and the most tokens of each answer.
 Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
 
-# Beams that run at the same time: those of 32 requests.
+# Beams that run at the same time: the beams of 32 requests.
 _RUNNING = 128
 
 

@@ -38,7 +38,7 @@ _STEP = (8, 32_000)
 
 
 def csv_rows(results: Iterable[Result], steps: Iterable[StepTimes]) -> list[dict[str, Cell]]:
-    """Return a row for each result, and one for each shape of the step alone."""
+    """Return a row for each result, and one for each shape of the isolated step."""
     rows = [csv_row(result, _COLUMNS, equal_hypotheses=_equal(result)) for result in results]
     for step in steps:
         shape = f"{step.sequences}x{BEAMS}x{step.vocabulary}"
@@ -71,13 +71,13 @@ def tables(rows: Sequence[Mapping[str, Cell]]) -> list[Table]:
 
 
 def equal_latency_ratio(results: Sequence[Result]) -> float | None:
-    """Return the rate of varlen over that of transformers, at equal p99 latency.
+    """Return the rate of varlen over the rate of transformers, at equal p99 latency.
 
     Between two measured rates the latency counts as linear. The rate is at most what varlen serves at once, since a
     higher one lasts only as long as the workload. None if one of both did not run.
 
     Args:
-        results: of one model.
+        results: results of one model.
     """
     poisson = [result for result in results if result.arrivals == "poisson" and result.rounds]
     theirs = result_of(poisson, TRANSFORMERS)

@@ -1,4 +1,4 @@
-"""Systems that translate, higher rates of arrivals for varlen, and the step alone."""
+"""Systems that translate, higher rates of arrivals for varlen, and the isolated step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BeamComparison(Comparison):
     """Systems that translate; the answers of every round are compared with the reference."""
 
     module, unit, calibration_format = "varlen_bench.beam.engines", "sentences", ".3g"
-    # with two, a sentence alone waits long for other work of the machine
+    # with two, a single sentence waits long for other work of the machine
     reference_threads = 1
 
     def prepare(self, process: WorkerProcess, result: Result) -> None:  # noqa: ARG002
@@ -27,7 +27,7 @@ class BeamComparison(Comparison):
         ask(process, "warm up", self.requests)
 
     def figures(self, answer: Message) -> dict[str, float]:
-        """Return the figures of a pass, and the answers that equal those of the reference."""
+        """Return the figures of a pass, and the answers that equal the reference."""
         pairs = zip(answer["answers"], self.expected, strict=True)
         equal = sum(answer == wanted for answer, wanted in pairs)
         return {**answer["figures"], "equal_hypotheses": equal}
@@ -38,7 +38,7 @@ class BeamComparison(Comparison):
         return result_of(results, TRANSFORMERS) or next(ran, None)
 
     def further(self, poisson: Sequence[Result]) -> list[Result]:
-        """Measure varlen at higher rates, until its latency exceeds that of transformers."""
+        """Measure varlen at higher rates, until its latency exceeds the latency of transformers."""
         ours, theirs = result_of(poisson, OURS), result_of(poisson, TRANSFORMERS)
         if ours is None or theirs is None or ours.rate is None:
             return []
@@ -52,7 +52,7 @@ class BeamComparison(Comparison):
 
 
 def measure_steps(*, threads: int, scratch: Path) -> list[StepTimes]:
-    """Return the times of the step alone, of all shapes.
+    """Return the times of the isolated step, for all shapes.
 
     Raises:
         RuntimeError: the step did not run; the message says why.

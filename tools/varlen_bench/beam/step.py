@@ -1,4 +1,4 @@
-"""The step of beam search alone on a CPU, without the model: `beam_step` beside torch.
+"""The isolated step of beam search on a CPU, without the model: `beam_step` beside torch.
 
 torch: log_softmax, the sum with the scores of the beams, topk of 2K, and a copy of the cache of keys and values in the
 order of the new beams. varlen: `beam_step`, and copies of KV blocks: at most one for each beam but the first.
@@ -36,10 +36,10 @@ class StepTimes:
 
     Attributes:
         sequences, vocabulary: shape of the step, with `BEAMS` beams.
-        step_us: of `beam_step`.
-        blocks_us: of the copies of KV blocks, as many as there can be.
-        torch_us: of log_softmax, sum and topk.
-        reorder_us: of the copy of the cache.
+        step_us: time of `beam_step`.
+        blocks_us: time of the largest possible number of copies of KV blocks.
+        torch_us: time of log_softmax, sum and topk.
+        reorder_us: time of the copy of the cache.
         survivors: logits of a row that reach LightSeq's threshold, on average.
     """
 
@@ -53,7 +53,7 @@ class StepTimes:
 
     @property
     def speedup(self) -> float:
-        """Time of torch over that of varlen."""
+        """Time of torch over time of varlen."""
         return (self.torch_us + self.reorder_us) / (self.step_us + self.blocks_us)
 
 

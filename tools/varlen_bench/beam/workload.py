@@ -21,7 +21,7 @@ _DATE_TOKENS = 16
 
 
 def news_requests(count: int, vocabulary: int, positions: int, seed: int) -> Requests:
-    """Return random sentences with lengths like those of news, all at once.
+    """Return random sentences with lengths as in news, all at once.
 
     An answer has as many tokens as its source without the end, so batches that are sorted by source length waste
     nothing on answers that end early.

@@ -79,7 +79,7 @@ class Comparison(ABC):
             return [*at_once, *poisson, *self.further(poisson)]
 
     def checked(self) -> Requests:
-        """Return the requests whose answers are compared with those of the reference."""
+        """Return the requests whose answers are compared with the answers of the reference."""
         return self.requests
 
     @abstractmethod

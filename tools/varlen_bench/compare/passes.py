@@ -35,7 +35,7 @@ class Requests:
         label: description for tables and rows.
         prompts: token ids of each request.
         limits: most tokens of each answer; an answer that never ends has as many.
-        due: when each request arrives, in seconds from the beginning, ascending.
+        due: arrival time of each request, in seconds from the beginning, ascending.
     """
 
     label: str

@@ -25,7 +25,7 @@ class Result:
         rate: requests/s of Poisson arrivals.
         batch: batch size; None if the engine batches requests itself.
         calibration: speed of each batch size.
-        equal_tokens: share of checked tokens that are those of the reference.
+        equal_tokens: share of checked tokens that equal the reference.
     """
 
     system: System

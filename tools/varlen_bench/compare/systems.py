@@ -17,7 +17,7 @@ class System:
     """An engine at a precision, and how it batches requests.
 
     Attributes:
-        unit: what the batch size counts: sequences, or tokens with their padding.
+        unit: unit of the batch size: sequences, or tokens with their padding.
         size: batch size; 0: calibrated, unless the engine batches requests itself.
     """
 
@@ -66,5 +66,5 @@ def by_name(*systems: System) -> dict[str, System]:
     return {system.name: system for system in systems}
 
 
-# Each input alone and so unpadded: the answers of every system are compared with these.
+# Each input by itself and so unpadded: the answers of every system are compared with these.
 REFERENCE = System("transformers-fp32-alone", "transformers", "fp32", "arrival", size=1)

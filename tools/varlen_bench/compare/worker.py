@@ -83,7 +83,7 @@ def start(
     """Load a system; return the function that answers its orders.
 
     Args:
-        argument: from `Comparison`.
+        argument: argument from `Comparison`.
         load_iteration: loads an engine that batches requests itself: system, checkpoint, threads.
         load_batches: loads one that runs batches to their end: system, checkpoint, scratch folder, threads.
     """

@@ -28,7 +28,7 @@ _COLUMNS = (
 
 @dataclass(slots=True, kw_only=True)
 class EncoderResult(Result):
-    """A result with the cosines of its vectors to those of the reference."""
+    """A result with the cosines of its vectors to the vectors of the reference."""
 
     cosine_mean: float = 0.0
     cosine_min: float = 0.0

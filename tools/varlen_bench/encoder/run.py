@@ -28,7 +28,7 @@ class EncoderComparison:
     """Systems on one model, each in its process.
 
     Attributes:
-        pooling: how the model pools; its peers do the same.
+        pooling: pooling mode of the model and of its peers.
         scratch: folder for logs and vectors.
     """
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 # A stage at its limit is interrupted, so that it prints and writes what it has, and later killed.
 _GRACE_SECONDS = 10.0
-# A stage with less time is skipped: importing torch alone takes seconds.
+# A stage with less time is skipped: just importing torch takes seconds.
 _LEAST_SECONDS = 10.0
 
 Status = Literal["ok", "failed", "out of time", "skipped"]
@@ -62,8 +62,8 @@ def run_stages(
     """Return the outcome of every stage.
 
     Args:
-        seconds: for all stages together, what is left of one goes to the next.
-        folder: for the logs.
+        seconds: time for all stages together; time left by a stage goes to the next.
+        folder: folder for the logs.
         save: called after each stage with the outcomes so far.
     """
     # a shell ignores interrupts in what it starts in the background, and so would every stage

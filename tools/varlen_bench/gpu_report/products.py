@@ -1,6 +1,6 @@
 """Matrix products of an encoder in both layouts, and GELU in them: `python -m varlen_bench.gpu_report.products`.
 
-Our weights are [in, out], those of a checkpoint [out, in]. GELU is a pass of its own, or in its tanh form the epilogue
+Our weights are [in, out], a checkpoint's are [out, in]. GELU is a pass of its own, or in its tanh form the epilogue
 of the product.
 """
 

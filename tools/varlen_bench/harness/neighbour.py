@@ -1,6 +1,6 @@
 """Other work on the machine: a process that keeps half a core busy.
 
-A server is never alone: its clients and other services use the same cores.
+A server never has the machine to itself: its clients and other services use the same cores.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def measure_ops(call: OpCall, forward: PackedForward, machine: Machine) -> Itera
 def measure_host(
     call: OpCall, forward: PackedForward, runner: Runner, prompts: list[Prompt], machine: Machine
 ) -> Iterator[Result]:
-    """Yield the times of the forward pass alone and of a whole call."""
+    """Yield the times of the forward pass and of a whole call."""
     call, run = replace(call, op=ENCODER_HOST), forward.call(machine.kernels)
     device = machine.timer.graph(run, [{}], WARM)
     launched = machine.timer.eager(run, [{}], WARM)

@@ -1,4 +1,4 @@
-"""The measured shapes: those of TurboTransformers, of a server, and tiny ones.
+"""The measured shapes: shapes of TurboTransformers, of a server, and tiny ones.
 
 Source of the paper's shapes: Fang et al. 2021, arXiv:2010.05680, section 6: 12 heads, hidden 768, batches of 1 and 20.
 """
@@ -11,7 +11,7 @@ from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The measured shapes; the defaults are those of a GPU.
+    """The measured shapes; the defaults suit a GPU.
 
     Attributes:
         batches, lengths, heads, hidden: the paper; all sequences of a batch have one length.

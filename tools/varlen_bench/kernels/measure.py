@@ -30,7 +30,7 @@ class Result:
         sets: sets of inputs per pass.
         graph, eager: microseconds in a CUDA graph, and launched by Python.
         error: relative error against float64.
-        note: why a time is missing.
+        note: reason why a time is missing.
     """
 
     op: str

@@ -37,7 +37,7 @@ def main(
     revision: command.Revision = "",
     output: command.Output = None,
 ) -> None:
-    """Compare the memory of a forward pass with that of transformers, and watch a server's."""
+    """Compare the memory of a forward pass with transformers, and watch a server's."""
     with command.refused():
         encoders = [ENCODERS[name] for name in command.select(only, ENCODERS)]
     cores = threads or machine.cpu_count()

@@ -56,7 +56,7 @@ def start(argument: Message) -> Callable[[Message], Message]:
 
 
 def measure_memory(system: LoadedSystem, case: Case) -> list[Row]:
-    """Return the row of a fresh system, and for varlen that of the exact arena."""
+    """Return the row of a fresh system, and for varlen one of the exact arena."""
     _settle(system, case)
     device, weights, arena = system.device, system.weight_bytes, system.arena
     held = [arena.use().reserved_bytes] if arena else []

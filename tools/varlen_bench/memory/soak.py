@@ -39,7 +39,7 @@ class Soak:
     warmup: int = 1_000
     # number of requests between two samples
     every: int = 500
-    # in words, most of which are a token
+    # in words; most words are one token
     longest: int = 256
 
     def row(self, process: str) -> Row:

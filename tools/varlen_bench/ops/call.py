@@ -116,7 +116,7 @@ class OpCall:
     Attributes:
         op: name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
         shape: text for tables.
-        inputs: how to make each tensor argument.
+        inputs: recipe for each tensor argument.
         out: the shape of a result in the dtype of the call, or how to make it.
         options: arguments that are not tensors.
         formula: computes the exact result from the inputs; None for the reference in float64.

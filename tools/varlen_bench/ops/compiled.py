@@ -43,7 +43,7 @@ class CompiledCall:
     """A call of a launcher on CPU tensors, which compiles kernels inside `dry_run`.
 
     Attributes:
-        label: what distinguishes the call from others of its op.
+        label: name that distinguishes the call from other calls of its op.
         make: returns the call for a dtype.
         narrow_loads: limit of global loads under 128 bits; None if the row width allows no wider ones.
         dtypes: dtypes to compile. fp16 needs the loads and registers of bf16, so one call per op checks it.
@@ -173,7 +173,7 @@ COMPILED = [
     # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences
     _call("64", append_kv, 64, 12, 4, 64, narrow=4),
     _call("80", append_kv, 64, 12, 12, 80, dtypes=_ONE),
-    # keys and values alone
+    # only keys and values
     _call("64_alone", append_kv, 64, 0, 4, 64, narrow=4, dtypes=_ONE),
     _call("64", paged_tiles, [40] * 4, [64] * 4, 12, 4, 64, dtypes=_ONE),
     _call("64_decode", paged_tiles, [1] * 4, [25] * 4, 12, 4, 64, dtypes=_ONE),

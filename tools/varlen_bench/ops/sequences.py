@@ -149,7 +149,7 @@ def term_weights(
     tokens, batch = sum(lengths), len(lengths)
 
     def weight(make: Tensors) -> Tensor:
-        # as large as those of a model: logits near 1
+        # as large as in a model: logits near 1
         return make.random(hidden, terms).div_(hidden**0.5)
 
     def out(make: Tensors) -> tuple[Tensor, Tensor]:

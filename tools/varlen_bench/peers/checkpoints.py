@@ -80,7 +80,7 @@ def load_encoder(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # the encoder alone, where the family has a decoder too
+    # only the encoder, where the family has a decoder too
     has_decoder = AutoConfig.from_pretrained(folder).is_encoder_decoder
     kind = AutoModelForTextEncoding if has_decoder else AutoModel
     try:

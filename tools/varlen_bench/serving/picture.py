@@ -33,7 +33,7 @@ COLORS = {
 }
 _GUIDE = {"color": "#8f8f8f", "linewidth": 0.9, "linestyle": ":"}
 _PANELS = (("served/s", "served"), ("mean latency, ms", "mean_ms"), ("p99 latency, ms", "p99_ms"))
-# Beyond saturation the latency is that of the backlog.
+# Beyond saturation the latency comes from the backlog.
 _LONGEST_MS = 5000.0
 
 

@@ -26,7 +26,7 @@ _PAIRED = ("lengths", "other", "loads", "mean", "middle half", "p99", "middle ha
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the tables of a run, without that of every load."""
+    """Return the tables of a run, without the table of every load."""
     found = []
     for label, of_mix in _by_mix(rows):
         results = [_with_loads(row, of_mix) for row in of_mix if row.kind == "result"]

@@ -66,7 +66,7 @@ class Row:
 
 
 def load_row(load: Load, system: str, record: LoadRecord, end: float | None = None) -> Row:
-    """Return the row of a load; `end` is that of its measured seconds."""
+    """Return the row of a load; `end` ends its measured seconds."""
     if end is None:
         end = max(WARMUP_SECONDS, record.end) if record.is_given_up else load.end
     outcomes = Counter(request.outcome for request in record.requests)

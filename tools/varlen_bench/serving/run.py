@@ -232,7 +232,7 @@ def is_hopeless(system: ServedSystem, capacity: float, rows: Sequence[Row]) -> b
 
 
 def reference(settings: Settings) -> tuple[list[list[int]], Vectors]:
-    """Return requests of all lengths, and their vectors by transformers fp32, each alone."""
+    """Return requests of all lengths, and their vectors by transformers fp32, one at a time."""
     longest = max(max(mix.lengths) for mix in settings.mixes)
     lengths = [max(1, longest * (i + 1) // _CHECKED_REQUESTS) for i in range(_CHECKED_REQUESTS)]
     requests = token_ids(lengths, settings.vocabulary, settings.seed)

@@ -109,7 +109,7 @@ def serve(system: ServedSystem, settings: Settings, scratch: Path) -> Iterator[S
 
 
 def backends_at(revision: str, scratch: Path) -> Path:
-    """Return a backends folder whose varlen is that of a commit, made in `scratch`.
+    """Return a backends folder whose varlen comes from a commit, made in `scratch`.
 
     Raises:
         RuntimeError: git does not know the commit.

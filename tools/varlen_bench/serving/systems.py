@@ -27,7 +27,7 @@ OURS_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem:
-    """One way to serve the model; its name is also that of its model."""
+    """One way to serve the model; its name also names its model."""
 
     name: str
     engine: EngineName
@@ -70,7 +70,7 @@ class Settings:
         seconds: measured seconds of a load of a key system, or of an overload.
         turns: turns of the paired comparison.
         peer_batch: largest batch of the server's dynamic batcher.
-        note: what every row says.
+        note: note in every row.
     """
 
     model: Path

@@ -24,7 +24,7 @@ from varlen_bench.serving.systems import INPUT, OUTPUT
 
 # A request that names no outputs gets all that a model has, and peers have one.
 _WANTED = [InferRequestedOutput(OUTPUT)]
-# gRPC's words for a lost connection; its status is the same as that of a full queue.
+# gRPC's words for a lost connection; a full queue has the same status.
 _CONNECTION = re.compile(r"connect|socket|goaway|stream removed|recvmsg", re.IGNORECASE)
 
 

@@ -134,7 +134,7 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
 
 
 def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) -> list[Comparison]:
-    """Return an entry for the answers that others are compared instead of."""
+    """Return an entry for the answers of a task that are not compared themselves."""
     task = config.task or checkpoint.task
     if task == compared or not has_library("transformers"):
         return []

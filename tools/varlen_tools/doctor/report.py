@@ -25,7 +25,7 @@ class Report:
 
     Attributes:
         model: its name.
-        refused: why it does not load; None if it does.
+        refused: reason why it does not load; None if it does.
         findings, examination, config: absent if it does not load; `config` is its config.pbtxt.
     """
 

@@ -39,7 +39,7 @@ class TimedKernels:
     """The kernels of a module, each call timed.
 
     Attributes:
-        seconds, calls: by name of the op.
+        seconds, calls: time and number of calls by name of the op.
         threads: the threads that ran ops.
     """
 

@@ -1,7 +1,7 @@
 """Calibration of int8: columns that stay in fp32, error of each layer, quality.
 
 The fp32 encoder runs over a few texts twice: once for the largest value of each column of each linear layer's input,
-once for the error of each layer in int8. Then other texts measure how close int8 vectors are to those of fp32. The
+once for the error of each layer in int8. Then other texts measure how close int8 vectors are to fp32 vectors. The
 result is stored with the checkpoint, or computed when the model is loaded.
 """
 
@@ -80,7 +80,7 @@ class Calibration:
         weights: hash of the weights, see `weights_hash`.
         levels: largest code of a token on the CPU that measured errors and quality.
         layers: the linear layers of the encoder, in the order in which they run.
-        quality: of the whole encoder.
+        quality: quality of the whole encoder.
     """
 
     checkpoint: str
@@ -163,7 +163,7 @@ def find_outliers(program: Program, prompts: Sequence[Prompt]) -> dict[LayerKey,
 
     Args:
         program: an encoder in fp32 on the CPU.
-        prompts: at least one.
+        prompts: one or more prompts.
 
     Returns:
         `[OUTLIERS]` int64, ascending, of each layer.
@@ -211,7 +211,7 @@ def run_prompts(
     Args:
         program: has one output per sequence.
         kernels: the functions that its ops name.
-        prompts: at least one.
+        prompts: one or more prompts.
     """
     longest = max(prompt.num_tokens for prompt in prompts)
     layout = Layout(program.buffers, alignment_of(_CPU))

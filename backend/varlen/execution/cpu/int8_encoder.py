@@ -47,7 +47,7 @@ def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> 
     """Return a program with the encoder's linear layers in int8; heads stay in fp32.
 
     Args:
-        program: of the encoder and a head, in fp32 on the CPU.
+        program: program of the encoder and a head, in fp32 on the CPU.
         encoder: the encoder that it was recorded from.
         checkpoint: its checkpoint, whose folder may have a stored calibration.
 
@@ -83,9 +83,9 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
     """Return the calibration of an encoder on this CPU.
 
     Args:
-        encoder: in fp32 on the CPU.
+        encoder: encoder in fp32 on the CPU.
         checkpoint: its checkpoint.
-        texts: at least LEAST_TEXTS; every second one measures the quality.
+        texts: LEAST_TEXTS or more texts; every second one measures the quality.
     """
     program = _embedding(encoder, checkpoint)
     with compiling():

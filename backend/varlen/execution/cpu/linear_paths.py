@@ -66,9 +66,9 @@ def choose_paths(
     """Return the program with the fastest path for each linear layer.
 
     Args:
-        program, kernels, default, rows: as for `measure_paths`.
+        program, kernels, default, rows: arguments of `measure_paths`.
         config: its `warmup_seconds` bounds the measurement; at 0 every layer gets the default path.
-        key: what decides which path is fastest, beside the other arguments.
+        key: cost key of whatever else decides which path is fastest.
         threads: number of threads that will run a layer.
     """
     shapes = _weights_by_shape(program)
@@ -78,7 +78,7 @@ def choose_paths(
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in shapes.values()})
     if not config.warmup_seconds:
         return use_paths(program, {}, default)
-    # the time of one thread does not count that of other work on its core
+    # the time of one thread does not count other work on its core
     clock = time.thread_time if threads == 1 else time.perf_counter
     more = {
         "layers": " ".join(sorted(shapes)),
@@ -126,7 +126,7 @@ def use_paths(program: Program, paths: LinearPaths, default: str) -> Program:
 
 
 def stored_paths(store: CostStore, key: CostKey, measure: Callable[[], LinearPaths]) -> LinearPaths:
-    """Return the stored paths, or those of a measurement, which it stores.
+    """Return the stored paths, or measure and store them.
 
     Args:
         store: the cache of measurements.

@@ -79,7 +79,7 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
     Where the CPU's op can also do what follows a layer, it does.
 
     Args:
-        program: in fp32.
+        program: program in fp32.
         layers: the layers to replace.
     """
 

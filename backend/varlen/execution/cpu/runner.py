@@ -64,7 +64,7 @@ class CpuRunner:
         return [answers[place] for place in np.argsort(order).tolist()]
 
     def close(self) -> None:
-        """Do nothing: there is nothing but memory."""
+        """No resources to release."""
 
     def _dims(self, prompts: Sequence[Prompt]) -> Dims:
         """Return the dimensions of a batch, with unused tokens where products are compiled."""

@@ -31,4 +31,4 @@ class CpuSteps:
         return logits
 
     def close(self) -> None:
-        """Do nothing: there is nothing but memory."""
+        """No resources to release."""

@@ -113,7 +113,7 @@ class CudaGraphs:
         return wait
 
     def used_bytes(self) -> int:
-        """Return the device memory in use, in bytes, that of other processes included."""
+        """Return the device memory in use, in bytes, other processes included."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -133,7 +133,7 @@ def capture_each(
 
     Args:
         graphs: the device.
-        sizes: of the graphs, at least one.
+        sizes: sizes of the graphs, at least one.
         capture: captures the graph of a size.
         progress_lines: log lines about the progress, the last one included.
     """
@@ -157,7 +157,7 @@ def capture_each(
 def _end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture whose work has failed.
 
-    It fails too, and its error would hide that of the work.
+    It fails too, and its error would hide the error of the work.
     """
     try:
         graph.capture_end()

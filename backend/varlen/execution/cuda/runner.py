@@ -40,7 +40,7 @@ class _Buffers:
 
     Attributes:
         inputs: `[bytes]` uint8, read by the GPU until the batch has run.
-        output: as on the device, written by the GPU.
+        output: output on the device, written by the GPU.
     """
 
     inputs: Tensor

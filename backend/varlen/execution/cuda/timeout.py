@@ -73,7 +73,7 @@ class TimedExecutor:
 
         Args:
             executor: runs the batches on one device.
-            seconds: longest time from the end of one batch to that of the next.
+            seconds: longest time between the ends of two successive batches.
         """
         self.slots = executor.slots
         self._executor = executor

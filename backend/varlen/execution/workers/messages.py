@@ -28,7 +28,7 @@ class Answers:
     Attributes:
         rows: the answer of each sequence, in the order of the batch; empty after a problem.
         use: memory use of the worker.
-        problem: why there are no answers: too little memory, or an exception.
+        problem: reason why there are no answers: too little memory, or an exception.
         trace: traceback of that exception, for the log.
     """
 

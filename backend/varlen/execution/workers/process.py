@@ -56,7 +56,7 @@ class WorkerHost:
     """The process that loads a model and forks its workers. Any thread may call `fork`.
 
     Attributes:
-        info: what the engine knows of the model.
+        info: model facts for the engine.
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
@@ -202,7 +202,7 @@ class WorkerProcess:
         """Start the worker.
 
         Args:
-            host: of the model.
+            host: host of the model.
             restarted: called after the worker ended and another one has started.
         """
         self._host = host
@@ -222,7 +222,7 @@ class WorkerProcess:
         """Return the answer of each sequence; see `Runner.run`.
 
         Args:
-            prompts, options: of the batch.
+            prompts, options: prompts and options of the batch.
             seconds: expected run time.
 
         Raises:
@@ -239,7 +239,7 @@ class WorkerProcess:
             except (EOFError, OSError):
                 self._restart()
             except BaseException:
-                # an answer that was not read would be taken for that of the next batch
+                # an answer that was not read would be taken for the answer of the next batch
                 self._connection.close()
                 raise
             else:

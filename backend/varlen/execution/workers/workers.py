@@ -40,9 +40,9 @@ class Workers:
     """The workers of one model.
 
     Attributes:
-        info: what the engine knows of the model.
+        info: model facts for the engine.
         runners: one per worker.
-        prepare: to be called first by each thread that uses one.
+        prepare: function to be called first by each thread that uses one.
         host: the process that starts them, if they are processes.
         launcher: the only worker, if it starts a batch while another one runs.
         graphs: cost of the CUDA graphs.
@@ -81,7 +81,7 @@ def load_workers(
     """Return the workers of a model.
 
     Args:
-        checkpoint: to load.
+        checkpoint: checkpoint to load.
         config: the settings.
         stats: counts workers that had to be started again.
         gpu: number of the GPU, if the model runs on one.

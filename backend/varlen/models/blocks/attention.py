@@ -32,7 +32,7 @@ class Attention(Protocol):
             ops: has recorded `qkv`.
             layer: number of the layer, from 0.
             qkv: queries, keys and values of each token, positions applied.
-            heads: of the layer.
+            heads: heads of the layer.
             scale: multiplies the scores; None is heads.dim ** -0.5.
             window: number of last tokens that a token reads; 0 is all.
             bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
@@ -72,7 +72,7 @@ class _KvCaches:
     Attributes:
         num_blocks: number of blocks of each cache.
         block_size: tokens of a block.
-        dtype: of the caches.
+        dtype: dtype of the caches.
     """
 
     num_blocks: int
@@ -126,10 +126,10 @@ class CrossAttention(_KvCaches):
         """Record writing the keys and values of sources into their slots.
 
         Args:
-            ops: of the encoder's program; has recorded `kv`.
+            ops: recorder of the encoder's program; has recorded `kv`.
             layer: number of the decoder's layer, from 0.
             kv: `[tokens, 2 * heads.keys * heads.dim]`: keys, then values of each token of the sources.
-            heads: of the layer.
+            heads: heads of the layer.
         """
         keys, values = self._of(ops, layer, heads)
         no_queries = AttentionHeads(0, heads.keys, heads.dim)
@@ -141,10 +141,10 @@ class CrossAttention(_KvCaches):
         """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
 
         Args:
-            ops: of the decoder's program; has recorded `queries`.
+            ops: recorder of the decoder's program; has recorded `queries`.
             layer: number of the layer, from 0.
             queries: `[tokens, heads.width]`.
-            heads: of the layer.
+            heads: heads of the layer.
             scale: multiplies the scores.
         """
         keys, values = self._of(ops, layer, heads)

@@ -42,8 +42,8 @@ def read_tables(
     """Return the tables of a checkpoint.
 
     Args:
-        read: of the checkpoint.
-        names: of its tensors.
+        read: reader of the checkpoint.
+        names: names of its tensors.
         hidden: features of a token.
         sources, targets: sizes of the vocabularies.
 
@@ -70,10 +70,10 @@ def check_tied(read: LayerReader, name: str, table: Tensor, *shape: int) -> None
     """Raise CheckpointError if a matrix that config.json ties to the embedding table is another one.
 
     Args:
-        read: of the checkpoint.
-        name: of the matrix, which the checkpoint may lack.
+        read: reader of the checkpoint.
+        name: name of the matrix, which the checkpoint may lack.
         table: `shape`, the embedding of each token.
-        shape: of both.
+        shape: shape of both.
     """
     if name not in read:
         return

@@ -26,13 +26,13 @@ _DEFAULT_SPLADE = SpladeConfig()
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The layers on top of an encoder; those of a classifier are fp32.
+    """The layers on top of an encoder; a classifier's layers are fp32.
 
     Attributes:
-        pooling: how a classifier makes one row of a sequence.
+        pooling: pooling of a sequence into a classifier's row.
         dense: the layer in front of the classifier, if there is one.
-        activation: after that layer.
-        norm: after the activation, if there is one.
+        activation: activation after that layer.
+        norm: norm after the activation, if there is one.
         norm_eps: added to its variance.
         classifier: `[hidden, labels]`, of sequences or of tokens.
         masked_lm: the head of a masked language model, for tasks that need it.
@@ -65,9 +65,9 @@ def record_head(
         task: the task of the model.
         heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
-        pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
-        layers: what `embed` applies to that vector, and `token_embed` to each token.
-        splade: how `sparse_embed` makes weights of terms.
+        pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
+        layers: layers that `embed` applies to that vector, and `token_embed` to each token.
+        splade: settings of `sparse_embed` for weights of terms.
         pools_prompt: whether `embed` pools the prompts before texts too. If not, each batch brings the input
             `unpooled_lengths`.
 

@@ -57,8 +57,8 @@ def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: Tensor) -> 
     """Return the head of a checkpoint.
 
     Args:
-        read: of the checkpoint.
-        layout: of the head.
+        read: reader of the checkpoint.
+        layout: layout of the head.
         table: `[vocabulary, features]`, the embedding of each token.
 
     Raises:

@@ -20,7 +20,7 @@ def read_output(read: LayerReader, table: Tensor, *shape: int, is_tied: bool) ->
     """Return the output layer, `[hidden, vocabulary]`, a view of the embedding table if they are tied.
 
     Args:
-        read: of the checkpoint.
+        read: reader of the checkpoint.
         table: `shape`, the embedding of each token.
         shape: vocabulary and hidden features.
         is_tied: whether config.json ties the two.

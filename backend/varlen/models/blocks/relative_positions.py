@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def bias_by_distance(table: Tensor, *, max_distance: int, is_causal: bool) -> Tensor:
     """Return the bias of each head and distance, `[num_heads, 2 * max_distance + 1]` fp32.
 
-    Entry max_distance + d is that of a key d tokens after its query.
+    Entry max_distance + d belongs to a key d tokens after its query.
 
     Args:
         table: `[buckets, num_heads]`, the bias of each bucket.
-        max_distance: from this distance on, all share the last bucket.
+        max_distance: first distance of the last bucket.
         is_causal: whether queries read no later keys, so that earlier ones have all buckets.
     """
     import torch

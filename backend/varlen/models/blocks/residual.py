@@ -16,7 +16,7 @@ class ResidualStream:
     """Records the residual sums and layer norms between sublayers.
 
     Attributes:
-        x: what the next sublayer reads, `[tokens, hidden]`; after the last one, the result of the stack.
+        x: input of the next sublayer, `[tokens, hidden]`; after the last one, the result of the stack.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ResidualStream:
         Args:
             ops: has recorded `embedded`.
             embedded: `[tokens, hidden]`.
-            norms: of each sublayer, in their order; with `is_pre_norm` also the one after the last sublayer.
+            norms: norms of each sublayer, in their order; with `is_pre_norm` also the one after the last sublayer.
             is_pre_norm: whether a sublayer reads the norm of the sum, and not the sum of norms.
             eps: added to variances.
         """
@@ -61,7 +61,7 @@ class RmsResidualStream:
     """Records the residual sums and RMS norms between sublayers, with norms before them.
 
     Attributes:
-        x: what the next sublayer reads, `[tokens, hidden]`; after the last one, the result of the stack.
+        x: input of the next sublayer, `[tokens, hidden]`; after the last one, the result of the stack.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RmsResidualStream:
         Args:
             ops: has recorded `embedded`.
             embedded: `[tokens, hidden]`.
-            norms: before each sublayer, in their order, and after the last one.
+            norms: norms before each sublayer, in their order, and after the last one.
             eps: added to mean squares.
         """
         self._ops = ops

@@ -27,7 +27,7 @@ def rotary_table(rotary: RotaryConfig, dim: int, device: torch.device) -> Tensor
     Args:
         rotary: the settings.
         dim: features of a head.
-        device: of the table.
+        device: device of the table.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """Sinusoidal positions: one table entry per position, from angles and not from training.
 
-Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5; the orders of features are those of transformers.
+Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5; the orders of features follow transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tokenizers of generating models: tokenizer_config.json must agree with tokenizer.json.
 
 Releases of transformers differ in which fields of the first override the second: tokens that are added at the ends
-of a text, and a space before it. varlen tokenizes with tokenizer.json alone.
+of a text, and a space before it. varlen tokenizes only with tokenizer.json.
 """
 
 from collections.abc import Iterator

@@ -192,7 +192,7 @@ def check_fields(
 
     Args:
         config: content of the file.
-        name: of the file.
+        name: name of the file.
         known: fields that are read elsewhere, or change no result.
         fixed: fields that are served with one value; null means that value too.
         remedy: end of the message.

@@ -40,7 +40,7 @@ class HeadConfig:
 
     Attributes:
         architecture: name of its class in transformers.
-        task: of that class's head, `embed` without one.
+        task: task of that class's head, `embed` without one.
         num_labels: outputs of a classifier, 0 without one.
         logit_score: the difference of logits that is a score, if that is its head.
         masked_tokens: tokens whose logits are -inf.
@@ -93,7 +93,7 @@ class Family(Generic[Model_co]):
     def check_tensors(
         self, headers: Mapping[str, TensorHeader], config: Json, head: HeadConfig
     ) -> None:
-        """Raise CheckpointError unless the tensors are those of the model in config.json, and no others."""
+        """Raise CheckpointError unless the tensors are exactly those that config.json requires."""
         reader = HeaderReader(headers)
         self.load(reader, config, head)
         reader.check_unread(lambda name: self.is_unused(name, headers))
@@ -104,7 +104,7 @@ def encoder_classes(name: str, *more: str) -> tuple[dict[str, Task], dict[Task, 
 
     Args:
         name: the beginning of its classes, such as Bert of BertModel.
-        more: classes with the encoder alone, or with a head that is not served.
+        more: classes with only the encoder, or with a head that is not served.
     """
     masked, sequences, tokens = (
         f"{name}For{head}" for head in ("MaskedLM", "SequenceClassification", "TokenClassification")

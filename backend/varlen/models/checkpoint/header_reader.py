@@ -1,4 +1,4 @@
-"""The reader that checks a checkpoint: it reads headers alone, without torch."""
+"""The reader that checks a checkpoint: it reads only headers, without torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class HeaderReader(LayerReader):
 
     @property
     def fp32(self) -> LayerReader:
-        """This reader: dtypes are those of the files."""
+        """This reader: dtypes come from the files."""
         return self
 
     @property
     def last(self) -> LayerReader:
-        """This reader: dtypes are those of the files."""
+        """This reader: dtypes come from the files."""
         return self
 
     def tensor(self, name: str, *shape: int) -> Any:

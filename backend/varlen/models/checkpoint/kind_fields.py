@@ -16,7 +16,7 @@ DECODER = FieldRules(
     HARMLESS_FIELDS
     | generation_config.REQUEST_FIELDS
     | generation_config.HARMLESS_FIELDS
-    # a decoder is one either way; labels are read by a classifier alone
+    # a decoder is one either way; only a classifier reads labels
     | {"id2label", "is_decoder", "num_labels", "prefix"},
     {
         **generation_config.FIXED_FIELDS,

@@ -26,7 +26,7 @@ class Labels:
     """What the outputs of a classification head are.
 
     Attributes:
-        names: in the order of the logits.
+        names: names in the order of the logits.
         function: makes scores of logits, unless a request names another.
     """
 
@@ -40,7 +40,7 @@ NO_LABELS = Labels((), "none")
 def read_labels(config: Json, activation_class: str | None) -> Labels:
     """Return the labels of a checkpoint, with the scores that the original libraries give.
 
-    The function is that of a CrossEncoder in sentence-transformers if a file has it, else that of the pipeline
+    The function comes from CrossEncoder in sentence-transformers if a file has it, else from the pipeline
     `text-classification` in transformers.
 
     Args:

@@ -1,8 +1,8 @@
 """Settings of late interaction (ColBERT): a vector for each token, of queries and of documents.
 
-Three forms are known: that of MultiVectorEncoder in sentence-transformers, whose settings are with its modules; that of
-PyLate up to version 3, whose settings are with those of the model; and that of the first release, which is refused.
-Source: Khattab, Zaharia 2020, arXiv:2004.12832; the fields are those of MultiVectorEncoder and of PyLate.
+Three forms are known: MultiVectorEncoder in sentence-transformers, whose settings are with its modules;
+PyLate up to version 3, whose settings are among the model's; and the first release, which is refused.
+Source: Khattab, Zaharia 2020, arXiv:2004.12832; the fields follow MultiVectorEncoder and PyLate.
 """
 
 import string
@@ -45,7 +45,7 @@ class QueryExpansion:
     """Tokens behind short queries, which have vectors too.
 
     Attributes:
-        length: to which queries are filled up, in tokens.
+        length: length to which queries are filled up, in tokens.
         limits: whether it is also the length of the longest query.
         is_read: whether other tokens read the added ones; these read all tokens of the query in any case.
         token: text of the added token; None is the mask token.
@@ -64,7 +64,7 @@ class LateInteraction:
     Attributes:
         query_length, document_length: the longest, in tokens; None is the limit of the model.
         text_length: the longest text that is neither; likewise.
-        expansion: of queries, if they are expanded.
+        expansion: expansion of queries, if they are expanded.
         skipped_words: tokens without a vector, by their text.
         skipped_roles: the roles in which they have none; texts without a role are documents here.
         prefixes: texts in front of queries or documents that are one token, if the vocabulary has it.
@@ -97,7 +97,7 @@ def is_pylate(model: Json) -> bool:
 
 
 def is_late_interaction(model: Json) -> bool:
-    """Return whether config_sentence_transformers.json is that of such a model."""
+    """Return whether config_sentence_transformers.json belongs to such a model."""
     return model.get("model_type") == MODEL_TYPE or is_pylate(model)
 
 
@@ -105,8 +105,8 @@ def read_late_interaction(folder: Path, path: str, transformer: Json) -> LateInt
     """Return the settings that MultiVectorEncoder has saved.
 
     Args:
-        folder: of the checkpoint.
-        path: of the folder of MultiVectorMask, in the checkpoint's.
+        folder: folder of the checkpoint.
+        path: path of the folder of MultiVectorMask, relative to the checkpoint.
         transformer: content of sentence_bert_config.json.
 
     Raises:

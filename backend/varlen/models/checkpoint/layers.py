@@ -70,8 +70,8 @@ class LayerReader(Container[str]):
 
         Args:
             weights: the files.
-            dtype, device: of the layers.
-            last_dtype: of what `last` reads; None for `dtype`.
+            dtype, device: dtype and device of the layers.
+            last_dtype: dtype of the layers that `last` reads; None for `dtype`.
         """
         self._weights = weights
         self._dtype = dtype
@@ -116,7 +116,7 @@ class LayerReader(Container[str]):
         """Return linear layers that read one input as one layer, their outputs side by side.
 
         Args:
-            names: of the layers, whose files have weights `[out, in]`.
+            names: names of the layers, whose files have weights `[out, in]`.
             fan_in: features of the input.
             fan_outs: features of each output.
             bias: whether they have one.

@@ -34,8 +34,8 @@ def read_logit_score(folder: Path, path: str, transformer: Json, system: str) ->
     """Return the settings of the module.
 
     Args:
-        folder: of the checkpoint.
-        path: of the module's folder, in the checkpoint's.
+        folder: folder of the checkpoint.
+        path: path of the module's folder, relative to the checkpoint.
         transformer: content of sentence_bert_config.json.
         system: the default prompt of the model.
 

@@ -20,7 +20,7 @@ class MaskedLMNames:
         dense, norm: the layers in front of the product.
         decoder: the product; its weight is stored if it is not the table of embeddings.
         biases: names that the bias of the product may have; the last one is its own, if the table is too.
-        activation: between dense layer and norm; None for that of the encoder.
+        activation: activation between dense layer and norm; None for the encoder's.
     """
 
     dense: str
@@ -35,9 +35,9 @@ class MaskedLMLayout:
     """The head of one checkpoint.
 
     Attributes:
-        names: of its tensors.
+        names: names of its tensors.
         hidden: features that it reads.
-        features: of a row in front of the product.
+        features: features of a row in front of the product.
         vocabulary: number of terms.
         activation: between dense layer and norm.
         norm_eps: added to the variance.

@@ -95,7 +95,7 @@ class RotaryConfig:
 
     Attributes:
         theta: the base of the frequencies.
-        scaling: how the frequencies were changed for longer sequences.
+        scaling: change of the frequencies for longer sequences.
         positions: longest sequence that it serves, in tokens.
     """
 

@@ -91,19 +91,19 @@ class SentenceSettings:
     """Settings of the steps around a transformer.
 
     Attributes:
-        pooling: how one vector is made of a sequence; the results of several are concatenated.
+        pooling: pooling of a sequence into one vector; the results of several are concatenated.
         has_pooling: whether modules.json has the module Pooling.
-        dense: layers between pooling and normalization; those of each token with `late`.
-        normalize: whether the vector is divided by its length; those of tokens with `late`.
+        dense: layers between pooling and normalization; layers of each token with `late`.
+        normalize: whether the vector is divided by its length; with `late`, the vectors of tokens.
         prompts: texts that it puts before texts, by name.
         default_prompt: the one that it takes if it is told no name; empty without one.
         pools_prompt: whether tokens of prompts are pooled; True where no prompt says anything.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
-        activation_class: what makes scores of a cross-encoder's logits, if a file has it.
-        splade: how a vector of terms is made; None for other models.
-        logit_score: how two logits become a score; None for other models.
-        late: how tokens get vectors of their own; None for other models.
+        activation_class: class that makes scores of a cross-encoder's logits, if a file has it.
+        splade: settings for a vector of terms; None for other models.
+        logit_score: settings for a score of two logits; None for other models.
+        late: settings for vectors of tokens; None for other models.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -125,8 +125,8 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     """Return the settings in a checkpoint folder; defaults where files are absent.
 
     Args:
-        folder: of the checkpoint.
-        pooling: where no file names one.
+        folder: folder of the checkpoint.
+        pooling: default pooling, if no file names one.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
@@ -180,7 +180,7 @@ def _late_settings(
 ) -> SentenceSettings:
     """Return the settings of a model with a vector for each token."""
     paths = dict(modules)
-    # those of PyLate are elsewhere
+    # the fields of PyLate are elsewhere
     more = frozenset[str]() if is_pylate(model) else TRANSFORMER_FIELDS
     transformer = _transformer_config(folder, ("feature-extraction",), more=more)
     prompts, prompt = _prompts(model, modules[-1][0])
@@ -269,7 +269,7 @@ def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
         chosen = modes if isinstance(modes, list) else [modes]
         names = _POOLING_NAMES
     else:
-        # in the order in which sentence-transformers concatenates them, which is not that of the file
+        # in the order in which sentence-transformers concatenates them, not in the order of the file
         known_first = [key for key in _POOLING_FLAGS if config.get(key)]
         unknown = [key for key in config if key in flags and config[key] and key not in known_first]
         chosen = [*known_first, *unknown]

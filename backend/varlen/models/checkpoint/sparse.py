@@ -1,6 +1,6 @@
 """Settings of SPLADE pooling: how logits become weights of terms.
 
-Source: Formal et al. 2021, arXiv:2109.10086; the fields are those of SpladePooling in sentence-transformers.
+Source: Formal et al. 2021, arXiv:2109.10086; the fields follow SpladePooling in sentence-transformers.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ class SpladeConfig:
     """How weights of terms are made.
 
     Attributes:
-        pooling: over the tokens of a sequence.
-        logs: how often log(1 + ...) is applied to a positive logit.
-        max_active_dims: terms of a vector, those of the largest weights, unless a request says it; None is all.
+        pooling: pooling over the tokens of a sequence.
+        logs: number of times that log(1 + ...) is applied to a positive logit.
+        max_active_dims: number of largest weights to keep in a vector, unless a request says it; None is all.
     """
 
     pooling: TermPooling = "max"
@@ -41,9 +41,9 @@ def read_splade(folder: Path, path: str, max_active_dims: int | None) -> SpladeC
     """Return the settings of a SpladePooling module.
 
     Args:
-        folder: of the checkpoint.
-        path: of the module's folder, in the checkpoint's.
-        max_active_dims: of the model.
+        folder: folder of the checkpoint.
+        path: path of the module's folder, relative to the checkpoint.
+        max_active_dims: default of the model.
 
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.

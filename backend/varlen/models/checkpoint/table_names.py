@@ -1,6 +1,6 @@
 """Names of the embedding tables and the output matrix of encoder-decoder checkpoints.
 
-A checkpoint may hold the table of the encoder, that of the decoder and the output matrix once, several times, or as
+A checkpoint may hold the tables of encoder and decoder and the output matrix once, several times, or as
 different tensors. As in transformers 5, each is the tensor of its own name if the checkpoint has it; otherwise it is
 one of the tensors that config.json ties it to.
 """

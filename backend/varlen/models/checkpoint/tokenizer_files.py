@@ -71,8 +71,8 @@ def read_tokenizer_settings(
     """Return the settings in a checkpoint folder.
 
     Args:
-        folder: of the checkpoint.
-        family: of the checkpoint.
+        folder: folder of the checkpoint.
+        family: family of the checkpoint.
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
         lowercase: whether sentence-transformers asks for lowercased texts.
 
@@ -206,7 +206,7 @@ def _check_source_language(config: Json, tokenizer: Json, class_name: str) -> No
     if class_name not in _SOURCE_LANGUAGES or language is None:
         return
     first, last = added_tokens(tokenizer)
-    # the second form is that of M2M-100
+    # the second form is for M2M-100
     if not {language, f"__{language}__"} & {*first, *last}:
         default = "" if config.get("src_lang") else " (its default)"
         raise CheckpointError(

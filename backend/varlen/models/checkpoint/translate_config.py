@@ -117,7 +117,7 @@ def read_translate_settings(folder: Path, config: Json, *, vocab_size: int) -> T
     """Return the settings of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         config: content of its config.json.
         vocab_size: token ids of targets are below it.
 

@@ -43,9 +43,9 @@ class DenseConfig:
     """Settings of one Dense module.
 
     Attributes:
-        path: of its folder, in the checkpoint's.
-        in_features, out_features, bias: of its linear layer.
-        activation: after it.
+        path: path of its folder, relative to the checkpoint.
+        in_features, out_features, bias: widths and bias of its linear layer.
+        activation: activation after it.
     """
 
     path: str
@@ -73,9 +73,9 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
     """Return the settings of a Dense module of a checkpoint folder.
 
     Args:
-        folder: of the checkpoint.
-        path: of the module's folder, in the checkpoint's.
-        of: what it reads and writes, by its name in sentence-transformers.
+        folder: folder of the checkpoint.
+        path: path of the module's folder, relative to the checkpoint.
+        of: vector that it reads and writes, by its name in sentence-transformers.
 
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.
@@ -103,8 +103,8 @@ def check_widths(layers: Sequence[DenseConfig], features: int) -> None:
     """Raise CheckpointError unless each layer reads as many features as it gets.
 
     Args:
-        layers: in order.
-        features: of a pooled vector.
+        layers: layers in order.
+        features: features of a pooled vector.
     """
     for layer in layers:
         if layer.in_features != features:

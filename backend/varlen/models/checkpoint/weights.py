@@ -38,7 +38,7 @@ class TensorHeader:
     Attributes:
         file: name of the file that holds it.
         stored_name: its name there.
-        dtype: in safetensors' words, such as F32.
+        dtype: dtype in safetensors' words, such as F32.
         shape: its dimensions.
     """
 

@@ -218,7 +218,7 @@ def test_a_reranker_on_gte_matches_transformers(first_release):
     model.gte.rotary_emb.inv_freq = ntk_frequencies(20000, 8.0, 8)
 
     check(folder, model, "classify")
-    # its one type of tokens is that of both texts
+    # both texts have its one type of tokens
     with Encoder.from_pretrained(folder, task="rerank") as encoder:
         assert encoder.classify([("the cat", "a river")]).shape == (1, 1)
 

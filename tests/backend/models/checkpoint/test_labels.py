@@ -1,4 +1,4 @@
-"""Labels and scores of classifiers are those of the original libraries."""
+"""Labels and scores of classifiers match the original libraries."""
 
 import pytest
 from sentence_transformers import CrossEncoder
