@@ -290,7 +290,7 @@ class _Reader:
 
     def _heads(self, head: HeadConfig) -> Heads:
         hidden, read = self._config.hidden, self._read.last
-        if not head.num_labels:
+        if head.task not in ("classify", "token_classify"):
             return Heads()
         dense = None
         if head.task == "classify":

@@ -264,7 +264,7 @@ def _read_layer(
 
 def _read_classifier(read: LayerReader, config: ModernBertConfig, head: HeadConfig) -> Heads:
     hidden = config.hidden
-    if not head.num_labels:
+    if head.task not in ("classify", "token_classify"):
         return Heads()
     return Heads(
         pooling=config.classifier_pooling,

@@ -57,7 +57,7 @@ _FAULT = "the model has stopped after a fault of its device or workers and canno
 
 
 class Scheduler(Protocol):
-    """Decides which sequences run together next. The engine's thread calls it, except for `admit` and `withdraw`."""
+    """Decides which sequences run together next. Only `admit` and `withdraw` leave the engine's thread."""
 
     def admit(self, request: Request, now: float) -> Forecast:
         """Count a request as waiting, or raise a `VarlenError`. From any thread."""

@@ -159,8 +159,9 @@ def read_choice(
 
 def check_multiple(config: Json, key: str, of: str) -> None:
     """Raise CheckpointError unless the size `key` is a multiple of the number `of`."""
-    if config[key] % config[of]:
-        raise CheckpointError(f"{key} {config[key]} is not a multiple of {of} {config[of]}")
+    size, number = read_int(config, key), read_int(config, of)
+    if size % number:
+        raise CheckpointError(f"{key} {size} is not a multiple of {of} {number}")
 
 
 def read_norm_eps(config: Json, key: str, *, default: float) -> float:

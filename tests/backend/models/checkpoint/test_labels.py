@@ -101,3 +101,12 @@ def test_refuses_a_function_that_is_not_ours(make_checkpoint):
 
     with refused(f'are made by "{path}"; allowed: Identity, Sigmoid, Softmax'):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("family", ["Bert", "DebertaV2", "ModernBert"])
+def test_a_classifier_without_labels_is_refused(family, make_checkpoint):
+    folder = make_checkpoint(f"{family}ForSequenceClassification")
+    set_fields(folder, "config.json", id2label={})
+
+    with refused("config.json implies"):
+        Checkpoint.open(folder).check_task("classify")
