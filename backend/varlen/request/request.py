@@ -51,7 +51,7 @@ class Source(Payload):
     """The ids of the text that `translate` reads; its prompt is how each answer begins."""
 
 
-# Worker processes and the response cache name a payload by its place here.
+# Worker processes name a payload by its place here.
 PAYLOADS = (Payload, Masks, Vectors, Unpooled, Source)
 _NOTHING = Payload()
 
