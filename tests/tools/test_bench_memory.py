@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from tests.closeness import assert_close, encoder_roundings
@@ -197,8 +199,9 @@ def test_a_soak_samples_memory_between_parts_of_its_requests(monkeypatch, tmp_pa
             super().__init__()
             assert (url, model, rows_per_request) == (server.grpc_url, "tiny", 1)
 
-        def embed(self, rows):
-            sent.append([row.size for row in rows])
+        def embed(self, texts, *, truncate):
+            assert truncate
+            sent.append([len(text.split()) for text in texts])
 
     fakes = {
         "LocalServer": lambda *_, **__: nullcontext(server),
@@ -211,7 +214,9 @@ def test_a_soak_samples_memory_between_parts_of_its_requests(monkeypatch, tmp_pa
     for name, fake in fakes.items():
         monkeypatch.setattr(f"varlen_bench.memory.soak.{name}", fake)
     (tmp_path / "tiny" / "1").mkdir(parents=True)
-    (tmp_path / "tiny" / "1" / "config.json").write_text('{"vocab_size": 50}')
+    (tmp_path / "tiny" / "1" / "tokenizer.json").write_text(
+        Tokenizer(WordLevel({"cat": 0, "dog": 1, "[UNK]": 2}, "[UNK]")).to_str()
+    )
 
     stub, process = soak(Soak(tmp_path, "tiny", requests=5, warmup=3, every=4, longest=9))
 
