@@ -100,7 +100,7 @@ _NUM_TOKENS = Tensor(
     "num_tokens",
     "INT32",
     ("rows", "1"),
-    "tokens of the row, special ones and those of expanded queries included, after truncation. Rows of `[tokens, …]`"
+    "tokens of the row, special ones and tokens of expanded queries included, after truncation. Rows of `[tokens, …]`"
     " are padded with zeros behind them",
 )
 _LOGITS = Tensor(
