@@ -24,7 +24,7 @@ OLDEST_TRITON := 3.6.0
 OLDEST_TRITON_FOLDER := $(VENV)/triton-3.6
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
-# A worker process for each core; tests that share a server go to one worker, all others wherever one is free.
+# A worker process for each core. tests/conftest.py gives each file to one worker, kernel tests wherever one is free.
 PARALLEL := --numprocesses $$(nproc) --maxprocesses 8 --dist loadgroup
 ON_GPU := PYTHONPATH=$(CURDIR)/kernels:$(CURDIR)/backend:$(CURDIR)/client:$(CURDIR)/tools:$$PYTHONPATH $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
@@ -84,7 +84,7 @@ test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= narrows them down)
 	$(ON_GPU) -m varlen_bench.gpu_tests $(TESTS)
 
-gpu-report: $(GPU_SETUP) ## Test, measure and tune on this GPU in ten minutes; OUT= is the folder of the report
+gpu-report: $(GPU_SETUP) ## Measure, check and tune on this GPU in ten minutes; OUT= is the folder of the report
 	$(ON_GPU) -m varlen_bench.gpu_report --output $(or $(OUT),gpu-report) $(REPORT)
 
 campaign: setup ## Attack real servers on this machine for SECONDS=900 with SEED=0; writes docs/benchmarks

@@ -6,6 +6,8 @@ An op is a Triton kernel, or plain torch where torch runs it in one fast kernel.
 `reference`, which specifies each op.
 """
 
+import torch
+
 from varlen_kernels.reference import (
     concat,
     linear,
@@ -31,3 +33,7 @@ from varlen_kernels.triton.pooling import first_tokens, pool
 from varlen_kernels.triton.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.triton.sampling import sample_tokens
 from varlen_kernels.triton.vocabulary import term_weights
+
+# cuBLAS may else add up the parts of a product in its dtype, and then an answer depends on how a product was split
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 # Set explicitly, since Triton 3.10 changes the default.
 _COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
-_chosen: dict[tuple[str, Key], Launch] = {}
+# Launches by GPU, op and key: the GPUs of one machine may differ.
+_chosen: dict[tuple[int, str, Key], Launch] = {}
 _tables_file = Path(__file__).with_name("tuning.json")
 # One list per active `record_picks`; `pick` appends its arguments to each.
 _recordings: list[list[Pick]] = []
@@ -52,28 +53,30 @@ def pick(op: str, key: Key, candidate_launches: CandidateLaunches) -> Launch:
     """
     for recording in _recordings:
         recording.append((op, key, candidate_launches))
-    launch = _chosen.get((op, key))
+    gpu = _current_gpu()
+    launch = _chosen.get((gpu, op, key))
     if launch is None:
         allowed = candidate_launches(*key)
-        tuned = _table().get(op, {}).get(key_text(key))
+        tuned = _table(gpu).get(op, {}).get(key_text(key))
         if tuned is None or tuned not in allowed:
             tuned = allowed[0]
         launch = {**tuned, **_COMPILER_OPTIONS}
-        _chosen[op, key] = launch
+        _chosen[gpu, op, key] = launch
     return launch
 
 
 @contextmanager
 def forced_launch(op: str, key: Key, launch: Launch) -> Iterator[None]:
-    """Make `pick` return this launch for (op, key) inside the context."""
-    before = _chosen.get((op, key))
-    _chosen[op, key] = {**launch, **_COMPILER_OPTIONS}
+    """Make `pick` return this launch for (op, key) on the current GPU inside the context."""
+    entry = (_current_gpu(), op, key)
+    before = _chosen.get(entry)
+    _chosen[entry] = {**launch, **_COMPILER_OPTIONS}
     try:
         yield
     finally:
-        del _chosen[op, key]
+        del _chosen[entry]
         if before is not None:
-            _chosen[op, key] = before
+            _chosen[entry] = before
 
 
 @contextmanager
@@ -121,13 +124,19 @@ def capability_text(capability: tuple[int, int]) -> str:
     return "sm_{}{}".format(*capability)
 
 
+def _current_gpu() -> int:
+    """Return the number of the current GPU; 0 before CUDA is initialized."""
+    is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if is_initialized else 0
+
+
 @cache
-def _table() -> Table:
-    """Return the tuned launches for this machine's GPU and Triton version."""
+def _table(number: int) -> Table:
+    """Return the tuned launches for this GPU of the machine and for the Triton version."""
     if not torch.cuda.is_available():
         return {}
-    gpu, version = torch.cuda.get_device_name(), minor_version()
-    capability = capability_text(torch.cuda.get_device_capability())
+    gpu, version = torch.cuda.get_device_name(number), minor_version()
+    capability = capability_text(torch.cuda.get_device_capability(number))
     tables = {
         name: versions[version]
         for name, versions in parse_tables(_text()).get(capability, {}).items()

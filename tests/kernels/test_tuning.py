@@ -43,8 +43,8 @@ def fake_gpu(monkeypatch):
             },
         }
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(tuning, "minor_version", lambda: version)
         monkeypatch.setattr(tuning, "_text", lambda: json.dumps(table))
 
@@ -55,6 +55,20 @@ def test_the_tuned_launch_is_picked(fake_gpu):
     fake_gpu("Some GPU", "3.6", TUNED)
 
     assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
+
+
+def test_each_gpu_of_a_machine_has_its_own_launches(fake_gpu, monkeypatch):
+    fake_gpu("Some GPU", "3.6", TUNED)
+    names, current = ["Some GPU", "Another kind of GPU"], [0]
+    capabilities = [(9, 0), (8, 9)]
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+
+    for gpu, expected in ((0, TUNED), (1, DEFAULT), (0, TUNED)):
+        current[0] = gpu
+        assert tuning.pick("norm", KEY, candidate_launches) == expected | OPTIONS
 
 
 def test_another_file_replaces_the_installed_table(fake_gpu, monkeypatch, tmp_path):

@@ -10,9 +10,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
+from tests.checkpoints import save_checkpoint
+from varlen.execution.packing import largest_dims
+from varlen.memory.arena import Region
+from varlen.memory.layout import Layout
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.loading import load_encoder
+from varlen.program.recorder import Recorder
 from varlen_bench.kernels import peers, report
 from varlen_bench.kernels.__main__ import app
-from varlen_bench.kernels.encoder import SingleOpKernels
+from varlen_bench.kernels.encoder import SingleOpKernels, with_own_tables
 from varlen_bench.kernels.grid import FULL, QUICK, TINY, packed_lengths
 from varlen_bench.kernels.groups import GROUPS, is_compiled
 from varlen_bench.kernels.machine import Budget, DeviceLostError, fake_machine
@@ -23,6 +30,7 @@ from varlen_bench.ops import padded, rows
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 
+CPU = torch.device("cpu")
 LONG = Budget(1e6)
 CALL = rows.add_layer_norm(4, 8, torch.float32)
 TORCH = peers_of(CALL).systems[0]
@@ -237,6 +245,30 @@ def test_single_op_kernels_run_one_op_and_skip_the_others():
     assert only.linear(x, out=x) is x
     assert only.activate(x, kind="gelu", out=x) is x
     assert ran == ["linear"]
+
+
+def test_no_buffer_overlaps_a_table_that_is_read_by_an_op_without_the_others(tmp_path):
+    encoder = load_encoder(Checkpoint.open(save_checkpoint(tmp_path)), torch.float32, CPU)
+    ops = Recorder(for_gpu=True)
+    program = ops.finish(encoder.record(ops))
+    dims = largest_dims(256, 8)
+    (table,) = {op.results[0] for op in program.ops if op.kernel == "attention_tiles"}
+    planned = Layout(program.buffers, 64).plan(dims)
+
+    region = with_own_tables(program, Region(torch.empty(planned.footprint), planned.offsets), dims)
+
+    places = {
+        buffer: range(begin, begin + buffer.size.at(dims))
+        for buffer, begin in zip(program.buffers, region.offsets, strict=True)
+    }
+    (own,) = [
+        place for buffer, place in places.items() if program.usage_of[table.name] in buffer.usages
+    ]
+    others = [place for place in places.values() if place != own]
+    assert len(own)
+    assert own.stop <= len(region.memory)
+    assert all(own.start >= each.stop or own.stop <= each.start for each in others)
+    assert all(begin % 64 == 0 for begin in region.offsets)
 
 
 # the command

@@ -4,6 +4,7 @@ import csv
 import importlib
 import signal
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from varlen_bench.gpu_report import __main__ as command
 from varlen_bench.gpu_report import environment, load, products, smoke
-from varlen_bench.gpu_report.bounded import Stage, run_stages
+from varlen_bench.gpu_report.archive import pack, unpack
+from varlen_bench.gpu_report.bounded import GRACE_SECONDS, Stage, run_stages
+from varlen_bench.gpu_report.figures import MUST_BE_0
 from varlen_bench.gpu_report.profiled import run_each
-from varlen_bench.gpu_report.stages import Files, all_stages
+from varlen_bench.gpu_report.stages import Call, Files, all_stages
 from varlen_bench.gpu_report.summary import (
     count_tests,
     failed_tests,
@@ -101,7 +104,7 @@ def test_a_stage_that_fails_does_not_stop_later_ones(tmp_path):
     assert saved == [1, 2, 3, 4]
 
 
-def test_a_spent_budget_skips_the_stages_that_are_left(tmp_path):
+def test_a_spent_budget_starts_none_of_the_stages_that_are_left(tmp_path):
     limits = []
 
     def record(seconds):
@@ -111,7 +114,7 @@ def test_a_spent_budget_skips_the_stages_that_are_left(tmp_path):
     outcomes = run([Stage("first", 60, record), Stage("second", 5, record)], tmp_path, seconds=19)
 
     # 10 of 19 seconds are kept to stop a stage, and 9 are too few for one that wants 60
-    assert [outcome.status for outcome in outcomes] == ["skipped", "ok"]
+    assert [outcome.status for outcome in outcomes] == ["out of time", "ok"]
     assert outcomes[0].note == "9 s were left"
     assert limits == [5]
 
@@ -119,17 +122,37 @@ def test_a_spent_budget_skips_the_stages_that_are_left(tmp_path):
 # the stages
 
 
-def test_every_stage_has_a_command_that_its_module_accepts(tmp_path):
-    stages = all_stages(Files(tmp_path, revision="abc"))
+def stages_of(folder, revision=""):
+    """Return the stages of all calls by name."""
+    calls = all_stages(Files(folder, revision)).values()
+    return {one.name: one for stages in calls for one in stages}
+
+
+@pytest.mark.parametrize("call", Call)
+def test_the_limits_of_a_call_fit_into_its_time(call, tmp_path):
+    stages = all_stages(Files(tmp_path))[call]
 
     assert len({one.name for one in stages}) == len(stages)
-    for one in stages:
+    assert sum(one.seconds for one in stages) <= command.SECONDS - GRACE_SECONDS
+
+
+def test_the_test_that_hangs_the_gpu_runs_last_in_a_call_of_its_own(tmp_path):
+    calls = all_stages(Files(tmp_path))
+    paths = {call: str([one.command(60) for one in stages]) for call, stages in calls.items()}
+
+    assert [call for call, text in paths.items() if "tests/" in text] == [Call.TESTS, Call.LOST]
+    assert "test_lost_gpu" not in paths[Call.TESTS]
+    assert calls[Call.LOST][-1].command(60)[-1] == "tests/kernels/gpu/test_lost_gpu.py"
+
+
+def test_every_stage_has_a_command_that_its_module_accepts(tmp_path):
+    for one in stages_of(tmp_path, revision="abc").values():
         words = list(one.command(one.seconds))
         at = words.index("-m")
         name, arguments = words[at + 1], words[at + 2 :]
         assert words[at - 1] == sys.executable
         if name == "pytest":
-            assert Path(arguments[-1]).is_dir()
+            assert Path(arguments[-1]).exists()
             continue
         module = importlib.import_module(f"{name}.__main__" if name.endswith(".kernels") else name)
         if not hasattr(module, "main"):
@@ -147,20 +170,22 @@ def test_every_stage_has_a_command_that_its_module_accepts(tmp_path):
 
 def test_stages_without_their_program_or_table_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    files = Files(tmp_path)
-    missing = {one.name: one.missing() for one in all_stages(files) if one.missing()}
+    stages = stages_of(tmp_path)
+    missing = {name: one.missing() for name, one in stages.items() if one.missing()}
 
     assert missing == {
         "encoder as tuned": "no launch was tuned",
         "memcheck": "compute-sanitizer is not installed",
         "profiler": "ncu is not installed",
     }
-    files.tuning.write_text("{}")
-    assert not {one.name: one for one in all_stages(files)}["encoder as tuned"].missing()
+    Files(tmp_path).tuning.write_text("{}")
+    assert not stages["encoder as tuned"].missing()
 
 
 def test_a_bare_machine_can_import_every_stage(tmp_path):
-    names = "__main__ environment compile smoke load products profiled".split()
+    names = (
+        "__main__ environment compile smoke dependent_launch overlap load products profiled".split()
+    )
     modules = [f"varlen_bench.gpu_report.{name}" for name in names]
     modules += ["varlen_bench.kernels.__main__", "varlen_bench.tune_kernels"]
 
@@ -196,6 +221,7 @@ def test_the_smoke_test_accepts_an_op_that_overwrites_its_inputs():
 def test_the_smoke_command_writes_rows_and_fails_if_an_op_is_wrong(tmp_path, monkeypatch):
     calls = [rows.layer_norm(4, 8, torch.float32)]
     monkeypatch.setattr(smoke, "smoke_calls", lambda dtype: calls)
+    monkeypatch.setattr(smoke, "finds_gpu", lambda command: True)
     app = typer.Typer()
     app.command()(smoke.main)
     path = tmp_path / "smoke.csv"
@@ -342,6 +368,18 @@ def test_a_report_is_wrong_if_a_check_a_test_or_one_of_our_results_failed(tmp_pa
     cut_off = stage("tests", f"print({PLAIN_LOG!r})", checks=True)
     assert is_wrong(files, run([cut_off], tmp_path))
 
+    late = stage("overlap", "import time; time.sleep(60)", seconds=0.5, checks=True)
+    assert is_wrong(files, run([late], tmp_path))
+    assert "Not passed: overlap" in summary(files, run([late], tmp_path))
+
+    figure = {"part": "decode", "case": "8x9", "figure": "tokens that differ", "unit": MUST_BE_0}
+    write_rows(files.rows("decode"), {**figure, "value": "0"})
+    assert not is_wrong(files, [])
+    write_rows(files.rows("decode"), {**figure, "value": "2"})
+    assert wrong_rows(files) == ["decode, 8x9: tokens that differ: 2"]
+    assert is_wrong(files, [])
+    files.rows("decode").unlink()
+
     skipped = kernel_row(note="skipped: the budget of 30 s is spent")
     write_rows(
         files.rows("kernels"), skipped, kernel_row(system="varlen_attn", note="failed: no GPU")
@@ -359,7 +397,7 @@ def test_a_report_is_wrong_if_a_check_a_test_or_one_of_our_results_failed(tmp_pa
 
 def invoke(monkeypatch, stages, *arguments, gpu=True):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(command, "all_stages", lambda files: stages)
+    monkeypatch.setattr(command, "all_stages", lambda files: dict.fromkeys(Call, stages))
     before = signal.getsignal(signal.SIGTERM)
     try:
         return CliRunner().invoke(command.app, arguments)
@@ -380,12 +418,51 @@ def test_the_command_runs_the_chosen_stages_and_its_status_tells_whether_results
     one = invoke(monkeypatch, stages, "--output", str(folder), "--only", "env")
 
     assert all_of_them.exit_code == 1
-    assert "gpu-report: results are wrong, see" in all_of_them.output
+    assert "gpu-report: results are wrong or incomplete, see" in all_of_them.output
     assert one.exit_code == 0
     assert "smoke" not in (folder / "summary.md").read_text()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "environment.log", "smoke.log", "summary.md"
-    ]  # fmt: skip
+    assert sorted(path.name for path in folder.iterdir()) == ["report.tar.gz", "summary.md"]
+    # the second run adds to the files of the first
+    with tarfile.open(folder / "report.tar.gz") as archive:
+        assert archive.getnames() == ["environment.log", "smoke.log", "summary.md"]
+
+
+def test_the_archive_is_written_after_each_stage_and_never_half(tmp_path, monkeypatch):
+    folder, seen = tmp_path / "new", []
+
+    def packed(source, archive):
+        pack(source, archive)
+        seen.append(sorted(path.name for path in folder.iterdir()))
+
+    monkeypatch.setattr(command, "pack", packed)
+    invoke(monkeypatch, [stage("environment"), stage("beam")], "--output", str(folder))
+
+    assert seen == [["report.tar.gz", "summary.md"]] * 2
+
+
+def test_a_report_goes_on_from_its_archive_and_refuses_another_file(tmp_path):
+    first, archive, second = tmp_path / "first", tmp_path / "report.tar.gz", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    (first / "kernels.csv").write_text("a,b\n")
+    unpack(archive, second)
+    pack(first, archive)
+
+    unpack(archive, second)
+
+    assert (second / "kernels.csv").read_text() == "a,b\n"
+    archive.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"report.tar.gz is no archive of a report; remove it"):
+        unpack(archive, second)
+
+
+def test_a_dry_run_runs_the_stages_without_a_gpu(tmp_path, monkeypatch):
+    arguments = ("--output", str(tmp_path), "--dry-run")
+
+    ran = invoke(monkeypatch, [stage("environment")], *arguments, gpu=False)
+
+    assert ran.exit_code == 0
+    assert "environment: ok" in ran.output
 
 
 def test_without_a_gpu_the_command_skips_and_an_unknown_stage_is_refused(tmp_path, monkeypatch):

@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from varlen_bench import gpu_tests
-from varlen_bench.gpu_tests import KERNELS, SERVED_SHAPES, main, suites
+from varlen_bench.gpu_tests import KERNELS, LOST_GPU, SERVED_SHAPES, main, suites
 
 from .bare_machine import run_on_bare_machine
 
 
 def test_a_bare_machine_collects_every_gpu_test_of_the_kernels(tmp_path: Path) -> None:
-    # both suites in one process, to import torch once
-    paths = (*KERNELS.paths, *SERVED_SHAPES.paths)
+    # all suites in one process, to import torch once
+    paths = (*KERNELS.paths, *SERVED_SHAPES.paths, *LOST_GPU.paths)
 
     run = run_on_bare_machine(
         tmp_path, "-m", "varlen_bench.gpu_tests", "--collect-only", "-q", *paths
@@ -47,6 +47,8 @@ def test_processes_are_started_only_where_xdist_is_installed(
     assert KERNELS.command()[-5:-1] == ["--numprocesses", "10", "--dist", "worksteal"]
     # at the sizes of a server, tests need the memory of the GPU
     assert "4" in SERVED_SHAPES.command()
+    # a test that hangs the GPU has it for itself
+    assert "--numprocesses" not in LOST_GPU.command()
 
 
 def test_server_tests_run_only_beside_a_server_and_its_client(
@@ -59,17 +61,17 @@ def test_server_tests_run_only_beside_a_server_and_its_client(
     with_both = suites()
     importable(monkeypatch, "grpc")
 
-    assert without_server == suites() == [KERNELS, SERVED_SHAPES]
-    assert [suite.name for suite in with_both] == ["kernels", "served shapes", "server"]
+    assert without_server == suites() == [KERNELS, SERVED_SHAPES, LOST_GPU]
+    assert [each.name for each in with_both] == ["kernels", "served shapes", "server", "lost GPU"]
 
 
 @pytest.mark.parametrize(
     "arguments, statuses, expected, ran",
     [
-        ([], [0, 0], 0, [KERNELS.paths, SERVED_SHAPES.paths]),
-        ([], [1, 0], 1, [KERNELS.paths, SERVED_SHAPES.paths]),
+        ([], [0, 0, 0], 0, [KERNELS.paths, SERVED_SHAPES.paths, LOST_GPU.paths]),
+        ([], [1, 0, 0], 1, [KERNELS.paths, SERVED_SHAPES.paths, LOST_GPU.paths]),
         # no test of one suite has the name that -k asks for
-        (["-k", "pool"], [0, 5], 0, [KERNELS.paths, SERVED_SHAPES.paths]),
+        (["-k", "pool"], [0, 5, 5], 0, [KERNELS.paths, SERVED_SHAPES.paths, LOST_GPU.paths]),
         (["-v", "tests/kernels/a.py", "tests/b.py"], [2], 2, [("tests/kernels/a.py", "tests/b.py")]),
     ],
     ids=["all", "one fails", "one is empty", "chosen"],

@@ -249,8 +249,8 @@ def test_the_command_skips_without_a_gpu_and_rejects_an_unknown_group(monkeypatc
 
 def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Mine")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine_with())
     monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, kinds: calls(4))
     # the candidates of these fake kernels are nothing to compile

@@ -37,21 +37,23 @@ class Suite:
         """Return the command line; `arguments` are added to pytest's."""
         # versions differ from machine to machine, and a newer one may warn
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default"]
-        if find_spec("xdist") is not None:
-            processes = min(cpu_count(), self.processes)
+        processes = min(cpu_count(), self.processes)
+        if processes > 1 and find_spec("xdist") is not None:
             command += ["--numprocesses", str(processes), "--dist", "worksteal"]
         return [*command, *arguments, *self.paths]
 
 
-KERNELS = Suite("kernels", ("tests/kernels/triton",), processes=12)
-SERVED_SHAPES = Suite("served shapes", ("tests/kernels/gpu",), processes=4)
+KERNELS = Suite("kernels", ("tests/kernels/triton",), processes=16)
+SERVED_SHAPES = Suite("served shapes", ("tests/kernels/gpu/test_served_shapes.py",), processes=4)
+# hangs the GPU for seconds, so no other test runs meanwhile
+LOST_GPU = Suite("lost GPU", ("tests/kernels/gpu/test_lost_gpu.py",), processes=1)
 _SERVER_TESTS = Suite("server", ("tests/server/test_gpu.py",), processes=1)
 
 
 def suites() -> list[Suite]:
-    """Return the suites that this machine can collect."""
+    """Return the suites that this machine can collect, in their order."""
     has_server = _SERVER.is_dir() and all(find_spec(name) for name in _SERVER_PACKAGES)
-    return [KERNELS, SERVED_SHAPES, *([_SERVER_TESTS] if has_server else [])]
+    return [KERNELS, SERVED_SHAPES, *([_SERVER_TESTS] if has_server else []), LOST_GPU]
 
 
 def main(arguments: Sequence[str]) -> int:

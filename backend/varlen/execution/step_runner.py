@@ -66,6 +66,7 @@ class StepRunner:
         kv: size of the KV caches.
         programs: the step of the decoder, then the encoder if there is one.
         arenas: memory of their intermediates.
+        steps: runs the steps of the decoder.
         graph_use: cost of the CUDA graphs, if there are any.
     """
 
@@ -117,19 +118,19 @@ class StepRunner:
             for program, arena in zip(self.programs, self.arenas, strict=True)
         ]
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
-        self._steps: DeviceSteps
+        self.steps: DeviceSteps
         self.graph_use = GraphUse()
         if self.device.type == "cuda":
             blocks = -(-self.max_sequence_tokens // self.kv.block_size)
-            self._steps = CudaSteps(
+            self.steps = CudaSteps(
                 bound[0],
                 blocks_per_sequence=blocks,
                 blocks_per_source=blocks if has_sources else 0,
                 graphs=CudaGraphs(self.device, config.device_timeout_seconds),
             )
-            self.graph_use = self._steps.graph_use
+            self.graph_use = self.steps.graph_use
         else:
-            self._steps = CpuSteps(bound[0])
+            self.steps = CpuSteps(bound[0])
 
     def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return what each row of logits goes on with, chunk by chunk.
@@ -138,11 +139,11 @@ class StepRunner:
             MemoryError: too little memory for what the step needs beside the arena.
         """
         step = cast(StepBatch, batch)
-        with memory_errors(), torch.inference_mode(), self._steps.stream():
+        with memory_errors(), torch.inference_mode(), self.steps.stream():
             self._copy_blocks(step.copies)
             if self._encoder is not None:
                 self._encoder.encode(step.chunks)
-            logits = self._steps.logits(step.chunks)
+            logits = self.steps.logits(step.chunks)
             return self._choose(logits, [each for chunk in step.chunks for each in chunk.samples])
 
     @property
@@ -152,8 +153,8 @@ class StepRunner:
 
     def has_nan(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the logits of a step hold NaN."""
-        with torch.inference_mode(), self._steps.stream():
-            return bool(self._steps.logits(chunks).isnan().any())
+        with torch.inference_mode(), self.steps.stream():
+            return bool(self.steps.logits(chunks).isnan().any())
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""
@@ -165,7 +166,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Release the KV caches, and what runs steps."""
-        self._steps.close()
+        self.steps.close()
         self._caches.clear()
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

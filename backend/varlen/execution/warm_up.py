@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Time in which a first step may compile its kernels, in seconds. Other processes may use the cores meanwhile.
+_COMPILE_SECONDS = 240.0
+
 _GREEDY = GenerationOptions(temperature=0.0)
 _DRAWN = GenerationOptions(top_k=2, top_p=0.5)
 _SEARCHED = GenerationOptions(num_beams=2)
@@ -86,26 +89,38 @@ def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -
     return lengths
 
 
-def warm_up(runner: StepRunner) -> None:
+def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     """Run prompts and tokens of a decoder, so that its first request is fast.
+
+    Args:
+        runner: runs them.
+        timeout: longest time of a step on a GPU, in seconds, beside the time to compile; 0 is no limit.
 
     Raises:
         ConfigError: the logits of random tokens hold NaN.
+        ModelFaultError: the GPU does not end a step.
     """
+    limit = timeout if runner.device.type == "cuda" else 0.0
     lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
     for options in (_SEARCHED,) if runner.has_sources else (_GREEDY, _DRAWN, _SEARCHED):
         for length in lengths:
             chunk = _chunk(runner, length, 1, options)
-            _run(runner, [chunk._replace(samples=(chunk.sequence,))])
+            _run(runner, [chunk._replace(samples=(chunk.sequence,))], limit)
     if runner.device.type == "cuda":
-        warm_up_kernels(runner)
-    _check_logits(runner)
+        warm_up_kernels(runner, limit)
+    # everything is compiled
+    call_within(limit, partial(_check_logits, runner))
 
 
-def warm_up_kernels(runner: StepRunner) -> None:
-    """Run steps of prompts of all forms, so that none compiles a kernel in service."""
+def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
+    """Run steps of prompts of all forms, so that none compiles a kernel in service.
+
+    Args:
+        runner: runs them.
+        timeout: see `warm_up`.
+    """
     for chunks in _prompts_of_all_forms(runner):
-        _run(runner, chunks)
+        _run(runner, chunks, timeout)
 
 
 def _prompts_of_all_forms(runner: StepRunner) -> Iterator[list[Chunk]]:
@@ -144,11 +159,12 @@ def _check_logits(runner: StepRunner) -> None:
         )
 
 
-def _run(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+def _run(runner: StepRunner, chunks: Sequence[Chunk], timeout: float) -> None:
     """Run a step, which begins with the copy of a block onto itself."""
     sequences = tuple(chunk.sequence for chunk in chunks)
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
-    runner.run_batch(StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),)))
+    step = StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))
+    call_within(timeout, partial(runner.run_batch, step), compile_seconds=_COMPILE_SECONDS)
 
 
 def _chunk(

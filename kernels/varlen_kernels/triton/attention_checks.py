@@ -29,7 +29,7 @@ def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, cached_dim: int 
     if width != heads * head_dim:
         raise ValueError(
             f"qkv has rows of {width}; allowed: multiples of {num_heads} + 2 · {num_kv_heads} heads"
-            + (f", or {num_heads * cached_dim} for queries alone" if cached_dim else "")
+            + (f", or {num_heads * cached_dim} for only queries" if cached_dim else "")
         )
     if not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")

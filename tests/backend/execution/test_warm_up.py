@@ -14,6 +14,7 @@ from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, ModelFaultError
 from varlen.execution import runner as runner_module
+from varlen.execution import warm_up as warm_up_module
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
@@ -126,7 +127,7 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
         Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
     )
     warm_up(runner)
-    logits, steps = runner._steps.logits, []
+    logits, steps = runner.steps.logits, []
 
     def broken(chunks):
         steps.append(len(chunks))
@@ -135,10 +136,48 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
             found[5, 3] = torch.nan
         return found
 
-    monkeypatch.setattr(runner._steps, "logits", broken)
+    monkeypatch.setattr(runner.steps, "logits", broken)
     with pytest.raises(ConfigError, match="6 sequences have logits with NaN in torch.float32"):
         warm_up(runner)
     assert steps[-1] == 6
+
+
+@pytest.mark.parametrize("hangs_at", [0, -1], ids=["in its first step", "once it is compiled"])
+def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
+    make_checkpoint, monkeypatch, hangs_at
+):
+    config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
+    runner = StepRunner(
+        Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, lambda logits, sequences: []
+    )
+    logits, limits, go_on = runner.steps.logits, [], Event()
+    runner.device = torch.device("cuda")
+    monkeypatch.setattr(runner, "_copy_blocks", lambda copies: None)
+    within = warm_up_module.call_within
+
+    def recorded(seconds, function, *, compile_seconds=0.0):
+        limits.append((seconds, compile_seconds))
+        return within(seconds, function, compile_seconds=compile_seconds and 0.1)
+
+    monkeypatch.setattr(warm_up_module, "call_within", recorded)
+    warm_up(runner, timeout=60)
+    # the steps may compile, and the last one has nothing to compile
+    steps, limits[:] = limits[:], []
+    assert {each[0] for each in steps} == {60}
+    assert min(each[1] for each in steps[:-1]) > 60
+    assert steps[-1] == (60, 0)
+
+    monkeypatch.setattr(
+        runner.steps,
+        "logits",
+        lambda chunks: (
+            go_on.wait(10.0) if len(limits) - 1 == hangs_at % len(steps) else logits(chunks)
+        ),
+    )
+    with pytest.raises(ModelFaultError, match=r"not ended its first work in 0\.\d+ s .*: it hangs"):
+        warm_up(runner, timeout=0.5)
+
+    go_on.set()
 
 
 def test_too_little_memory_for_graphs_names_the_setting_to_lower(small_bert, monkeypatch):
@@ -161,9 +200,9 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     runner = StepRunner(
         Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
     )
-    logits, shapes = runner._steps.logits, []
+    logits, shapes = runner.steps.logits, []
     monkeypatch.setattr(
-        runner._steps,
+        runner.steps,
         "logits",
         lambda chunks: shapes.append([len(c.token_ids) for c in chunks]) or logits(chunks),
     )

@@ -286,7 +286,7 @@ def test_no_tokens(step, device):
     [
         (
             {"qkv": torch.zeros(3, 127)},
-            "rows of 127; allowed: multiples of 4 . 2 · 2 heads, or 64 for queries alone",
+            "rows of 127; allowed: multiples of 4 . 2 · 2 heads, or 64 for only queries",
         ),
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 4 heads"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),

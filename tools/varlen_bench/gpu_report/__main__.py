@@ -3,18 +3,22 @@
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+from varlen_bench.gpu_report.archive import pack, unpack
 from varlen_bench.gpu_report.bounded import Outcome, run_stages
-from varlen_bench.gpu_report.stages import Files, all_stages
+from varlen_bench.gpu_report.stages import Call, Files, all_stages
 from varlen_bench.gpu_report.summary import is_wrong, summary
 from varlen_bench.harness.command import Only, Revision, refused, select
 from varlen_bench.kernels.gpu_run import finds_gpu
 
+# A machine may be lent for calls of ten minutes. The rest is for its start and for the archive.
 SECONDS = 585
 SUMMARY = "summary.md"
+ARCHIVE = "report.tar.gz"
 
 app = typer.Typer(add_completion=False)
 
@@ -23,31 +27,43 @@ app = typer.Typer(add_completion=False)
 def main(
     output: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("gpu-report"),
     seconds: Annotated[float, typer.Option(min=20, help="For all stages together.")] = SECONDS,
+    call: Annotated[Call, typer.Option(help="The stages that run.")] = Call.FIGURES,
     only: Only = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Run without a GPU: each stage says that it finds none."),
+    ] = False,
     revision: Revision = "",
 ) -> None:
     """Test, measure and tune on this GPU; fail if a result is wrong."""
-    # the summary reads earlier files of the folder, too
-    files = Files(output, revision)
-    stages = {stage.name: stage for stage in all_stages(files)}
-    with refused():
-        names = select(only, stages)
-    if not finds_gpu("gpu-report"):
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    # a stage must end with this process
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # with --only, stages of all calls; the summary reads earlier files of the report, too
+    with TemporaryDirectory(prefix="varlen-report-") as scratch:
+        files = Files(Path(scratch), revision)
+        calls = all_stages(files)
+        known = {stage.name: stage for stages in calls.values() for stage in stages}
+        with refused():
+            names = select(only, known) if only else [stage.name for stage in calls[call]]
+        if not finds_gpu("gpu-report") and not dry_run:
+            return
+        with refused():
+            unpack(output / ARCHIVE, files.folder)
+        output.mkdir(parents=True, exist_ok=True)
+        # a stage must end with this process
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
-    def save(outcomes: list[Outcome]) -> None:
-        (output / SUMMARY).write_text(summary(files, outcomes), encoding="utf-8")
-        last = outcomes[-1]
-        print(f"{last.stage.name}: {last.status} {last.seconds:.0f} s {last.note}", flush=True)
+        def save(outcomes: list[Outcome]) -> None:
+            text = summary(files, outcomes)
+            for folder in (files.folder, output):
+                (folder / SUMMARY).write_text(text, encoding="utf-8")
+            pack(files.folder, output / ARCHIVE)
+            last = outcomes[-1]
+            print(f"{last.stage.name}: {last.status} {last.seconds:.0f} s {last.note}", flush=True)
 
-    outcomes = run_stages([stages[name] for name in names], seconds, output, save)
-    print((output / SUMMARY).read_text(encoding="utf-8"))
-    if is_wrong(files, outcomes):
-        print(f"gpu-report: results are wrong, see {output / SUMMARY}")
-        raise typer.Exit(1)
+        outcomes = run_stages([known[name] for name in names], seconds, files.folder, save)
+        print((output / SUMMARY).read_text(encoding="utf-8"))
+        if is_wrong(files, outcomes):
+            print(f"gpu-report: results are wrong or incomplete, see {output / SUMMARY}")
+            raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 # A stage at its limit is interrupted, so that it prints and writes what it has, and later killed.
-_GRACE_SECONDS = 10.0
-# A stage with less time is skipped: just importing torch takes seconds.
+GRACE_SECONDS = 10.0
+# A stage with less time does not start: just importing torch takes seconds.
 _LEAST_SECONDS = 10.0
 
 Status = Literal["ok", "failed", "out of time", "skipped"]
@@ -52,6 +52,11 @@ class Outcome:
     seconds: float = 0.0
     note: str = ""
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether it did all that this machine can do."""
+        return self.status in {"ok", "skipped"}
+
 
 def run_stages(
     stages: Sequence[Stage],
@@ -71,7 +76,7 @@ def run_stages(
     end = time.monotonic() + seconds
     outcomes: list[Outcome] = []
     for stage in stages:
-        left = end - time.monotonic() - _GRACE_SECONDS
+        left = end - time.monotonic() - GRACE_SECONDS
         outcomes.append(_run_stage(stage, min(stage.seconds, left), folder / stage.log_name))
         save(outcomes)
     return outcomes
@@ -81,7 +86,7 @@ def _run_stage(stage: Stage, seconds: float, log: Path) -> Outcome:
     if reason := stage.missing():
         return Outcome(stage, "skipped", note=reason)
     if seconds < min(_LEAST_SECONDS, stage.seconds):
-        return Outcome(stage, "skipped", note=f"{max(seconds, 0):.0f} s were left")
+        return Outcome(stage, "out of time", note=f"{max(seconds, 0):.0f} s were left")
     began = time.monotonic()
     try:
         status = run_bounded(stage.command(seconds), seconds, log, stage.environment)
@@ -123,7 +128,7 @@ def run_bounded(
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_SECONDS)
+                process.wait(GRACE_SECONDS)
             return None
         finally:
             # its own children too, and also if this process is interrupted

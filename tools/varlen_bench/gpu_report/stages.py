@@ -4,21 +4,41 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from varlen_bench.gpu_report.bounded import Stage
-from varlen_bench.gpu_tests import KERNELS, SERVED_SHAPES, Suite
+from varlen_bench.gpu_tests import KERNELS, LOST_GPU, SERVED_SHAPES, Suite
 from varlen_bench.kernels.encoder import ENCODER
 
 # A benchmark's own budget ends this much before its limit, for its tables and its exit.
 _MARGIN_SECONDS = 8
 _PASSES = 50
-_TUNED_GROUPS = "attention,layernorm,activation,packing"
+_TUNED_GROUPS = "attention,layernorm,softmax,beam"
 _ROW_GROUPS = "layernorm,softmax,activation,packing,embedding,rmsnorm"
 _METRICS = (
     "gpu__time_duration.sum,dram__bytes.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread"
 )
+
+
+# Titles of the files of single figures, by name.
+FIGURES = {
+    "dependent_launch": "Dependent launch on and off",
+    "decode": "Decode steps",
+    "overlap": "Batches in flight",
+    "serve": "Requests that generate",
+    "load": "Loads, answers, unused places",
+    "products": "Matrix products",
+}
+
+
+class Call(str, Enum):
+    """What one run of the command does. Each fits into ten minutes."""
+
+    FIGURES = "figures"
+    TESTS = "tests"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +49,7 @@ class Files:
     revision: str = ""
 
     def rows(self, name: str) -> Path:
-        """Return the CSV of "kernels", "smoke" (errors), "load" or "products"."""
+        """Return the CSV of "kernels", "smoke" (errors), or one of `FIGURES`."""
         return self.folder / f"{name}.csv"
 
     @property
@@ -38,34 +58,48 @@ class Files:
         return self.folder / "tuning.json"
 
 
-def all_stages(files: Files) -> list[Stage]:
-    """Return the stages, the most important first."""
+def all_stages(files: Files) -> dict[Call, list[Stage]]:
+    """Return the stages of each call, the most important first."""
     smoke = _module("gpu_report.smoke")
-    return [
-        Stage("environment", 20, lambda _: _module("gpu_report.environment")),
-        Stage("compile", 45, lambda s: _module("gpu_report.compile", "--budget", _budget(s))),
-        Stage("smoke", 45, lambda _: [*smoke, *_rows("smoke", files)], checks=True),
-        _tests("kernel tests", 85, KERNELS),
-        _tests("tests of served shapes", 70, SERVED_SHAPES),
-        _benchmark("encoder", 65, ENCODER, files),
-        _benchmark("attention", 40, "attention", files),
-        _benchmark("rows", 50, _ROW_GROUPS, files),
-        _benchmark("beam", 22, "beam", files),
-        Stage("load", 40, _measured("load", files)),
-        Stage("products", 40, _measured("products", files)),
+    environment = Stage("environment", 10, lambda _: _module("gpu_report.environment"))
+    compiling = Stage(
+        "compile", 35, lambda s: _module("gpu_report.compile", "--budget", _budget(s))
+    )
+    figures = [
+        environment,
+        compiling,
+        Stage("smoke", 30, lambda _: [*smoke, *_rows("smoke", files)], checks=True),
+        Stage("dependent launch", 50, _measured("dependent_launch", files), checks=True),
+        # a model that generates compiles at its first load, and the stages that measure it do not wait for that
+        Stage("first loads", 50, _measured("serve", files, "--loads-only")),
+        Stage("decode", 60, _measured("decode", files)),
+        Stage("overlap", 20, _measured("overlap", files), checks=True),
+        Stage("serve", 35, _measured("serve", files)),
+        _benchmark("encoder", 45, ENCODER, files),
         Stage(
             "tune",
-            75,
+            60,
             lambda s: _module(
                 "tune_kernels",
                 *("--only", _TUNED_GROUPS, "--dtypes", "bf16", "--passes", "20"),
                 *("--budget", _budget(s), "--output", str(files.tuning)),
             ),
         ),
-        _benchmark("encoder as tuned", 40, ENCODER, files, tuned=True),
+        _benchmark("encoder as tuned", 25, ENCODER, files, tuned=True),
+        _benchmark("attention", 30, "attention", files),
+        _benchmark("rows", 35, _ROW_GROUPS, files),
+        _benchmark("beam", 15, "beam", files),
+        Stage("load", 35, _measured("load", files)),
+        Stage("products", 30, _measured("products", files)),
+    ]
+    tests = [
+        environment,
+        compiling,
+        _tests("kernel tests", 270, KERNELS),
+        _tests("tests of served shapes", 120, SERVED_SHAPES),
         Stage(
             "memcheck",
-            45,
+            60,
             # without the caching allocator, an access behind a tensor is an error
             lambda _: ["compute-sanitizer", "--error-exitcode", "9", *smoke, "--dtypes", "bf16"],
             checks=True,
@@ -74,7 +108,7 @@ def all_stages(files: Files) -> list[Stage]:
         ),
         Stage(
             "profiler",
-            45,
+            60,
             lambda _: [
                 *("ncu", "--clock-control", "none", "--csv", "--kernel-name", "regex:_kernel$"),
                 *("--log-file", str(files.folder / "profiler.csv"), "--launch-count", "40"),
@@ -83,6 +117,8 @@ def all_stages(files: Files) -> list[Stage]:
             missing=_program("ncu"),
         ),
     ]
+    lost = [environment, _tests("lost GPU", 360, LOST_GPU)]
+    return {Call.FIGURES: figures, Call.TESTS: tests, Call.LOST: lost}
 
 
 def _module(name: str, *arguments: str) -> list[str]:
@@ -109,8 +145,8 @@ def _benchmark(
     return Stage(name, seconds, command, missing=missing)
 
 
-def _measured(name: str, files: Files) -> Callable[[float], Sequence[str]]:
-    options = _rows(name, files)
+def _measured(name: str, files: Files, *options: str) -> Callable[[float], Sequence[str]]:
+    options = (*_rows(name, files), *options)
     return lambda limit: _module(f"gpu_report.{name}", "--budget", _budget(limit), *options)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from varlen_bench.gpu_report.bounded import Outcome
-from varlen_bench.gpu_report.stages import Files
+from varlen_bench.gpu_report.figures import MUST_BE_0
+from varlen_bench.gpu_report.stages import FIGURES, Files
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP
 from varlen_bench.kernels.measure import OURS, OURS_ON_HOST
 
@@ -29,14 +30,15 @@ def summary(files: Files, outcomes: Sequence[Outcome]) -> str:
     ours = [row for row in kernels if row["system"] == OURS and row["op"] not in encoders]
     lines = ["# GPU report", "", "```", *_log(files, "environment"), "```", ""]
     lines += _table("stage result seconds log".split(), map(_stage_cells, outcomes))
+    not_passed = [each.stage.name for each in outcomes if not each.is_passed]
+    lines += [f"Not passed: {', '.join(not_passed)}", ""] if not_passed else []
     lines += ["## Correctness", "", *_correctness(files, outcomes), ""]
     lines += ["## Last lines", "", *_bench_lines(files, outcomes), ""]
     encoder_rows = [row for row in kernels if row["op"] in encoders]
     for title, rows, columns in (
         ("Encoder", encoder_rows, _OP_COLUMNS),
         ("Ops", ours, _OP_COLUMNS),
-        ("Loads, answers, unused places", _read(files.rows("load")), _FIGURE_COLUMNS),
-        ("Matrix products", _read(files.rows("products")), _FIGURE_COLUMNS),
+        *((title, _read(files.rows(name)), _FIGURE_COLUMNS) for name, title in FIGURES.items()),
     ):
         if rows:
             lines += [f"## {title}", ""]
@@ -45,10 +47,10 @@ def summary(files: Files, outcomes: Sequence[Outcome]) -> str:
 
 
 def is_wrong(files: Files, outcomes: Sequence[Outcome]) -> bool:
-    """Return whether a check, a test or a result of ours failed."""
+    """Return whether a check or a result of ours failed, or ended too late."""
     checks = [outcome for outcome in outcomes if outcome.stage.checks]
     return (
-        any(outcome.status == "failed" for outcome in checks)
+        not all(outcome.is_passed for outcome in checks)
         or any(failed_tests(files.folder / outcome.stage.log_name) for outcome in checks)
         or bool(wrong_rows(files))
     )
@@ -60,7 +62,14 @@ def wrong_rows(files: Files) -> list[str]:
     ours = [row for row in _read(files.rows("kernels")) if row["system"] in {OURS, OURS_ON_HOST}]
     # a call that was skipped is not wrong
     wrong = [row for row in ours if re.search(r"\b(wrong|failed)\b", row["note"])]
-    return [f"{row['op']} {row['shape']} {row['dtype']}: {row['note']}" for row in smoke + wrong]
+    figures = [row for name in FIGURES for row in _read(files.rows(name))]
+    return [
+        f"{row['op']} {row['shape']} {row['dtype']}: {row['note']}" for row in smoke + wrong
+    ] + [
+        f"{row['part']}, {row['case']}: {row['figure']}: {row['value']}"
+        for row in figures
+        if row["unit"] == MUST_BE_0 and row["value"] != "0"
+    ]
 
 
 def count_tests(log: Path) -> dict[str, int]:

@@ -19,8 +19,10 @@ from varlen.config import DType, EngineConfig
 from varlen.execution.cuda.buckets import Buckets
 from varlen.execution.packing import InputLayout, fill_inputs
 from varlen.execution.runner import Runner
+from varlen.memory.arena import Region, alignment_of
+from varlen.memory.usage import Dims
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import PackedBatch
+from varlen.program.program import PackedBatch, Program
 from varlen.request.request import Prompt, RequestOptions
 from varlen_bench.kernels.encoder_peers import encoder_peers, exact_vectors
 from varlen_bench.kernels.grid import Grid
@@ -56,7 +58,7 @@ class PackedForward:
         host = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         fill_inputs(layout.views(host), [prompts[i] for i in order], [_NORMALIZED] * len(order))
         self._batch = PackedBatch(layout.views(host.to(runner.device)), dims)
-        self._region = runner.arena.allocate(dims)
+        self._region = with_own_tables(runner.program, runner.arena.allocate(dims), dims)
         self._out = [out.zero_() for out in self.program.new_outputs(dims, runner.device)]
         self._rows = torch.tensor(np.argsort(order).tolist(), device=runner.device)
 
@@ -72,6 +74,27 @@ class PackedForward:
     def in_order(self, result: object, inputs: Inputs) -> Tensor:
         """Return the vectors in the order of the prompts."""
         return as_tensor(result, inputs)[self._rows]
+
+
+def with_own_tables(program: Program, region: Region, dims: Dims) -> Region:
+    """Return a region of new memory where no other buffer overlaps a table of indices.
+
+    An op that runs without the others finds the tables that it reads; what the arena would have there are activations.
+    """
+    tables = {
+        program.usage_of[result.name]
+        for op in program.ops
+        for result in op.results
+        if result.name in program.usage_of and not result.dtype.is_floating_point
+    }
+    offsets, end = list(region.offsets), len(region.memory)
+    alignment = alignment_of(region.memory.device)
+    for index, buffer in enumerate(program.buffers):
+        if not tables.isdisjoint(buffer.usages):
+            offsets[index] = -(-end // alignment) * alignment
+            end = offsets[index] + buffer.size.at(dims)
+    memory = torch.empty(end, dtype=torch.uint8, device=region.memory.device)
+    return Region(memory, tuple(offsets))
 
 
 class SingleOpKernels:

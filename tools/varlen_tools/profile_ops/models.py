@@ -15,6 +15,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.choice import TokenChoice
 from varlen.decoding.structured import Grammars
+from varlen.decoding.token_bias import BadWords
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
@@ -30,6 +31,7 @@ from varlen.request.request import (
     Source,
 )
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
+from varlen.service.sandbox import generation_sandbox
 from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 
@@ -158,8 +160,12 @@ def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
     """Return the choice of tokens of a checkpoint that generates or translates."""
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
     ends = search_rules(checkpoint).end_ids
-    grammars = Grammars(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-    return TokenChoice(checkpoint, grammars, _CPU)
+    config = EngineConfig()
+    sandbox, _ = generation_sandbox(checkpoint, config, tokenizer.huggingface, ends)
+    vocab_size = checkpoint.target_vocab_size
+    grammars = Grammars(sandbox, vocab_size, max_bytes=config.grammar_cache_bytes)
+    bad_words = BadWords(tokenizer.huggingface, vocab_size, ends)
+    return TokenChoice(checkpoint, grammars, bad_words, _CPU)
 
 
 def _set_states(sequences: Sequence[GeneratedSequence], states: Sequence[object]) -> None:

@@ -7,7 +7,7 @@ docs/decisions/0029-gpu-executor.md has the reasons.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock
@@ -144,6 +144,14 @@ class CudaRunner:
             return [found[place] for place in np.argsort(order).tolist()]
 
         return answers
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context that makes the stream, and its device, current."""
+        return self._graphs.stream()
+
+    def graph(self, tokens: int, sequences: int) -> Replay:
+        """Return what starts the graph of this size, on the inputs of the last batch."""
+        return self._captured[self.buckets.smallest(tokens, sequences)].replay
 
     def close(self) -> None:
         """Release the graphs."""

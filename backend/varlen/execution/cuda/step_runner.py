@@ -90,7 +90,7 @@ class CudaSteps:
         arrays = step_inputs(chunks, self._bound.block_size)
         dims = step_dims(arrays)
         if all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
-            captured = next(c for size, c in self._captured.items() if size >= len(chunks))
+            captured = self._captured_for(len(chunks))
             # tables last: only what is used of them is copied
             used = InputLayout.of(self._declared, {**captured.dims, "blocks": dims["blocks"]})
             self._copy(_padded(arrays, captured.dims), captured.layout, used.num_bytes)
@@ -104,10 +104,17 @@ class CudaSteps:
             torch.cuda.current_stream(device).synchronize()
         return logits
 
+    def graph(self, sequences: int) -> Replay:
+        """Return what starts the graph of this size, on the inputs of the last step."""
+        return self._captured_for(sequences).replay
+
     def close(self) -> None:
         """Release the graphs."""
         self._captured.clear()
         self._graphs.close()
+
+    def _captured_for(self, sequences: int) -> _Captured:
+        return next(each for size, each in self._captured.items() if size >= sequences)
 
     def _capture(self, count: int) -> _Captured:
         dims = {

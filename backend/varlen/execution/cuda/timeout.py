@@ -24,12 +24,13 @@ _T = TypeVar("_T")
 CHECKS = 8
 
 
-def call_within(seconds: float, function: Callable[[], _T]) -> _T:
+def call_within(seconds: float, function: Callable[[], _T], *, compile_seconds: float = 0.0) -> _T:
     """Return the result of a function that waits for the device.
 
     Args:
         seconds: time limit; 0 is no limit.
         function: called in another thread, which waits on after the limit.
+        compile_seconds: time that is allowed beside the limit, because the function compiles kernels first.
 
     Raises:
         ModelFaultError: the limit has passed.
@@ -46,10 +47,11 @@ def call_within(seconds: float, function: Callable[[], _T]) -> _T:
 
     Thread(target=call, name="varlen-device-wait", daemon=True).start()
     try:
-        result, error = results.get(timeout=seconds)
+        result, error = results.get(timeout=seconds + compile_seconds)
     except Empty:
+        compiling = f" and {compile_seconds:g} s to compile" if compile_seconds else ""
         raise ModelFaultError(
-            f"the GPU has not ended its first work in {seconds:g} s (device_timeout_seconds): it hangs"
+            f"the GPU has not ended its first work in {seconds:g} s (device_timeout_seconds){compiling}: it hangs"
         ) from None
     if error is not None:
         raise error

@@ -1,0 +1,298 @@
+"""Executors on an emulated GPU: right answers, and counts of launches, copies and waits."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from tests.backend.requests import random_prompts
+from tests.checkpoints import save_checkpoint
+from tests.closeness import assert_rows_close, encoder_roundings
+from varlen.config import EngineConfig
+from varlen.decoding.choice import TokenChoice
+from varlen.decoding.structured import Grammars
+from varlen.decoding.token_bias import BadWords
+from varlen.execution.runner import Runner
+from varlen.execution.step_runner import StepRunner
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import RequestOptions
+from varlen.scheduling.sequence import BeamStep, SampledToken
+from varlen.service import generation
+from varlen_bench.gpu_report import decode, dependent_launch, figures, overlap, serve
+from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
+from varlen_bench.gpu_report.encoders import EncoderGrid
+from varlen_bench.gpu_report.figures import MUST_BE_0
+from varlen_bench.kernels import timing
+from varlen_bench.peers.checkpoints import EncoderShape, GeneratorShape, save_random_decoder
+from varlen_kernels import fused
+
+from .fake_cuda import FakeCuda, emulated_gpu
+
+CUDA = torch.device("cuda")
+SIZES = {"max_batch_tokens": 24, "max_batch_sequences": 3, "max_sequence_tokens": 16}
+STEPS = {
+    "dtype": "fp32",
+    "max_running_sequences": 2,
+    "max_step_tokens": 8,
+    "max_sequence_tokens": 20,
+    "kv_bytes": 1 << 20,
+    "kv_block_tokens": 16,
+}
+# small: each program of a kernel takes milliseconds in the interpreter
+ENCODER = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 16,
+}
+DECODER = {"n_embd": 16, "n_layer": 1, "n_head": 1, "n_inner": 16, "n_positions": 24}
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeCuda]:
+    with emulated_gpu() as gpu:
+        yield gpu
+
+
+def test_an_encoder_copies_in_replays_copies_out_and_waits_once(
+    gpu: FakeCuda, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint.open(save_checkpoint(tmp_path, "BertModel", **ENCODER))
+    batches = [random_prompts(lengths, types=2) for lengths in ([7, 3], [16, 1, 5])]
+    options = [RequestOptions(), RequestOptions(normalize=True), RequestOptions()]
+    settings = {"dtype": "fp32", **SIZES}
+    expected = [
+        Runner(checkpoint, EngineConfig(device="cpu", **settings)).run(batch, options[: len(batch)])
+        for batch in batches
+    ]
+
+    runner = Runner(checkpoint, EngineConfig(device="cuda", **settings))
+
+    # graphs of 16 and of 24 tokens, with the same kernels
+    assert runner.graph_use.count == 2
+    assert gpu.nodes[0] == gpu.nodes[1]
+    for batch, answers in zip(batches, expected, strict=True):
+        with gpu.counted() as counts:
+            found = runner.run(batch, options[: len(batch)])
+        assert_rows_close(found, answers, roundings=encoder_roundings(tmp_path))
+        assert counts == {
+            "pinned copies to the device": 1,
+            "replays": 1,
+            "pinned copies to the host": 1,
+            "waits": 1,
+        }
+    runner.close()
+
+
+KINDS = {
+    "greedy": GenerationOptions(temperature=0.0),
+    "sampled": GenerationOptions(temperature=0.8, top_k=20, top_p=0.9, seed=1),
+    "beams": GenerationOptions(num_beams=2),
+}
+# What a decode step of two sequences costs: its inputs, the graph, and the answers that the host waits for.
+_STEP = {"pinned copies to the device": 1, "replays": 1}
+# The copy of a block: its numbers, then a read and a write of the keys and of the values.
+_BLOCK_LAUNCHES = 4
+DECODE_STEPS = {
+    "greedy": {
+        **_STEP,
+        "pageable copies to the device": 1,
+        # argmax
+        "launches": _BLOCK_LAUNCHES + 1,
+        "pageable copies to the host": 1,
+        "waits": 2,
+    },
+    "sampled": {
+        **_STEP,
+        # temperature, top_k, top_p, min_p, random numbers
+        "pageable copies to the device": 1 + 5,
+        "launches": _BLOCK_LAUNCHES + 1,
+        "pageable copies to the host": 1,
+        "waits": 2 + 5,
+    },
+    "beams": {
+        **_STEP,
+        "pageable copies to the device": 1,
+        # zeros, and two kernels of the beam step
+        "launches": _BLOCK_LAUNCHES + 3,
+        # tokens, scores
+        "pageable copies to the host": 2,
+        "waits": 3,
+    },
+}
+
+
+def step_runner(folder: Path, device: str) -> StepRunner:
+    """Return a decoder that has not warmed up, which takes long in the interpreter."""
+    checkpoint = Checkpoint.open(folder)
+    tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens).huggingface
+    bad_words = BadWords(tokenizer, checkpoint.target_vocab_size, ())
+    # no request has a grammar
+    grammars = cast(Grammars, None)
+    choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device))
+    return StepRunner(checkpoint, EngineConfig(device=device, **STEPS), choice.choose)
+
+
+def chosen(results: Sequence[SampledToken | BeamStep]) -> list[object]:
+    """Return the tokens of a step, and the beams that they continue."""
+    return [
+        (each.parents, each.token_ids) if isinstance(each, BeamStep) else each.token_id
+        for each in results
+    ]
+
+
+def test_generation_gives_the_tokens_of_the_cpu_in_few_launches_copies_and_waits(
+    gpu: FakeCuda, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
+    runners = [step_runner(folder, "cpu"), step_runner(folder, "cuda")]
+    assert [runner.graph_use.count for runner in runners] == [0, 2]
+
+    found: dict[str, Counter[str]] = {}
+    for kind, options in KINDS.items():
+        tokens = []
+        for runner in runners:
+            prompt = prompt_chunk(runner, 3, options)
+            first = runner.run_batch(step_of((prompt,)))
+            # two tokens after the prompt, whose block is copied for the second one; beams are rows of one search
+            one, other = decode_chunks(runner, 2, 4, options)
+            one = one._replace(sequence=prompt.sequence, samples=prompt.samples)
+            with gpu.counted() as found[kind]:
+                second = runner.run_batch(replace(step_of((one, other)), copies=((0, 1),)))
+            tokens.append((chosen(first), chosen(second)))
+        assert tokens[0] == tokens[1]
+
+    assert found == DECODE_STEPS
+    for runner in runners:
+        runner.close()
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stages measure everything once, and models not warm up."""
+    for module in (timing, figures):
+        monkeypatch.setattr(module, "_WARM_UPS", 0)
+    for module in (decode, dependent_launch):
+        monkeypatch.setattr(module, "_HOST_PASSES", 1)
+    monkeypatch.setattr(figures, "_PASSES", 1)
+    monkeypatch.setattr(overlap, "_PASSES", 1)
+    monkeypatch.setattr(overlap, "_BATCHES", 2)
+    monkeypatch.setattr(generation, "warm_up", lambda *_: None)
+
+
+def test_stages_of_the_gpu_report_measure_encoders(gpu: FakeCuda, once: None) -> None:
+    shape = EncoderShape("tiny", hidden=16, layers=1, heads=1, features=16, vocabulary=30)
+    grid = EncoderGrid((shape,), {"2x3": [3, 3]}, "fp32", max_tokens=16, max_length=8)
+
+    found = [*dependent_launch.measure_shape(shape, grid, 1), *overlap.measure_shape(shape, grid)]
+
+    wrong = {row["figure"]: row["value"] for row in found if row["unit"] == MUST_BE_0}
+    assert wrong == {
+        "batches whose bits differ": 0,
+        "random batches of 1 whose bits differ": 0,
+        "batches of 2 whose bits differ": 0,
+    }
+    names = [row["figure"] for row in found if row["unit"] != MUST_BE_0]
+    assert len(names) == len(set(names)) == 8
+    assert all(row["value"] > 0 for row in found if row["unit"] != MUST_BE_0)
+
+
+def test_stages_of_the_gpu_report_measure_decoders(gpu: FakeCuda, once: None) -> None:
+    shape = GeneratorShape("tiny", hidden=16, layers=1, heads=1, positions=24, vocabulary=300)
+    grid = DecoderGrid(
+        {"gpt2": lambda folder: save_random_decoder(shape, folder)},
+        settings=STEPS,
+        steps=((2, 9),),
+        chunks=(5,),
+        requests=(1,),
+        prompt_tokens=3,
+        answer_tokens=2,
+        num_beams=2,
+    )
+
+    found = [*decode.measure_decoder("gpt2", grid, 1e9), *serve.measure_serving("gpt2", grid)]
+
+    assert [row["value"] for row in found if row["unit"] == MUST_BE_0] == [0]
+    assert {row["figure"] for row in found} >= {
+        "graph, part of the roofline",
+        "whole greedy step",
+        "whole sampled step",
+        "step op by op",
+        "greedy",
+        "sampled",
+        "beams",
+    }
+    assert all(row["value"] > 0 for row in found if row["unit"] in {"us", "ms", "tokens/s"})
+
+
+def test_tensors_of_two_devices_do_not_mix(gpu: FakeCuda) -> None:
+    x = torch.ones(3, device=CUDA)
+
+    with pytest.raises(RuntimeError, match=r"same device: add got a CPU tensor of \(3,\)"):
+        x + torch.ones(3)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        fused.activate(torch.ones(2, 4), kind="relu")
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        x.numpy()
+    assert (x * 2).tolist() == [2, 2, 2]
+
+
+def test_a_capture_refuses_waits_and_copies_of_pageable_memory(gpu: FakeCuda) -> None:
+    x, pinned = torch.ones(3, device=CUDA), torch.ones(3, pin_memory=True)
+
+    def refused(work) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(None, capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            work()
+        graph.capture_end()
+
+    refused(lambda: x.sum().item())
+    refused(torch.cuda.synchronize)
+    refused(lambda: x.copy_(torch.ones(3), non_blocking=True))
+    refused(lambda: x.copy_(pinned))
+    refused(lambda: x[[0, 2]])
+
+
+def test_a_graph_replays_its_launches_on_the_memory_of_the_capture(gpu: FakeCuda) -> None:
+    x, pinned = torch.zeros(3, device=CUDA), torch.zeros(3, pin_memory=True)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(None, capture_error_mode="thread_local")
+    x.copy_(pinned, non_blocking=True)
+    doubled = (x * 2)[1:] + 1
+    graph.capture_end()
+
+    pinned.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    with gpu.counted() as counts:
+        graph.replay()
+
+    assert gpu.nodes == [3]
+    assert counts == {"replays": 1}
+    assert doubled.tolist() == [5.0, 7.0]
+
+
+def test_launches_copies_and_waits_are_counted(gpu: FakeCuda) -> None:
+    host = torch.ones(3, pin_memory=True)
+
+    with gpu.counted() as counts:
+        x = torch.zeros(3, device=CUDA)
+        x.copy_(host, non_blocking=True)
+        x.add_(1)
+        x[torch.tensor([True, False, True])].cpu()
+        torch.cuda.Event().synchronize()
+
+    assert counts == Counter(
+        {
+            "launches": 3,
+            "pinned copies to the device": 1,
+            "pageable copies to the device": 1,
+            "pageable copies to the host": 1,
+            "waits": 3,
+        }
+    )

@@ -1,0 +1,84 @@
+"""Two batches in flight beside one after another: `python -m varlen_bench.gpu_report.overlap`."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+
+import typer
+
+from varlen.execution.cuda.runner import Answers, CudaRunner
+from varlen.request.request import Float32Array, Prompt, RequestOptions
+from varlen_bench.gpu_report.encoders import (
+    SERVED,
+    EncoderGrid,
+    differs,
+    loaded,
+    random_batch,
+    saved,
+)
+from varlen_bench.gpu_report.figures import (
+    MUST_BE_0,
+    Figure,
+    Seconds,
+    device_time,
+    figure,
+    within,
+    write_figures,
+)
+from varlen_bench.harness.command import Output, Revision
+from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.kernels.timing import host_time
+from varlen_bench.peers.checkpoints import EncoderShape
+
+_BATCHES = 12
+_PASSES = 5
+_Batch = tuple[list[Prompt], list[RequestOptions]]
+
+
+def measure_shape(shape: EncoderShape, grid: EncoderGrid) -> Iterator[Figure]:
+    """Yield times by number of batches in flight, and whether the bits differ."""
+    row = partial(figure, "overlap")
+    with saved(shape, grid) as folder, loaded(folder, grid) as runner:
+        for name, lengths in grid.batches.items():
+            case = f"{shape.name} {name}"
+            batches = [random_batch(lengths, shape.vocabulary, seed) for seed in range(_BATCHES)]
+            expected = [runner.run(*batch) for batch in batches]
+            found = _in_flight(runner, batches)
+            wrong = sum(map(differs, found, expected))
+            yield row(case, f"batches of {_BATCHES} whose bits differ", wrong, MUST_BE_0)
+            alone = host_time(lambda: [runner.run(*each) for each in batches], _PASSES)  # noqa: B023
+            both = host_time(partial(_in_flight, runner, batches), _PASSES)
+            yield row(case, "one in flight", alone.median / _BATCHES, "us a batch")
+            yield row(case, "two in flight", both.median / _BATCHES, "us a batch")
+            with runner.stream():
+                busy = device_time(runner.graph(sum(lengths), len(lengths)))
+            part = busy * _BATCHES / both.median
+            yield row(case, "two in flight, GPU in graphs", part, "of the time")
+
+
+def _in_flight(runner: CudaRunner, batches: list[_Batch]) -> list[list[Float32Array]]:
+    """Return the answers of all batches; as many are in flight as allowed."""
+    pending: list[Answers] = []
+    found: list[list[Float32Array]] = []
+    for batch in batches:
+        if len(pending) == runner.slots:
+            found.append(pending.pop(0)())
+        pending.append(runner.launch(*batch))
+    return found + [answers() for answers in pending]
+
+
+def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:  # noqa: ARG001  # see `write_figures`
+    """Return all figures until the budget is spent."""
+    shapes = (measure_shape(shape, SERVED) for shape in SERVED.shapes)
+    return within(budget, chain.from_iterable(shapes))
+
+
+def main(
+    context: typer.Context, budget: Seconds = 20, revision: Revision = "", output: Output = None
+) -> None:
+    """Measure two batches in flight beside one."""
+    write_figures(context, "overlap", measure_all, budget, output, revision)
+
+
+if __name__ == "__main__":
+    typer.run(main)
