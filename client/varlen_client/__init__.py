@@ -21,6 +21,7 @@ from varlen_client.errors import (
 from varlen_client.generation import GeneratedPart, Generation, Translation
 from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
 from varlen_client.sync import Client
+from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.transport.session import Status
 from varlen_client.transport.transport import ServerIdentity
@@ -47,6 +48,7 @@ __all__ = [
     "SparseVector",
     "Status",
     "TokenLabel",
+    "TokenizedText",
     "Translation",
     "VarlenClientError",
 ]

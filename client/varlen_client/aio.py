@@ -33,6 +33,7 @@ from varlen_client.generation_call import (
 from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
 from varlen_client.row_call import RowCall, RowSender
 from varlen_client.row_options import (
+    DetokenizeOptions,
     EmbedOptions,
     MaskOptions,
     PredictOptions,
@@ -40,8 +41,10 @@ from varlen_client.row_options import (
     RowOptions,
     SparseOptions,
     TokenEmbedOptions,
+    TokenizeOptions,
 )
 from varlen_client.row_outputs import Vectors
+from varlen_client.tokenizer_call import Tokenizable, TokenizedText, TokenizerSender
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.transport.session import Session, Status
@@ -51,6 +54,7 @@ from varlen_client.wire import (
     ModelInfo,
     ModelState,
     Pairs,
+    TokenIds,
     query_and_documents,
     read_inputs,
 )
@@ -98,7 +102,9 @@ class AsyncClient:
         self._concurrency = concurrency
         trusted = None if ca_file is None else Path(ca_file)
         self._session = Session(Endpoint.parse(url), model, retry or RetryPolicy(), trusted)
-        self._rows = RowSender(self._session, rows_per_request, concurrency or DEFAULT_CONCURRENCY)
+        limits = rows_per_request, concurrency or DEFAULT_CONCURRENCY
+        self._rows = RowSender(self._session, *limits)
+        self._tokenizer = TokenizerSender(self._session, *limits)
 
     async def embed(self, inputs: Inputs, **options: Unpack[EmbedOptions]) -> Vectors:
         """Return one vector per row, [rows, features] fp32, in the order of `inputs`.
@@ -352,6 +358,31 @@ class AsyncClient:
         given = {"deadline_ms": deadline_ms, "priority": priority}
         concurrency = self._concurrency or DEFAULT_TEXT_CONCURRENCY
         return await translations(self._session, call, texts, sampling, concurrency, **given)
+
+    async def tokenize(
+        self, inputs: Tokenizable, **options: Unpack[TokenizeOptions]
+    ) -> list[TokenizedText]:
+        """Return the tokens of each text, from the model's tokenizer; no model runs.
+
+        Texts longer than the model takes are tokenized too, unless `truncate` cuts them.
+
+        Args:
+            inputs: texts; or, of a model that generates, chats: lists of messages.
+            options: options of `TokenizeOptions`.
+
+        Raises:
+            VarlenClientError: see `embed`.
+        """
+        return await self._tokenizer.tokenize(inputs, options)
+
+    async def detokenize(
+        self, inputs: Sequence[TokenIds], **options: Unpack[DetokenizeOptions]
+    ) -> list[str]:
+        """Return the text of each row of token ids, from the model's tokenizer.
+
+        Errors are the same as in `embed`; see `DetokenizeOptions`.
+        """
+        return await self._tokenizer.detokenize(inputs, options)
 
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.

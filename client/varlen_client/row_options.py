@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
 OutputDType: TypeAlias = Literal["float32", "float16", "int8", "binary", "ubinary"]
 Activation: TypeAlias = Literal["auto", "softmax", "sigmoid", "none"]
 TruncationSide: TypeAlias = Literal["right", "left"]
+InputType: TypeAlias = Literal[
+    "query",
+    "passage",
+    "search_query",
+    "search_document",
+    "document",
+    "classification",
+    "clustering",
+]
 
 
 class RowOptions(TypedDict, total=False):
@@ -20,6 +29,7 @@ class RowOptions(TypedDict, total=False):
     deadline_ms: milliseconds for each request, retries included. The server refuses requests that it cannot answer in
         time. By default no limit.
     priority: 0 to 9, larger runs sooner; by default 0.
+    tenant: name of the client for whom the rows are; each has an equal share of the model.
     timeout: seconds for the whole call, retries included; by default no limit.
     on_progress: called with the number of rows answered so far, in the thread of the event loop. It must return
         quickly, and not call a sync client.
@@ -29,6 +39,7 @@ class RowOptions(TypedDict, total=False):
     truncation_side: TruncationSide | None
     deadline_ms: float | None
     priority: int | None
+    tenant: str | None
     timeout: float | None
     on_progress: Callable[[int], None] | None
 
@@ -38,6 +49,7 @@ class EmbedOptions(RowOptions, total=False):
 
     normalize: scale each vector to length 1; by default the checkpoint decides.
     prompt_name: name of the checkpoint's prompt that is put before each text; by default its default one.
+    input_type: purpose of the texts, which chooses the checkpoint's prompt of this meaning instead of `prompt_name`.
     dimensions: return only the first features; by default all.
     output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with 8 features in a byte:
         see docs/reference/wire.md. By default fp32.
@@ -45,6 +57,7 @@ class EmbedOptions(RowOptions, total=False):
 
     normalize: bool | None
     prompt_name: str | None
+    input_type: InputType | None
     dimensions: int | None
     output_dtype: OutputDType | None
 
@@ -55,21 +68,24 @@ class TokenEmbedOptions(RowOptions, total=False):
     normalize: see `EmbedOptions`.
     prompt_name: "query" or "document", the role of the texts, or another prompt of the checkpoint. By default they have
         no role, and its default prompt.
+    input_type: see `EmbedOptions`.
     """
 
     normalize: bool | None
     prompt_name: str | None
+    input_type: InputType | None
 
 
 class SparseOptions(RowOptions, total=False):
     """Options of sparse vectors.
 
-    prompt_name: see `EmbedOptions`.
+    prompt_name, input_type: see `EmbedOptions`.
     max_active_dims: return only the terms of the largest weights; by default the checkpoint decides.
     with_terms: return the texts of the terms too.
     """
 
     prompt_name: str | None
+    input_type: InputType | None
     max_active_dims: int | None
     with_terms: bool
 
@@ -99,3 +115,31 @@ class PredictOptions(RerankOptions, total=False):
     """
 
     top_k: int | None
+
+
+class TokenizeOptions(RowOptions, total=False):
+    """Options of tokenization.
+
+    prompt_name, input_type: see `EmbedOptions`.
+    add_special_tokens: add special tokens; by default to texts, not to chats, whose template has them.
+    chat_template_kwargs: variables of the chat template, for chats.
+    """
+
+    prompt_name: str | None
+    input_type: InputType | None
+    add_special_tokens: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class DetokenizeOptions(TypedDict, total=False):
+    """Options of detokenization.
+
+    skip_special_tokens: leave special tokens out, the default.
+    deadline_ms, priority, timeout, on_progress: see `RowOptions`.
+    """
+
+    skip_special_tokens: bool | None
+    deadline_ms: float | None
+    priority: int | None
+    timeout: float | None
+    on_progress: Callable[[int], None] | None

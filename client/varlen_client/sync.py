@@ -113,6 +113,8 @@ class Client:
     samples = _sync(AsyncClient.samples)
     # its `on_progress` runs in the thread of the event loop, and must not call this client
     translate = _sync(AsyncClient.translate)
+    tokenize = _sync(AsyncClient.tokenize)
+    detokenize = _sync(AsyncClient.detokenize)
     ready = _sync(AsyncClient.ready)
     status = _sync(AsyncClient.status)
     models = _sync(AsyncClient.models)

@@ -90,22 +90,8 @@ class RowTask(Generic[_Answer]):
         return self.outputs if isinstance(self.outputs, tuple) else self.outputs(options)
 
     def parameters(self, options: Options) -> Parameters:
-        """Return the parameters of requests, by their names in the protocol.
-
-        Raises:
-            TypeError: there is no such option.
-            InvalidRequest: an integer is larger than the protocol's.
-        """
-        for name, value in options.items():
-            if name not in self.options.__annotations__:
-                raise TypeError(f"{self.method}() got an unexpected keyword argument {name!r}")
-            if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-                raise InvalidRequest(f"{name} is {value}; allowed: up to {_LARGEST_INTEGER}")
-        return {
-            _WIRE_NAMES.get(name, name): value
-            for name, value in options.items()
-            if value is not None and name not in (*_CALL_OPTIONS, *self.not_sent)
-        }
+        """Return the parameters of requests; see `parameters_of`."""
+        return parameters_of(self.method, self.options, options, self.not_sent)
 
     def of_model(self, outputs: Outputs, info: ModelInfo, *, counts_tokens: bool) -> Outputs:
         """Return requested outputs with the widths of a model.
@@ -127,6 +113,33 @@ class RowTask(Generic[_Answer]):
                 f"{self.method} needs {self.needs_width}"
             )
         return found
+
+
+def parameters_of(
+    method: str, declared: type, options: Options, not_sent: Collection[str] = ()
+) -> Parameters:
+    """Return the parameters of requests, by their names in the protocol.
+
+    Args:
+        method: name of the method, for errors.
+        declared: TypedDict of its options.
+        options: options that were given.
+        not_sent: options that the client itself follows.
+
+    Raises:
+        TypeError: there is no such option.
+        InvalidRequest: an integer is larger than the protocol's.
+    """
+    for name, value in options.items():
+        if name not in declared.__annotations__:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            raise InvalidRequest(f"{name} is {value}; allowed: up to {_LARGEST_INTEGER}")
+    return {
+        _WIRE_NAMES.get(name, name): value
+        for name, value in options.items()
+        if value is not None and name not in (*_CALL_OPTIONS, *not_sent)
+    }
 
 
 def _vector_output(options: Options) -> Outputs:

@@ -27,6 +27,8 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any] | None]
 
 _Text: TypeAlias = tuple[bytes, ...]  # one text, or a text and its pair
 _Ids: TypeAlias = npt.NDArray[np.int64]  # [tokens]
+# Token ids of a request of several rows, padding included.
+_MAX_PADDED_IDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,20 @@ class Rows:
         return len(self.texts) or len(self.ids)
 
     def split(self, size: int) -> list[range]:
-        """Return consecutive ranges of at most `size` rows that cover all rows."""
-        return [range(i, min(i + size, len(self))) for i in range(0, len(self), size)]
+        """Return consecutive ranges of at most `size` rows that cover all rows.
+
+        Ranges of token ids are shorter where the padding to the longest row would be large.
+        """
+        if self.texts:
+            return [range(i, min(i + size, len(self))) for i in range(0, len(self), size)]
+        ranges, begin, longest = list[range](), 0, 0
+        for index, row in enumerate(self.ids):
+            longest = max(longest, row.size)
+            rows = index + 1 - begin
+            if rows > 1 and (rows > size or rows * longest > _MAX_PADDED_IDS):
+                ranges.append(range(begin, index))
+                begin, longest = index, row.size
+        return [*ranges, range(begin, len(self.ids))] if self.ids else []
 
     def tensors(self, rows: range) -> tuple[Tensor, ...]:
         """Return the input tensors of these rows."""
@@ -78,12 +92,14 @@ class ModelInfo:
         max_batch_size: largest number of rows in one request.
         outputs: dims of each output by name, without the batch.
         settings: settings of the engine by name, without the ones that the config leaves to the checkpoint.
+        requires_pairs: whether each request needs the second texts of pairs.
     """
 
     name: str
     max_batch_size: int
     outputs: Mapping[str, tuple[int, ...]]
     settings: Mapping[str, str] = field(default_factory=dict)
+    requires_pairs: bool = False
 
     @property
     def task(self) -> str | None:
@@ -100,6 +116,8 @@ class ModelInfo:
         try:
             outputs = config["output"]
             assert isinstance(outputs, list)
+            inputs = config.get("input") or []
+            assert isinstance(inputs, list)
             parameters = config.get("parameters") or {}
             assert isinstance(parameters, dict)
             return cls(
@@ -110,6 +128,9 @@ class ModelInfo:
                 settings={
                     key: str(value.get("string_value", "")) for key, value in parameters.items()
                 },
+                requires_pairs=any(
+                    entry["name"] == "text_pair" and not entry.get("optional") for entry in inputs
+                ),
             )
         except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
             raise ServerError(f"the model's config cannot be read: {error!r}") from error

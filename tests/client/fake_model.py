@@ -89,6 +89,8 @@ class FakeModel:
     more_settings: dict[str, dict[str, str]] = field(default_factory=dict)
     """Parameters of the config beside the task."""
     max_batch_size: int = 8
+    requires_pairs: bool = False
+    """Whether the config requires the second texts of pairs."""
     server_ready: bool = True
     models: list[tuple[str, str]] = field(default_factory=lambda: [("fake", "READY")])
     faults: list[Fault] = field(default_factory=list)
@@ -105,6 +107,8 @@ class FakeModel:
     """A search finds no more answers than these."""
     fail_after: tuple[int, Fault] | None = None
     """Number of parts of a generated answer, and the fault that comes then."""
+    tokenizer_answer: bytes | None = None
+    """The answer to `tokenize` and `detokenize`, instead of one of the text."""
     ends_after: int | None = None
     """Number of parts of a generated answer that has no last one."""
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -120,6 +124,15 @@ class FakeModel:
         return {
             "name": self.name,
             "max_batch_size": self.max_batch_size,
+            "input": [
+                {"name": "text", "data_type": "TYPE_STRING", "dims": [1]},
+                {
+                    "name": "text_pair",
+                    "data_type": "TYPE_STRING",
+                    "dims": [1],
+                    "optional": not self.requires_pairs,
+                },
+            ],
             "output": [
                 {"name": name, "data_type": "TYPE_FP32", "dims": dims}
                 for name, dims in self.outputs.items()
@@ -168,6 +181,9 @@ class FakeModel:
 
     def answer(self, received: ReceivedRequest) -> dict[str, np.ndarray]:
         """Return the outputs of a request, and others."""
+        if operation := received.parameters.get("operation"):
+            found = [[self.tokenizer_object(operation, text)] for text in received.texts]
+            return {self.main_output: np.array(found)}
         if self.task == "sparse_embed":
             return sparse_outputs(received)
         if self.task == "fill_mask":
@@ -196,6 +212,13 @@ class FakeModel:
     def responses(
         self, received: ReceivedRequest, sampling: dict[str, Any]
     ) -> Iterator[dict[str, list[Any]]]:
+        if operation := sampling.get("operation"):
+            assert received.tensors.keys() <= {"text_input", "messages", "sampling_parameters"}
+            text = received.tensors.get("text_input", received.tensors.get("messages"))[0]
+            text = text.decode() if isinstance(text, bytes) else text
+            self.stopped.wait(self.delay(received))
+            yield {"text_output": [self.tokenizer_object(operation, text).decode()]}
+            return
         tokens, rows = sampling.get("max_tokens", 4), sampling.get("n", 1)
         size = 1 if received.tensors["stream"][0] else tokens
         for number, begin in enumerate(range(0, tokens, size)):
@@ -229,6 +252,22 @@ class FakeModel:
             if "return_score" in received.tensors and self.returns_score:
                 response["score"] = [-0.5 * (row + 1) for row in range(rows)]
             yield response
+
+    def tokenizer_object(self, operation: str, text: str) -> bytes:
+        """Return the answer of a tokenizer with a token for each character."""
+        if self.tokenizer_answer is not None:
+            return self.tokenizer_answer
+        if operation == "detokenize":
+            return json.dumps({"text": "".join(map(chr, json.loads(text)))}).encode()
+        found = {
+            "token_ids": [ord(each) for each in text],
+            "tokens": list(text),
+            "special": [each == "[" for each in text],
+            "offsets": [[at, at + 1] for at in range(len(text))],
+            "prompt": "",
+            "max_tokens": 99,
+        }
+        return json.dumps(found).encode()
 
     def num_tokens(self, received: ReceivedRequest) -> np.ndarray:
         lengths = [len(text) for text in received.texts] if "text" in received.tensors else []

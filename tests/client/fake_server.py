@@ -67,6 +67,8 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         response.config.max_batch_size = config["max_batch_size"]
         for key, value in config["parameters"].items():
             response.config.parameters[key].string_value = value["string_value"]
+        for given in config["input"]:
+            response.config.input.add(name=given["name"], optional=given.get("optional", False))
         for output in config["output"]:
             response.config.output.add(name=output["name"], dims=output["dims"])
         return response

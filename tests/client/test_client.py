@@ -88,7 +88,8 @@ def test_an_empty_input_sends_no_request(client, server):
 
 def test_sends_only_the_parameters_that_were_given(client, server):
     client.embed(["a"])
-    client.embed(["a"], normalize=False, truncate=True, deadline_ms=60_000.5, priority=9)
+    options = {"deadline_ms": 60_000.5, "priority": 9, "tenant": "shop"}
+    client.embed(["a"], normalize=False, truncate=True, **options)
 
     bare, full = (received.parameters for received in server.model.requests)
     assert not {"normalize", "truncate", "deadline_ms", "request_priority"} & set(bare)
@@ -96,6 +97,7 @@ def test_sends_only_the_parameters_that_were_given(client, server):
     assert full["truncate"] is True
     assert full["deadline_ms"] == 60_000.5
     assert full["request_priority"] == 9
+    assert full["tenant"] == "shop"
 
 
 @pytest.mark.parametrize("task", ["classify", "rerank", "token_classify", "hidden", "token_embed"])
@@ -192,8 +194,10 @@ def test_vectors_of_tokens_have_the_role_of_their_text(client, server):
     server.model.task = "token_embed"
 
     client.token_embed(["one"], prompt_name="query", normalize=False)
+    client.token_embed(["one"], input_type="passage")
 
-    (received,) = server.model.requests
+    received, meaning = server.model.requests
+    assert meaning.parameters["input_type"] == "passage"
     assert {"prompt_name": "query", "normalize": False}.items() <= received.parameters.items()
     assert received.outputs == ("token_embeddings",)
     with pytest.raises(TypeError, match="unexpected keyword argument 'dimensions'"):

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from tests.ci.scripts import PROJECT
-from varlen.request.generation import OPTION_NAMES
+from varlen.request.generation import OPTIONS, names_of
 from varlen.request.row_parameters import ROW_PARAMETERS
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, TASKS, Task
 
@@ -45,7 +45,8 @@ def test_every_tensor_has_one_row(title: str, tasks: tuple[Task, ...], section: 
 
 def test_every_parameter_has_one_row() -> None:
     assert names_in("Parameters") == list(ROW_PARAMETERS)
-    assert names_in("Options of generation") == list(OPTION_NAMES)
+    names = [name for field in OPTIONS for name in names_of(field)]
+    assert names_in("Options of generation") == names
 
 
 def test_all_tasks_are_named() -> None:

@@ -22,7 +22,7 @@ from varlen_tools.local_server import LOOPBACK, LocalServer
 Array: TypeAlias = npt.NDArray[Any]
 
 # Longer than any answer takes on a busy machine; a request that times out counts as lost.
-TIMEOUT_SECONDS = 100.0
+TIMEOUT_SECONDS = 300.0
 
 _DTYPES: dict[str, type[np.generic]] = {"FP32": np.float32}
 _CODE_OF_STATUS = {

@@ -1,12 +1,14 @@
 """The gateway before a real server: `varlen serve-http` answers the `openai` client and plain HTTP."""
 
 import asyncio
+import base64
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -23,6 +25,58 @@ GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 EMBEDDER = "slow"
 TEXTS = ["word3", "word5 word7", "word9 word2 word4"]
 CONCURRENT = 200
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{{ tone }}"
+# Defaults of vLLM, which ask for nothing.
+VLLM_DEFAULTS = {
+    "detokenize": True,
+    "spaces_between_special_tokens": True,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "use_beam_search": False,
+    "min_tokens": 0,
+    "top_k": -1,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "logit_bias": {},
+    "priority": 0,
+    "add_special_tokens": True,
+}
+SCHEMA = {"type": "boolean"}
+# Fields of a completion, and the client's options for the same answers.
+SAME_ANSWERS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": (VLLM_DEFAULTS, {}),
+    "logit_bias": ({"logit_bias": {"70": 50}}, {"logit_bias": {"70": 50}}),
+    "use_beam_search": ({"n": 3, "use_beam_search": True}, {"num_beams": 3}),
+    "num_beams": (
+        {"n": 2, "num_beams": 4, "length_penalty": 0.5, "early_stopping": True},
+        {"num_beams": 4, "length_penalty": 0.5, "early_stopping": True},
+    ),
+    "choice": ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
+    "regex": (
+        {"structured_outputs": {"regex": "[0-9]{5}", "json": None}},
+        {"structured_outputs": {"regex": "[0-9]{5}"}},
+    ),
+    "json": (
+        {"guided_json": SCHEMA, "guided_decoding_backend": "outlines"},
+        {"structured_outputs": {"json": SCHEMA}},
+    ),
+}
+# Fields of a completion, and what the answer says of them.
+REFUSED: Sequence[tuple[dict[str, Any], str]] = (
+    ({"best_of": 3}, "best_of is 3; allowed: n, which is 1"),
+    ({"echo": True, "logprobs": 1}, "echo is True with logprobs"),
+    ({"guided_grammar": "root ::= 'a'"}, "guided_grammar is not supported"),
+    ({"allowed_token_ids": [5]}, "allowed_token_ids is not supported"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
+    ({"priority": 1}, "priority is 1"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"70": 101}}, "logit_bias"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"num_beams": 0}, "num_beams is 0; allowed: whole numbers from 1"),
+    ({"length_penalty": 0.5}, "length_penalty is 0.5; allowed: 1.0 without num_beams above 1"),
+    ({"use_beam_search": True, "n": 2, "stop": "a"}, "stop"),
+    ({"guided_choice": []}, "structured_outputs.choice"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +96,13 @@ def gateway(
     add_model(repository, "ranker", ranker, task="rerank")
     # its steps take milliseconds, so that a test can interrupt an answer
     writer = save_checkpoint(
-        folder / "writer", "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096
+        folder / "writer",
+        "GPT2LMHeadModel",
+        files={"chat_template.jinja": CHAT_TEMPLATE},
+        n_embd=96,
+        n_inner=384,
+        n_layer=2,
+        n_positions=4096,
     )
     add_model(repository, "writer", writer, task="generate")
     # free again for uvicorn, which shares no port
@@ -120,6 +180,72 @@ def test_ranks_by_the_scores_of_the_server(gateway: RunningGateway) -> None:
     assert response.json()["usage"]["total_tokens"] > 0
 
 
+def post(gateway: RunningGateway, path: str, **body: Any) -> Any:
+    response = httpx2.post(
+        f"{gateway.url}{path}",
+        json=body,
+        headers={"Authorization": "Bearer key"},
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_every_interface_gives_the_vectors_of_the_server(gateway: RunningGateway) -> None:
+    with Client(gateway.server.grpc_url, EMBEDDER) as client:
+        expected = client.embed(TEXTS, normalize=True)
+
+    named = f"?model={EMBEDDER}"
+    kinds = {"input_type": "search_document", "embedding_types": ["float", "base64"]}
+    answer = post(gateway, f"/v2/embed{named}", texts=TEXTS, **kinds)
+    raw = [np.frombuffer(base64.b64decode(each), "<f4") for each in answer["embeddings"]["base64"]]
+    np.testing.assert_array_equal(np.stack(raw), np.float32(answer["embeddings"]["float"]))
+    # without `normalize` they are as the checkpoint makes them
+    vectors = np.stack(raw) / np.linalg.norm(raw, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors, expected, rtol=1e-4, atol=1e-5)
+    parameters = {"truncate": True, "truncation_direction": "left"}
+    vectors = np.float32(post(gateway, f"/{named}", inputs=TEXTS, parameters=parameters))
+    np.testing.assert_allclose(vectors, expected, rtol=1e-4, atol=1e-5)
+    tensor = {"name": "input_text", "datatype": "BYTES", "shape": [3], "data": TEXTS}
+    [output] = post(gateway, f"/v2/models/{EMBEDDER}/infer", inputs=[tensor])["outputs"]
+    assert output["shape"] == list(expected.shape)
+
+    cosines = expected[1:] @ expected[0]
+    sentences = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
+    found = post(gateway, f"/similarity{named}", inputs=sentences)
+    np.testing.assert_allclose(found, cosines, rtol=1e-4, atol=1e-5)
+    scores = post(gateway, f"/score{named}", text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
+    found = [each["score"] for each in scores]
+    np.testing.assert_allclose(found, cosines, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_are_those_of_the_ranks(gateway: RunningGateway) -> None:
+    scores = post(gateway, "/v1/score?model=ranker", text_1="the cat", text_2=TEXTS)
+    ranks = post(gateway, "/rerank?model=ranker", query="the cat", documents=TEXTS)["results"]
+
+    assert scores["usage"]["total_tokens"] > 0
+    by_index = {each["index"]: each["relevance_score"] for each in ranks}
+    found = {each["index"]: each["score"] for each in scores["data"]}
+    np.testing.assert_allclose(
+        [found[index] for index in range(3)], [by_index[index] for index in range(3)], rtol=1e-5
+    )
+
+
+def test_the_tokenizer_answers_in_both_forms(gateway: RunningGateway) -> None:
+    rows = post(gateway, "/tokenize", model=EMBEDDER, inputs=TEXTS)
+    assert all(row[0]["special"] and row[-1]["special"] for row in rows)
+    ids = [[each["id"] for each in row if not each["special"]] for row in rows]
+    plain = [[each["text"] for each in row if not each["special"]] for row in rows]
+    assert ["".join(row) for row in plain] == [text.replace(" ", "") for text in TEXTS]
+    assert post(gateway, "/decode", model=EMBEDDER, ids=ids) == TEXTS
+    prompt = post(gateway, "/tokenize", model="writer", prompt="a cat", return_token_strs=True)
+    assert len(prompt["token_strs"]) == prompt["count"] == len(prompt["tokens"]) > 0
+    assert prompt["max_model_len"] == 4096
+    assert post(gateway, "/detokenize", model="writer", tokens=prompt["tokens"]) == {
+        "prompt": "a cat"
+    }
+
+
 def test_the_chunks_of_a_stream_make_the_whole_completion(gateway: RunningGateway) -> None:
     async def complete() -> tuple[str, list[str]]:
         async with openai_client(gateway) as client:
@@ -134,6 +260,103 @@ def test_the_chunks_of_a_stream_make_the_whole_completion(gateway: RunningGatewa
 
     assert "".join(parts) == whole
     assert len(parts) > 5
+
+
+def completed(gateway: RunningGateway, **fields: Any) -> list[str]:
+    """Return the texts of a greedy completion."""
+
+    async def complete() -> list[str]:
+        async with openai_client(gateway) as client:
+            answer = await client.completions.create(
+                model="writer", prompt="hello", max_tokens=12, temperature=0.0, extra_body=fields
+            )
+            return [choice.text for choice in answer.choices]
+
+    return asyncio.run(complete())
+
+
+@pytest.mark.parametrize("name", SAME_ANSWERS)
+def test_fields_of_foreign_clients_are_options_of_the_server(
+    gateway: RunningGateway, name: str
+) -> None:
+    fields, options = SAME_ANSWERS[name]
+
+    texts = completed(gateway, **fields)
+
+    with Client(gateway.server.grpc_url, "writer") as client:
+        n = fields.get("n", 1)
+        expected = client.samples("hello", n, max_tokens=12, temperature=0.0, **options)
+        plain = client.generate("hello", max_tokens=12, temperature=0.0)
+    assert texts == [sample.text for sample in expected]
+    assert (texts == [plain.text]) == (not options)
+
+
+@pytest.mark.parametrize(
+    "fields, message", REFUSED, ids=[" ".join(fields) for fields, _ in REFUSED]
+)
+def test_fields_that_are_not_served_are_refused_by_name(
+    gateway: RunningGateway, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        completed(gateway, **fields)
+
+    assert message in str(caught.value.body["message"])
+
+
+def test_bad_words_are_not_generated(gateway: RunningGateway) -> None:
+    bias = {"logit_bias": {"70": 50}}
+    [text] = completed(gateway, **bias)
+    [word] = set(text)
+
+    [without] = completed(gateway, **bias, bad_words=[word])
+
+    assert word not in without
+
+
+def test_an_echo_begins_with_the_prompt(gateway: RunningGateway) -> None:
+    async def stream() -> list[str]:
+        async with openai_client(gateway) as client:
+            chunks = await client.completions.create(
+                model="writer",
+                prompt="hello",
+                max_tokens=12,
+                temperature=0.0,
+                echo=True,
+                stream=True,
+            )
+            return [chunk.choices[0].text async for chunk in chunks]
+
+    [plain], [echoed], parts = (
+        completed(gateway),
+        completed(gateway, echo=True),
+        asyncio.run(stream()),
+    )
+
+    assert echoed == "hello" + plain
+    assert parts[0].startswith("hello")
+    assert "".join(parts) == echoed
+
+
+def test_a_chat_sets_variables_of_its_template(gateway: RunningGateway) -> None:
+    async def chat(**fields: Any) -> str:
+        async with openai_client(gateway) as client:
+            answer = await client.chat.completions.create(
+                model="writer",
+                messages=[{"role": "user", "content": "hello"}],
+                max_completion_tokens=12,
+                temperature=0.0,
+                **fields,
+            )
+            return str(answer.choices[0].message.content)
+
+    variables = {"chat_template_kwargs": {"tone": "kind"}}
+    with_tone = asyncio.run(chat(extra_body=variables, reasoning_effort="low"))
+    without = asyncio.run(chat())
+
+    with Client(gateway.server.grpc_url, "writer") as client:
+        options = {"max_tokens": 12, "temperature": 0.0}
+        assert with_tone == client.generate("hello kind", **options).text
+        assert without == client.generate("hello ", **options).text
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -60,7 +60,7 @@ def embed(
     normalize: Normalize = None,
     prompt_name: PromptName = None,
     dimensions: Annotated[
-        int | None, typer.Option(min=1, help="First features alone; default: all.")
+        int | None, typer.Option(min=1, help="Keep only the first N dimensions; default: all.")
     ] = None,
     rows_per_request: Annotated[
         int | None, typer.Option(min=1, help="Default: 32, or the model's limit if that is less.")

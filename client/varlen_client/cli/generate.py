@@ -23,6 +23,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")
     ] = False,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(help="JSON object of variables for the chat template; needs --chat."),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens to generate; default: 16.")
     ] = None,
@@ -40,6 +44,12 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
+    logit_bias: Annotated[
+        str | None, typer.Option(help="JSON object of numbers for the logits, by token id.")
+    ] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Word that the answer lacks; may be repeated.")
+    ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File with the JSON schema that the answer has to match.")
     ] = None,
@@ -50,6 +60,7 @@ def generate(
 ) -> None:
     """Generate the answer to a prompt and print it."""
     sampling: dict[str, Any] = {
+        "chat_template_kwargs": chat_template_kwargs,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -57,8 +68,12 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "stop": stop or None,
+        "bad_words": bad_word or None,
+        "logit_bias": logit_bias,
         "structured_outputs": None if json_schema is None else {"json": _read_json(json_schema)},
     }
+    if chat_template_kwargs is not None and not chat:
+        usage_error("--chat-template-kwargs needs --chat")
     text = _read_stdin() if prompt == "-" else prompt
     given = {name: each for name, each in sampling.items() if each is not None}
     given |= options.arguments

@@ -158,7 +158,7 @@ def sparse_embed(
     ] = False,
     prompt_name: PromptName = None,
     max_active_dims: Annotated[
-        int | None, typer.Option(min=1, help="Terms of the largest weights alone.")
+        int | None, typer.Option(min=1, help="Keep only the N largest weights.")
     ] = None,
     options: RowOptions,
 ) -> None:

@@ -57,6 +57,13 @@ def serve_http(
     chat_max_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer of a chat that sets no limit, in tokens.")
     ] = settings.DEFAULT_CHAT_MAX_TOKENS,
+    auto_truncate: Annotated[
+        bool,
+        typer.Option(
+            "--auto-truncate",
+            help="Cut texts that are too long, unless the request says otherwise; default: they are errors.",
+        ),
+    ] = False,
 ) -> None:
     """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
     if not api_key and API_KEYS in os.environ:
@@ -82,6 +89,7 @@ def serve_http(
             max_requests=max_requests,
             timeout_seconds=timeout,
             chat_max_tokens=chat_max_tokens,
+            auto_truncate=auto_truncate,
         )
     except (InvalidUrl, ValueError) as error:
         usage_error(str(error))

@@ -36,9 +36,9 @@ class Head:
     created: int
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> Head:
-        """Return the head of a new answer."""
-        return cls(kind, model, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+    def new(cls, prefix: str, kind: str, model: str, request_id: str | None = None) -> Head:
+        """Return the head of a new answer; without a `request_id`, its id is random."""
+        return cls(kind, model, f"{prefix}-{request_id or uuid.uuid4().hex}", int(time.time()))
 
     def object(self, choices: Sequence[dict[str, Any]], **others: Any) -> dict[str, Any]:
         """Return an object of the answer with these choices."""

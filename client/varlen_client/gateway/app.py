@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -14,14 +14,19 @@ from starlette.routing import Route
 from varlen_client.errors import ModelNotFound
 from varlen_client.gateway.bodies import json_response
 from varlen_client.gateway.chat import add_chat_route
+from varlen_client.gateway.cohere import add_cohere_routes
 from varlen_client.gateway.completions import add_completion_route
 from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.embeddings import add_embedding_routes
 from varlen_client.gateway.errors import add_error_handlers, error_response
 from varlen_client.gateway.info import add_info_route
-from varlen_client.gateway.models import Connect, Gateway
+from varlen_client.gateway.kserve import add_kserve_route
+from varlen_client.gateway.models import Connect, Gateway, read_query_model
+from varlen_client.gateway.rerank import add_rerank_routes
 from varlen_client.gateway.scores import add_score_routes
 from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway.tei import add_tei_routes
+from varlen_client.gateway.tokens import add_token_routes
 
 
 def create_app(settings: GatewaySettings, connect: Connect | None = None) -> FastAPI:
@@ -35,16 +40,22 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
 
     app = FastAPI(
         title="varlen gateway",
-        summary="OpenAI, Text Embeddings Inference and rerank for models of a Triton Inference Server",
+        summary="OpenAI, Text Embeddings Inference, Cohere and rerank for models of a Triton Inference Server",
         lifespan=lifespan,
+        dependencies=[Depends(read_query_model)],
         redoc_url=None,
     )
     add_error_handlers(app)
     for add in (
         add_embedding_routes,
+        add_cohere_routes,
+        add_rerank_routes,
         add_score_routes,
+        add_tei_routes,
+        add_kserve_route,
         add_completion_route,
         add_chat_route,
+        add_token_routes,
         add_info_route,
     ):
         add(app, gateway)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -13,17 +21,16 @@ from varlen_client.errors import InvalidRequest
 
 # As many as OpenAI takes.
 MAX_INPUTS = 2048
+# Characters of a query, counted once for each document.
+_MAX_REPEATED = 1 << 26
 
 Texts: TypeAlias = StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
 
 
-class RequestBody(BaseModel):
-    """A body whose unknown fields are refused, and whose nulls are left out."""
+class Fields(BaseModel):
+    """An object whose unknown fields are refused, and whose nulls are left out."""
 
     model_config = ConfigDict(extra="forbid")
-
-    model: str | None = None
-    """The server's name of the model; by default the gateway's, or the only ready one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -33,6 +40,16 @@ class RequestBody(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
+_Fields = TypeVar("_Fields", bound=Fields)
+
+
+class RequestBody(Fields):
+    """What the bodies of requests have."""
+
+    model: str | None = None
+    """The server's name of the model; by default the name in `?model=`, the gateway's, or the only ready one."""
+
+
 class OpenAIBody(RequestBody):
     """A body of OpenAI's interface, with fields that change no answer."""
 
@@ -40,6 +57,19 @@ class OpenAIBody(RequestBody):
     """Ignored."""
     metadata: dict[str, Any] | None = None
     """Ignored."""
+
+
+def checked(form: type[_Fields], body: Any) -> _Fields:
+    """Return a body in this form.
+
+    Raises:
+        RequestValidationError: it has another form.
+    """
+    try:
+        return form.model_validate(body)
+    except ValidationError as error:
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(errors, body=body) from None
 
 
 def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
@@ -53,6 +83,15 @@ def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
     if not 1 <= len(rows) <= MAX_INPUTS:
         raise InvalidRequest(f"{name} has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
     return cast("list[str] | list[list[int]]", rows)
+
+
+def check_repeated(name: str, text: str, times: int) -> None:
+    """Raise InvalidRequest if a text that stands before each document would fill the memory."""
+    if len(text) * times > _MAX_REPEATED:
+        raise InvalidRequest(
+            f"{name} has {len(text)} characters for {times} documents; allowed: {_MAX_REPEATED} in all,"
+            " so send fewer documents at once"
+        )
 
 
 def usage(prompt_tokens: int, completion_tokens: int | None = None) -> dict[str, int]:

@@ -16,6 +16,9 @@ from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.generation import GeneratedPart, Generation
 
+# Field that says which of the tools are called, by the field of the tools.
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+
 
 class TextPart(BaseModel):
     """A part of a message; only texts are served."""
@@ -60,19 +63,33 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    """Not supported; it may be empty, or there with `tool_choice` none, which calls none."""
+    """Not supported; it may be empty, or there with a choice of none, which calls none."""
     tool_choice: Literal["none"] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Older name of `tools`."""
+    function_call: Literal["none"] | None = None
     parallel_tool_calls: bool | None = None
     """Ignored: there are no calls."""
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    """Ignored: the chat template decides."""
+    """Ignored: `chat_template_kwargs` sets what the chat template knows of it, such as `enable_thinking`."""
+    # vLLM's
+    include_reasoning: Literal[True] | None = None
+    echo: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    return_prompt_text: Literal[False] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_unused_tools(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("tool_choice") != "none":
+        if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if name != "tools"}
+        unused = {tools for tools, choice in _CHOICES.items() if given.get(choice) == "none"}
+        return {name: value for name, value in given.items() if name not in unused}
 
 
 def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
@@ -86,13 +103,11 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
         model = await gateway.models.get(body.model)
         timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
         if body.stream:
-            head = Head.new("chatcmpl", "chat.completion.chunk", model.name)
+            head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
             parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
-            chunks = Chunks(
-                head, partial(_delta, top), body.stream_options.include_usage, gateway.metrics
-            )
+            chunks = Chunks(head, partial(_delta, top), body.includes_usage, gateway.metrics)
             return await EventStream.begin(parts, chunks)
-        head = Head.new("chatcmpl", "chat.completion", model.name)
+        head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
         answers = await model.client.samples(messages, body.n, timeout=timeout, **sampling)
         return json_response(whole_answer(head, [answers], partial(_choice, top), gateway.metrics))
 
@@ -101,13 +116,15 @@ def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
     """Return the sampling parameters of a chat.
 
     Raises:
-        InvalidRequest: `top_logprobs` without `logprobs`.
+        InvalidRequest: `top_logprobs` without `logprobs`, or fields that contradict each other.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true")
     given = body.max_completion_tokens, body.max_tokens, default_max_tokens
     sampling = body.sampling()
     sampling["max_tokens"] = next(each for each in given if each is not None)
+    if body.chat_template_kwargs:
+        sampling["chat_template_kwargs"] = body.chat_template_kwargs
     return sampling | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
 
 

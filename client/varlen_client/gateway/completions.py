@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -26,8 +28,10 @@ class CompletionsBody(SamplingBody):
     prompt: Texts
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0)
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool = False
+    """Whether each answer begins with the text of its prompt."""
+    suffix: Literal[""] | None = None
+    add_special_tokens: Literal[True] | None = None
 
 
 def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
@@ -41,12 +45,13 @@ def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
             most = "1 in a stream" if body.stream else f"1 to {MAX_PROMPTS}"
             raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: {most}")
         sampling = _sampling(body)
+        make_choice = partial(_choice, _echoed(body, prompts), body.n)
         model = await gateway.models.get(body.model)
-        head = Head.new("cmpl", "text_completion", model.name)
+        head = Head.new("cmpl", "text_completion", model.name, body.request_id)
         timeout = gateway.settings.timeout_seconds
         if body.stream:
             parts = model.client.stream_samples(prompts[0], body.n, timeout=timeout, **sampling)
-            chunks = Chunks(head, _choice, body.stream_options.include_usage, gateway.metrics)
+            chunks = Chunks(head, make_choice, body.includes_usage, gateway.metrics)
             return await EventStream.begin(parts, chunks)
         tasks = [
             asyncio.ensure_future(model.client.samples(prompt, body.n, timeout=timeout, **sampling))
@@ -54,7 +59,7 @@ def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
         ]
         await all_or_first_error(tasks)
         answers = [task.result() for task in tasks]
-        return json_response(whole_answer(head, answers, _choice, gateway.metrics))
+        return json_response(whole_answer(head, answers, make_choice, gateway.metrics))
 
 
 def _sampling(body: CompletionsBody) -> dict[str, Any]:
@@ -62,10 +67,35 @@ def _sampling(body: CompletionsBody) -> dict[str, Any]:
     return body.sampling() | {name: each for name, each in given.items() if each is not None}
 
 
-def _choice(index: int, part: Generation | GeneratedPart, offset: int | None) -> dict[str, Any]:
+def _echoed(body: CompletionsBody, prompts: Sequence[str | list[int]]) -> Sequence[str]:
+    """Return the text that the answers to each prompt begin with.
+
+    Raises:
+        InvalidRequest: the text of a prompt, or log probabilities of its tokens, are not known here.
+    """
+    if not body.echo:
+        return [""] * len(prompts)
+    if body.logprobs is not None:
+        raise InvalidRequest(
+            "echo is True with logprobs, which a prompt's tokens have not; send one"
+        )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequest("echo is True with a prompt of token ids; allowed: with texts")
+    return texts
+
+
+def _choice(
+    echoed: Sequence[str],
+    n: int,
+    index: int,
+    part: Generation | GeneratedPart,
+    offset: int | None,
+) -> dict[str, Any]:
+    """Return a choice, given the text that each prompt's `n` answers begin with."""
     return {
         "index": index,
-        "text": part.text,
+        "text": echoed[index // n] + part.text if offset is None else part.text,
         "logprobs": _logprobs(part, offset or 0) if part.logprobs else None,
         "finish_reason": part.finish_reason,
     }

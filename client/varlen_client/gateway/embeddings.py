@@ -1,4 +1,4 @@
-"""Embeddings of OpenAI and Text Embeddings Inference: `/v1/embeddings`, `/embed`, `/embed_sparse`."""
+"""`/v1/embeddings` of OpenAI, with the fields of vLLM, NVIDIA NIM and Infinity."""
 
 from __future__ import annotations
 
@@ -9,72 +9,57 @@ from fastapi import FastAPI
 from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
-from varlen_client.gateway.bodies import (
-    OpenAIBody,
-    RequestBody,
-    Texts,
-    json_response,
-    rows_of,
-    usage,
-)
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import OpenAIBody, Texts, json_response, rows_of, usage
 from varlen_client.gateway.models import Gateway
-from varlen_client.row_answers import SparseVector
-from varlen_client.tasks import EMBED, SPARSE_EMBED
+from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.row_options import InputType
+from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
 
-Direction = Literal["left", "right", "Left", "Right"]
 
-
-class EmbeddingsBody(OpenAIBody):
+class EmbeddingsBody(OpenAIBody, TextFields):
     """A request to `/v1/embeddings`."""
 
     input: Texts
-    dimensions: StrictInt | None = Field(None, ge=1)
+    dimensions: StrictInt | None = Field(default=None, ge=1)
+    output_dimension: StrictInt | None = Field(default=None, ge=1)
+    """Infinity's name of `dimensions`, from litellm."""
     encoding_format: Literal["float", "base64"] = "float"
+    normalize: bool | None = None
     prompt_name: StrictStr | None = None
-    truncate: bool = False
-    truncate_prompt_tokens: Literal[-1] | None = None
-    """vLLM's name of `truncate`; only the model's limit is served."""
-    truncation_side: Direction = "right"
+    input_type: InputType | None = None
+    modality: Literal["text"] = "text"
 
     def options(self) -> dict[str, Any]:
-        """Return the client's arguments."""
-        truncate = self.truncate or self.truncate_prompt_tokens is not None
-        return text_options(self.prompt_name, truncate=truncate, side=self.truncation_side)
+        """Return the client's arguments, without truncation.
 
-
-class TextsBody(RequestBody):
-    """What requests to `/embed` and `/embed_sparse` have."""
-
-    inputs: Texts
-    prompt_name: StrictStr | None = None
-    truncate: bool = False
-    truncation_direction: Direction = "right"
-
-    def options(self) -> dict[str, Any]:
-        """Return the client's arguments."""
-        side = self.truncation_direction
-        return text_options(self.prompt_name, truncate=self.truncate, side=side)
-
-
-class EmbedBody(TextsBody):
-    """A request to `/embed`."""
-
-    normalize: bool = True
-    dimensions: StrictInt | None = Field(None, ge=1)
+        Raises:
+            InvalidRequest: `dimensions` has both its names.
+        """
+        if self.dimensions is not None and self.output_dimension is not None:
+            raise InvalidRequest(
+                "the request has dimensions and output_dimension; send one of them"
+            )
+        return given_options(
+            dimensions=self.dimensions or self.output_dimension,
+            normalize=self.normalize,
+            prompt_name=self.prompt_name,
+            input_type=self.input_type,
+        )
 
 
 def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes of embeddings."""
+    """Add the routes of OpenAI's embeddings."""
 
     @app.post("/v1/embeddings", tags=["OpenAI"])
+    @app.post("/infinity/embeddings", tags=["Infinity"])
     async def embeddings(body: EmbeddingsBody) -> Response:
         """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
-        rows = rows_of(body.input, "input")
         name, vectors, tokens = await gateway.answer(
-            body.model, EMBED, rows, dimensions=body.dimensions, **body.options()
+            body.model, EMBED, rows_of(body.input, "input"), text_fields=body, **body.options()
         )
-        encode = _base64 if body.encoding_format == "base64" else _list
+        encode = ENCODINGS[body.encoding_format]
         answer: dict[str, Any] = {
             "object": "list",
             "data": [
@@ -85,38 +70,15 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
         }
         return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
 
-    @app.post("/", tags=["Text Embeddings Inference"])
-    @app.post("/embed", tags=["Text Embeddings Inference"])
-    async def embed(body: EmbedBody) -> Response:
-        """Embed texts or token ids; the answer is a list of vectors."""
-        own = {"normalize": body.normalize, "dimensions": body.dimensions}
-        rows = rows_of(body.inputs, "inputs")
-        _, vectors, _ = await gateway.answer(body.model, EMBED, rows, **own, **body.options())
-        return json_response(vectors.tolist())
 
-    @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
-    async def embed_sparse(body: TextsBody) -> Response:
-        """Embed texts or token ids sparsely: their terms and weights, the largest first."""
-        rows = rows_of(body.inputs, "inputs")
-        _, vectors, _ = await gateway.answer(body.model, SPARSE_EMBED, rows, **body.options())
-        return json_response([_terms(vector) for vector in vectors])
-
-
-def text_options(prompt_name: str | None, *, truncate: bool, side: Direction) -> dict[str, Any]:
-    """Return the client's arguments for the prompt and the truncation of texts."""
-    prompt = {} if prompt_name is None else {"prompt_name": prompt_name}
-    return prompt | ({"truncate": True, "truncation_side": side.lower()} if truncate else {})
-
-
-def _list(vector: Floats) -> list[float]:
+def _numbers(vector: Floats) -> list[float]:
     numbers: list[float] = vector.tolist()
     return numbers
 
 
-def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
-    pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
-    return [{"index": index, "value": value} for index, value in pairs]
-
-
 def _base64(vector: Floats) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+# Forms of a vector in JSON, by their names at OpenAI and Cohere.
+ENCODINGS = {"float": _numbers, "base64": _base64}

@@ -129,7 +129,8 @@ def _describe(error: RequestValidationError) -> tuple[str | None, str]:
         given = "empty" if error.body is None else _shortened.repr(error.body)
         return None, f"the body is {given}; send a JSON object"
     path, value = _wrong_value(error.body, location)
-    if first["type"] == "missing":
+    # a null counts as missing
+    if first["type"] == "missing" and len(path) < len(location):
         path.append(location[-1])
     name = ".".join(map(str, path))
     is_always_empty = first["type"] == "too_long" and first["ctx"]["max_length"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,22 +19,28 @@ def add_info_route(app: FastAPI, gateway: Gateway) -> None:
     """Add the route."""
 
     @app.get("/info", tags=["Text Embeddings Inference"])
-    async def info(model: str | None = None) -> Response:
-        """Describe a model; fields that its config.pbtxt leaves to the checkpoint are null."""
-        named = await gateway.models.get(model)
-        found = await named.client.model_info()
-        longest = found.settings.get("max_sequence_tokens")
+    async def info() -> Response:
+        """Describe the model of `?model=`; fields that its config.pbtxt leaves to the checkpoint are null."""
+        found = await gateway.info(None)
         return json_response(
             {
-                "model_id": named.name,
+                "model_id": found.name,
                 "model_dtype": _DTYPES.get(found.settings.get("dtype", "auto")),
                 "model_type": _type_of(found),
                 "max_concurrent_requests": gateway.settings.max_requests,
-                "max_input_length": None if longest is None else int(longest),
+                "max_input_length": _number(found, "max_sequence_tokens"),
+                "max_batch_tokens": _number(found, "max_batch_tokens"),
+                "max_batch_requests": _number(found, "max_batch_sequences"),
                 "max_client_batch_size": MAX_INPUTS,
-                "auto_truncate": False,
+                "auto_truncate": gateway.settings.auto_truncate,
+                "version": version("varlen"),
             }
         )
+
+
+def _number(model: ModelInfo, setting: str) -> int | None:
+    value = model.settings.get(setting)
+    return None if value is None else int(value)
 
 
 def _type_of(model: ModelInfo) -> dict[str, dict[str, Any]] | None:

@@ -6,16 +6,25 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Query
 
 from varlen_client.aio import AsyncClient
-from varlen_client.errors import ModelNotFound, ServerUnavailable, VarlenClientError
+from varlen_client.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    ServerUnavailable,
+    VarlenClientError,
+)
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway.text_fields import TextFields
 from varlen_client.tasks import RowTask
 from varlen_client.transport.retry import RetryPolicy
-from varlen_client.wire import Inputs, Pairs, only_ready_model
+from varlen_client.wire import Inputs, ModelInfo, Pairs, only_ready_model
 
 _Answer = TypeVar("_Answer")
 
@@ -25,6 +34,9 @@ _RETRIES = RetryPolicy(max_retries=2)
 _HEALTH_SECONDS = 1.0
 
 Connect = Callable[[str | None], AsyncClient]
+
+# Of the request that runs.
+_QUERY_MODEL: ContextVar[str | None] = ContextVar("model in the query of a request", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +64,19 @@ class Models:
         self._asked_health_at = -math.inf
 
     async def get(self, name: str | None) -> NamedModel:
-        """Return a model by name.
+        """Return a model by the name in the body or query of a request.
 
         Raises:
+            InvalidRequest: the body and the query have different names.
             ModelNotFound: the server has no such model, or several and none was named.
             ServerUnavailable: no model is ready.
         """
-        wanted = name or self._default
+        in_query = _QUERY_MODEL.get()
+        if name and in_query and name != in_query:
+            raise InvalidRequest(
+                f"the request has the model {name!r}, and {in_query!r} in its query; send one of them"
+            )
+        wanted = name or in_query or self._default
         if wanted not in self._clients or wanted is None:
             wanted = await self._existing(wanted)
         return NamedModel(wanted, self._client(wanted))
@@ -110,6 +128,13 @@ class Models:
         return self._clients[name]
 
 
+async def read_query_model(
+    model: Annotated[str | None, Query(description="The model, if the body has no name.")] = None,
+) -> None:
+    """Keep the model that the query of a request names, for `Models.get`."""
+    _QUERY_MODEL.set(model)
+
+
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """What routes need: the models, the settings, and where to count tokens."""
@@ -119,7 +144,13 @@ class Gateway:
     metrics: GatewayMetrics
 
     async def answer(
-        self, name: str | None, task: RowTask[_Answer], inputs: Inputs | Pairs, **options: Any
+        self,
+        name: str | None,
+        task: RowTask[_Answer],
+        inputs: Inputs | Pairs,
+        *,
+        text_fields: TextFields,
+        **options: Any,
     ) -> tuple[str, _Answer, int | None]:
         """Return a model's name, its answer to rows, and the number of their tokens.
 
@@ -128,12 +159,21 @@ class Gateway:
         Args:
             name: name that a request has; None is the default.
             task, inputs, options: arguments of `AsyncClient.counted`.
+            text_fields: fields of the request that say how its texts are cut.
+
+        Raises:
+            InvalidRequest: these fields contradict each other.
         """
+        options |= text_fields.truncation(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)
         timeout = self.settings.timeout_seconds
         answer, tokens = await model.client.counted(task, inputs, timeout=timeout, **options)
         self.metrics.count_tokens(tokens or 0)
         return model.name, answer, tokens
+
+    async def info(self, name: str | None) -> ModelInfo:
+        """Return what the config of a model says; arguments are as in `answer`."""
+        return await (await self.models.get(name)).client.model_info()
 
     @classmethod
     def of(cls, settings: GatewaySettings, connect: Connect | None = None) -> Gateway:

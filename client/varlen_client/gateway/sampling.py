@@ -1,30 +1,30 @@
-"""Fields of completions and chats: how tokens are chosen, and the form of answers."""
+"""Fields of completions and chats: how tokens are chosen, and the form of answers.
+
+Fields are in four groups: passed on to the server, read by the gateway, allowed in one value, and ignored. The one
+value is OpenAI's or vLLM's default, or asks for nothing. Any other field is refused by name.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import OpenAIBody
 
-# The server checks the values of these.
-_SAMPLING = {
-    "temperature",
-    "top_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
+# Kind of structured output that each field of older vLLM clients asks for.
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+# Field that each type of `response_format` may have; the empty one is no field.
+_FORMATS: Mapping[str, Collection[str]] = {
+    "text": ("",),
+    "json_object": ("", "value"),
+    "json_schema": ("json_schema",),
+    "json": ("value",),
+    "regex": ("value",),
 }
+MAX_REQUEST_ID_CHARACTERS = 128
 
 
 class StreamOptions(BaseModel):
@@ -32,7 +32,9 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class JsonSchema(BaseModel):
@@ -47,54 +49,148 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form of the answer."""
+    """The form of the answer, in OpenAI's fields or in the field `value` of TGI."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchema | None = None
+    value: dict[str, Any] | str | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """Return what the answer has to match; None is any text.
+
+        Raises:
+            InvalidRequest: this type has other fields.
+        """
+        fields = {"json_schema": self.json_schema, "value": self.value}
+        given = " and ".join(name for name, each in fields.items() if each is not None)
+        allowed = _FORMATS[self.type]
+        if given not in allowed:
+            raise InvalidRequest(
+                f"response_format of type {self.type} has {given or 'no other field'}; allowed:"
+                f" {' or '.join(name or 'no other field' for name in allowed)}"
+            )
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        if self.value is not None:
+            return {"regex" if self.type == "regex" else "json": self.value}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
-class SamplingBody(OpenAIBody):
-    """OpenAI's fields, and fields of vLLM that the backend has too."""
+class ServerFields(OpenAIBody):
+    """Fields that are passed on; the server checks their values."""
 
-    n: int = Field(1, ge=1)
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+
+class FixedFields(OpenAIBody):
+    """Fields that are allowed in one value."""
+
+    store: Literal[False] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    # vLLM's
+    detokenize: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    watermarking: Literal[False] | None = None
+    thinking_token_budget: Literal[-1] | None = None
+    stream_interval: Literal[1] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    return_token_offsets: Literal[False] | None = None
+    return_mm_kwargs: Literal[True] | None = None
+    routed_experts_prompt_start: Literal[0] | None = None
+    priority: Literal[0] | None = None
+    """vLLM runs low numbers first, and the server's `request_priority` high ones."""
+
+
+class IgnoredFields(OpenAIBody):
+    """Fields that change no answer."""
+
     service_tier: str | None = None
-    """Ignored."""
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    """Not supported; it may be empty."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # vLLM's
+    session_id: str | None = None
+    guided_decoding_backend: str | None = None
+
+
+class SamplingBody(ServerFields, FixedFields, IgnoredFields):
+    """Fields of OpenAI, and fields of vLLM and Hugging Face that the backend has too."""
+
+    n: int = Field(1, ge=1)
+    best_of: int | None = None
+    use_beam_search: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that the request has, without `n`."""
-        given: dict[str, Any] = self.model_dump(include=_SAMPLING, exclude_none=True)
-        if self.stop:
-            given["stop"] = self.stop
-        grammar = self._grammar()
-        return given if grammar is None else {**given, "structured_outputs": grammar}
+        """Return the sampling parameters that the request has, without `n`.
 
-    def _grammar(self) -> dict[str, Any] | None:
-        form = self.response_format
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return {"json_object": True}
-        if form.json_schema is None:
-            raise InvalidRequest("response_format of type json_schema needs json_schema")
-        return {"json": form.json_schema.schema_}
+        Raises:
+            InvalidRequest: two fields contradict each other, or ask for the same.
+        """
+        if self.best_of not in (None, self.n):
+            raise InvalidRequest(f"best_of is {self.best_of}; allowed: n, which is {self.n}")
+        given = self.model_dump(include=_PASSED_ON)
+        # an empty text, list or object asks for nothing
+        options = {name: each for name, each in given.items() if each not in (None, "", [], {})}
+        return options | self._beams() | self._structured_outputs()
+
+    def _beams(self) -> dict[str, int]:
+        """Return the number of beams that vLLM's flag stands for."""
+        if not self.use_beam_search:
+            return {}
+        if self.num_beams is not None:
+            raise InvalidRequest("the request has use_beam_search and num_beams; send one")
+        if self.n == 1:
+            raise InvalidRequest(
+                "use_beam_search is True and n is 1; allowed: n from 2, which is the number of beams"
+            )
+        return {"num_beams": self.n}
+
+    def _structured_outputs(self) -> dict[str, Any]:
+        """Return what the answer has to match."""
+        asked = {
+            "response_format": self.response_format and self.response_format.structured_outputs(),
+            "structured_outputs": self.structured_outputs,
+        }
+        given = {name: each for name, each in asked.items() if each is not None}
+        for name, kind in _GUIDED.items():
+            if (value := getattr(self, name)) is not None:
+                given[name] = {kind: value}
+        if len(given) > 1:
+            raise InvalidRequest(f"the request has {' and '.join(given)}; send one")
+        return {"structured_outputs": next(iter(given.values()))} if given else {}
+
+
+_PASSED_ON = ServerFields.model_fields.keys() - OpenAIBody.model_fields.keys()

@@ -23,6 +23,7 @@ class GatewaySettings:
         max_requests: most requests at a time; others are refused.
         timeout_seconds: longest time of a request.
         chat_max_tokens: longest answer in a chat, unless the request has its own limit.
+        auto_truncate: whether texts that are too long are cut, unless the request says otherwise.
 
     Raises:
         ValueError: a limit is not above 0, or a key is empty.
@@ -36,6 +37,7 @@ class GatewaySettings:
     max_requests: int = DEFAULT_MAX_REQUESTS
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     chat_max_tokens: int = DEFAULT_CHAT_MAX_TOKENS
+    auto_truncate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_requests", "timeout_seconds", "chat_max_tokens"):

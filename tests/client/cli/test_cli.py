@@ -220,7 +220,8 @@ def test_generate_sends_the_parameters_that_are_given(generating, server, tmp_pa
     generating(
         *("generate", "hello", "--max-tokens", 2, "--temperature", 0, "--top-p", 0.5, "--top-k", 4),
         *("--min-p", 0.1, "--seed", 7, "--stop", "a", "--stop", "b", "--json-schema", schema),
-        *("--priority", 2),
+        *("--priority", 2, "--bad-word", "x y", "--bad-word", "z", "--logit-bias", '{"5": -1}'),
+        *("--chat", "--chat-template-kwargs", '{"enable_thinking": false}'),
     )
 
     few, many = (received.sampling for received in server.model.requests)
@@ -233,10 +234,20 @@ def test_generate_sends_the_parameters_that_are_given(generating, server, tmp_pa
         "min_p": 0.1,
         "seed": 7,
         "stop": ["a", "b"],
+        "bad_words": ["x y", "z"],
+        "logit_bias": '{"5": -1}',
+        "chat_template_kwargs": '{"enable_thinking": false}',
         "structured_outputs": {"json": {"type": "object"}},
         "request_priority": 2,
         "n": 1,
     }
+
+
+def test_template_variables_need_a_chat(generating):
+    result = CliRunner().invoke(cli.app, ["generate", "a", "--chat-template-kwargs", "{}"])
+
+    assert result.exit_code == 2
+    assert "--chat-template-kwargs needs --chat" in result.output
 
 
 def test_generate_sends_a_chat_or_what_stdin_holds(generating, server):

@@ -30,6 +30,15 @@ def test_listens_on_loopback_unless_told_otherwise(served):
     assert (options["host"], options["port"]) == ("127.0.0.1", 8080)
 
 
+@pytest.mark.parametrize("arguments, cuts", [([], False), (["--auto-truncate"], True)])
+def test_gives_the_gateway_its_default_of_truncation(served, monkeypatch, arguments, cuts):
+    found = []
+    monkeypatch.setattr("varlen_client.gateway.app.create_app", found.append)
+
+    assert serve(*arguments).exit_code == 0
+    assert [settings.auto_truncate for settings in found] == [cuts]
+
+
 def test_warns_of_an_open_address_without_a_key(served, monkeypatch):
     assert "warning: 0.0.0.0 may be reached" in serve("--host", "0.0.0.0").stderr
     monkeypatch.setenv("VARLEN_API_KEYS", "one two")

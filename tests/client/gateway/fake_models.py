@@ -9,6 +9,7 @@ from varlen_client.errors import ServerUnavailable
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.row_answers import LabelScore, SparseVector
 from varlen_client.tasks import EMBED, RERANK
+from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.wire import ModelInfo, ModelState
 
 OUTPUTS = {
@@ -17,6 +18,8 @@ OUTPUTS = {
     "ranker": {"logits": (1,)},
     "classifier": {"logits": (3,)},
     "writer": {"text_output": (-1,)},
+    "tokens": {"token_embeddings": (-1, 4)},
+    "states": {"last_hidden_state": (-1, 4)},
 }
 MODELS = tuple(OUTPUTS)
 
@@ -41,6 +44,8 @@ class Calls:
     counts_tokens: bool = True
     settings: dict = field(default_factory=dict)
     """Of each model's config."""
+    prompt: str = ""
+    """Put before each text that is tokenized."""
     running: int = 0
     cancelled: int = 0
     closed: int = 0
@@ -50,9 +55,15 @@ class Calls:
 
 
 def vector_of(row):
-    """Return the vector of a text or of token ids."""
+    """Return the vector of a text or of token ids, of length 1."""
     seed = sum(row.encode()) if isinstance(row, str) else sum(row)
-    return np.random.default_rng(seed).normal(size=4).astype(np.float32)
+    vector = np.random.default_rng(seed).normal(size=4)
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+
+def tokens_of(row):
+    """Return the vectors of a text's tokens, which are its characters."""
+    return np.stack([vector_of(each) for each in row])
 
 
 def score_of(texts):
@@ -65,11 +76,17 @@ ANSWERS = {
     "sparse_embed": lambda rows: [
         SparseVector(np.array([9, 4], np.int32) + len(row), np.float32([2.5, 1.0])) for row in rows
     ],
+    "token_embed": lambda rows: [tokens_of(row) for row in rows],
+    "hidden": lambda rows: [tokens_of(row) for row in rows],
     "rerank": lambda rows: np.array([score_of(row) for row in rows]),
     "predict": lambda rows: [
         [LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in rows
     ],
 }
+
+
+def _given(options):
+    return {name: each for name, each in options.items() if each is not None}
 
 
 class FakeClient:
@@ -88,14 +105,34 @@ class FakeClient:
         self.calls.closed += 1
 
     async def counted(self, task, inputs, *, timeout=None, **options):
-        given = {name: each for name, each in options.items() if name != "dimensions" or each}
-        await self._answer(task.method, inputs, given)
+        await self._answer(task.method, inputs, options)
         # a row of rerank is a pair, whose query is the same in each
         texts = [row[1] for row in inputs] if task is RERANK else inputs
         answer = ANSWERS[task.method](inputs)
         if task is EMBED:
-            answer = answer[:, : options["dimensions"]]
+            answer = answer[:, : options.get("dimensions")]
         return answer, sum(map(len, texts)) if self.calls.counts_tokens else None
+
+    async def tokenize(self, inputs, *, timeout=None, **options):
+        await self._answer("tokenize", inputs, _given(options))
+        return [self._tokens(row) for row in inputs]
+
+    async def detokenize(self, inputs, *, timeout=None, **options):
+        await self._answer("detokenize", inputs, _given(options))
+        return ["".join(map(chr, row)) for row in inputs]
+
+    def _tokens(self, row):
+        """Return a token for each character, behind a special one and the prompt."""
+        text = row if isinstance(row, str) else row[0]["content"]
+        whole = self.calls.prompt + text
+        return TokenizedText(
+            token_ids=(1, *map(ord, whole)),
+            tokens=("<s>", *(f"▁{each}" for each in whole)),
+            special=(True, *(False for _ in whole)),
+            offsets=((0, 0), *((at, at + 1) for at in range(len(whole)))),
+            prompt=self.calls.prompt,
+            max_tokens=99,
+        )
 
     async def model_info(self):
         return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)

@@ -19,6 +19,7 @@ from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
 from .conftest import http_client
+from .fake_models import MODELS
 
 EMBED = {"model": "embedder", "inputs": "a"}
 KEYS = ("first-key", "schlüssel")
@@ -264,13 +265,45 @@ def test_a_request_without_a_model_gets_the_gateways_or_the_only_one(send, make_
     body = {"inputs": "a"}
     several = send("POST", "/embed", body)
     assert several.status_code == 404
-    assert "the server has 5 ready models, choose one" in several.json()["error"]["message"]
+    assert (
+        f"the server has {len(MODELS)} ready models, choose one"
+        in several.json()["error"]["message"]
+    )
 
     assert send("POST", "/embed", body, app=make_app(model="embedder")).status_code == 200
     calls.states = [ModelState("embedder", "1", "READY")]
     assert send("POST", "/embed", body).status_code == 200
     calls.states = []
     assert send("POST", "/embed", body).status_code == 503
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/embed", {"inputs": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_the_query_may_name_the_model(send, calls, path, body):
+    model = "embedder" if "embed" in path else "writer"
+
+    assert send("POST", f"{path}?model={model}", body).status_code == 200
+    assert send("POST", f"{path}?model={model}", body | {"model": model}).status_code == 200
+    assert [each[0] for each in calls.received] == [model, model]
+    # the name in one request is not the next one's
+    assert send("POST", path, body).status_code == 404
+
+
+def test_two_names_of_models_are_refused(send, calls):
+    response = send("POST", "/embed?model=ranker", {"inputs": "a", "model": "embedder"})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        "the request has the model 'embedder', and 'ranker' in its query; send one of them"
+    )
+    assert calls.received == []
 
 
 def test_unknown_models_are_refused_without_a_client(refusal, calls):
@@ -324,7 +357,9 @@ def test_the_api_page_describes_every_path(send):
     assert paths.keys() == {
         "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models",
         "/v1/models/{name}", "/", "/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/v2/rerank",
-        "/predict", "/info", "/health", "/metrics",
+        "/predict", "/info", "/health", "/metrics", "/embed_all", "/similarity", "/v1/score", "/score",
+        "/v1/embed", "/v2/embed", "/infinity/rerank", "/infinity/embeddings", "/v2/models/{name}/infer",
+        "/tokenize", "/detokenize", "/decode",
     }  # fmt: skip
 
 

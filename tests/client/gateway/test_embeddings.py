@@ -60,10 +60,16 @@ def test_dimensions_are_the_servers_work(post, calls):
             {"truncate_prompt_tokens": -1, "truncation_side": "left"},
             {"truncate": True, "truncation_side": "left"},
         ),
-        ({"truncation_side": "left"}, {}),
+        ({"truncation_side": "right"}, {}),
+        ({"truncate": False, "truncation_side": "left"}, {}),
+        ({"truncate": "NONE"}, {}),
+        ({"truncate": "START"}, {"truncate": True, "truncation_side": "left"}),
+        ({"truncate": "END"}, {"truncate": True, "truncation_side": "right"}),
         ({"prompt_name": "query"}, {"prompt_name": "query"}),
+        ({"input_type": "passage", "modality": "text"}, {"input_type": "passage"}),
+        ({"normalize": False, "output_dimension": 2}, {"normalize": False, "dimensions": 2}),
     ],
-    ids=["truncate", "vllm", "side", "prompt"],
+    ids="truncate vllm side uncut none start end prompt nim infinity".split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):
     post("/v1/embeddings", model="embedder", input="ab", **options)
@@ -71,10 +77,58 @@ def test_openais_embeddings_take_options_of_texts(post, calls, options, paramete
     assert calls.received[0][3] == parameters
 
 
-def test_the_root_embeds_as_by_tei(post):
-    body = {"model": "embedder", "inputs": ["ab", "c"], "truncate": True}
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"truncation_side": "left"}, "truncation_side is left, but no text is cut"),
+        ({"truncate": "START", "truncation_side": "right"}, "truncate START and truncation_side"),
+        (
+            {"truncation_side": "left", "truncation_direction": "Right", "truncate": True},
+            "truncation_side left and truncation_direction Right; send one of them",
+        ),
+        (
+            {"truncate": False, "truncate_prompt_tokens": -1},
+            "truncate_prompt_tokens is -1, but truncate forbids it",
+        ),
+        ({"dimensions": 2, "output_dimension": 2}, "dimensions and output_dimension"),
+        ({"truncate": "MIDDLE"}, "truncate is 'MIDDLE'"),
+        ({"input_type": "image"}, "input_type is 'image'"),
+        ({"modality": "image"}, "modality is 'image'"),
+    ],
+    ids="side contradiction two-sides forbidden two-names truncate type modality".split(),
+)
+def test_options_that_contradict_each_other_or_are_not_served(refusal, calls, options, message):
+    status, error = refusal("/v1/embeddings", model="embedder", input="ab", **options)
 
-    assert post("/", **body) == post("/embed", **body)
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/embeddings", {"model": "embedder", "input": "ab"}),
+        ("/embed", {"model": "embedder", "inputs": "ab"}),
+        ("/rerank", {"model": "ranker", "query": "a", "texts": ["b"]}),
+        ("/v1/rerank", {"model": "ranker", "query": "a", "documents": ["b"]}),
+        ("/predict", {"model": "classifier", "inputs": "ab"}),
+        ("/v1/score", {"model": "ranker", "text_1": "a", "text_2": "b"}),
+    ],
+)
+def test_a_gateway_may_cut_texts_by_default(send, make_app, calls, path, body):
+    app = make_app(auto_truncate=True)
+    for options in ({}, {"truncation_side": "left"}, {"truncate": False}):
+        assert send("POST", path, body | options, app=app).status_code == 200
+
+    found = [(given.get("truncate"), given.get("truncation_side")) for *_, given in calls.received]
+    assert found == [(True, "right"), (True, "left"), (None, None)]
+
+
+def test_infinitys_clients_have_a_path_of_their_own(post):
+    body = {"model": "embedder", "input": ["ab", "c"], "encoding_format": "base64"}
+
+    assert post("/infinity/embeddings", **body) == post("/v1/embeddings", **body)
 
 
 def test_a_model_that_does_not_count_tokens_has_no_usage(post, calls):

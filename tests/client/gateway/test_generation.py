@@ -96,67 +96,6 @@ def test_parts_of_messages_are_joined_and_answers_may_come_back(post, calls):
     assert [message["content"] for message in calls.received[0][2]] == ["be brief", "ab", "c"]
 
 
-def test_sampling_parameters_pass_through(post, calls):
-    given = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "seed": 3,
-        "stop": ["a", "b"],
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.2,
-        "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "ignore_eos": True,
-        "max_tokens": 3,
-    }
-
-    post("/v1/completions", model="writer", prompt="a", **given)
-
-    assert calls.received[0][3] == given
-
-
-@pytest.mark.parametrize(
-    "path, body, ignored",
-    [
-        ("/v1/completions", {"prompt": "a"}, {"service_tier": "auto"}),
-        ("/v1/completions", {"prompt": "a"}, {"suffix": None}),
-        ("/v1/chat/completions", {"messages": HELLO}, {"service_tier": "flex"}),
-        ("/v1/chat/completions", {"messages": HELLO}, {"parallel_tool_calls": False}),
-        ("/v1/chat/completions", {"messages": HELLO}, {"reasoning_effort": "low"}),
-        (
-            "/v1/chat/completions",
-            {"messages": HELLO},
-            {"tools": [{"type": "function"}], "tool_choice": "none"},
-        ),
-    ],
-    ids="tier suffix chat_tier parallel effort tools".split(),
-)
-def test_fields_without_an_effect_change_nothing(post, calls, path, body, ignored):
-    plain, other = (post(path, model="writer", **body, **more) for more in ({}, ignored))
-
-    assert other["choices"] == plain["choices"]
-    assert calls.received[0] == calls.received[1]
-
-
-@pytest.mark.parametrize(
-    "form, expected",
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, {"json_object": True}),
-        (
-            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
-            {"json": {"type": "object"}},
-        ),
-    ],
-    ids=["text", "object", "schema"],
-)
-def test_the_response_format_is_a_structured_output(post, calls, form, expected):
-    post("/v1/chat/completions", model="writer", messages=HELLO, response_format=form)
-
-    assert calls.received[0][3].get("structured_outputs") == expected
-
-
 def test_completions_report_log_probabilities(post, stream):
     options = {"prompt": "a", "max_tokens": 2, "logprobs": 1}
 
@@ -286,72 +225,22 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(send, calls, failu
     assert json.loads(last)["error"]["message"] == message
 
 
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        ({"echo": True}, "echo is True: Input should be False"),
-        ({"best_of": 3}, "best_of is 3: Input should be 1"),
-        ({"suffix": "b"}, "suffix is not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
-        ({"n": 0}, "n is 0: Input should be greater than or equal to 1"),
-        ({"prompt": ["a", "b"], "stream": True}, "prompt has 2 prompts; allowed: 1 in a stream"),
-        ({"prompt": ["a"] * 129}, "prompt has 129 prompts; allowed: 1 to 128"),
-    ],
-    ids=lambda each: next(iter(each)) if isinstance(each, dict) else None,
-)
-def test_what_completions_do_not_support_is_refused_by_name(refusal, calls, body, message):
-    status, error = refusal("/v1/completions", **{"model": "writer", "prompt": "a", **body})
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_begins_each_answer_with_its_prompt(post, stream, n):
+    options = {"model": "writer", "max_tokens": 2, "n": n}
 
-    assert status == 400
-    assert message in error["message"]
-    assert calls.received == []
+    plain, echoed = (
+        post("/v1/completions", **options, prompt=["a ", "b "], echo=echo)["choices"]
+        for echo in (False, True)
+    )
 
-
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        ({"tools": [{"type": "function"}]}, "tools is not supported"),
-        ({"tool_choice": "auto"}, "tool_choice is 'auto': Input should be 'none'"),
-        ({"tools": [{}], "tool_choice": None}, "tools is not supported"),
-        ({"verbosity": "low"}, "verbosity is not supported"),
-        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema needs json_schema"),
-        ({"messages": []}, "messages is []: List should have at least 1 item"),
-        (
-            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]},
-            "messages.0.role is 'tool': Input should be",
-        ),
-        ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content is [{'type': 'image_url'}]: Input should be a valid string; Input should be 'text'",
-        ),
-    ],
-    ids=[
-        "tools",
-        "choice",
-        "tools and null",
-        "unknown",
-        "top_logprobs",
-        "schema",
-        "none",
-        "role",
-        "content",
-        "image",
-    ],
-)
-def test_what_chats_do_not_support_is_refused_by_name(refusal, calls, body, message):
-    body = {"model": "writer", "messages": HELLO, **body}
-
-    status, error = refusal("/v1/chat/completions", **body)
-
-    assert status == 400
-    assert message in error["message"]
-    assert calls.received == []
-
-
-def test_of_several_wrong_fields_the_first_is_named_with_its_own_reasons(refusal):
-    status, error = refusal("/v1/completions", model=5, prompt="a", echo=True, best_of=3)
-
-    assert (status, error["param"]) == (400, "model")
-    assert error["message"] == "model is 5: Input should be a valid string"
+    assert [choice["text"] for choice in echoed] == [
+        f"{prompt} {choice['text']}"
+        for prompt, choice in zip(["a"] * n + ["b"] * n, plain, strict=True)
+    ]
+    chunks = stream("/v1/completions", **options, prompt="a ", echo=True)
+    for index in range(n):
+        parts = [chunk["choices"][0] for chunk in chunks]
+        texts = [part["text"] for part in parts if part["index"] == index]
+        assert texts[0] == f"a {index}.0 "
+        assert "".join(texts) == echoed[index]["text"]

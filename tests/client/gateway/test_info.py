@@ -1,5 +1,7 @@
 """`/info` of the gateway."""
 
+from importlib.metadata import version
+
 import pytest
 
 
@@ -14,7 +16,7 @@ import pytest
     ],
 )
 def test_a_model_is_described_by_its_config(send, calls, model, kind):
-    calls.settings = {"dtype": "bf16", "max_sequence_tokens": "256"}
+    calls.settings = {"dtype": "bf16", "max_sequence_tokens": "256", "max_batch_tokens": "4096"}
 
     assert send("GET", f"/info?model={model}").json() == {
         "model_id": model,
@@ -22,9 +24,18 @@ def test_a_model_is_described_by_its_config(send, calls, model, kind):
         "model_type": kind,
         "max_concurrent_requests": 2048,
         "max_input_length": 256,
+        "max_batch_tokens": 4096,
+        "max_batch_requests": None,
         "max_client_batch_size": 2048,
         "auto_truncate": False,
+        "version": version("varlen"),
     }
+
+
+def test_truncation_is_as_the_gateway_was_started(send, make_app):
+    info = send("GET", "/info", app=make_app(model="embedder", auto_truncate=True)).json()
+
+    assert info["auto_truncate"] is True
 
 
 def test_what_the_checkpoint_decides_is_null(send, make_app):

@@ -1,9 +1,9 @@
-"""`/rerank`, `/v1/rerank` and `/predict` of the gateway."""
+"""`/rerank`, `/v1/rerank`, `/v1/score` and `/predict` of the gateway."""
 
 import numpy as np
 import pytest
 
-from .fake_models import score_of
+from .fake_models import score_of, vector_of
 
 TEXTS = ["first", "second one", "third"]
 PAIRS = [("query", text) for text in TEXTS]
@@ -18,12 +18,108 @@ def test_ranks_texts_the_best_first(post, calls):
     assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
 
 
-def test_documents_are_another_name_of_texts(post, refusal):
-    body = {"model": "ranker", "query": "query", "return_text": True}
+def test_documents_choose_the_form_of_v1_rerank(post):
+    body = {"model": "ranker", "query": "query", "top_n": 2}
 
-    assert post("/rerank", documents=TEXTS, **body) == post("/rerank", texts=TEXTS, **body)
-    _, error = refusal("/rerank", documents=TEXTS, texts=TEXTS, **body)
-    assert error["message"] == "documents is not supported"
+    found, expected = (post(path, documents=TEXTS, **body) for path in ("/rerank", "/v1/rerank"))
+
+    assert found.pop("id") != expected.pop("id")
+    assert found == expected
+    assert len(found["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "the request has neither texts nor documents; send texts for an answer in the form"),
+        ({"texts": ["a"], "documents": ["a"]}, "the request has texts and documents; send texts"),
+        ({"texts": ["a"], "return_documents": True}, "and return_documents; send return_text"),
+        ({"documents": ["a"], "return_text": True}, "and return_text; send return_documents"),
+    ],
+    ids=["neither", "both", "tei", "cohere"],
+)
+def test_the_two_forms_of_rerank_are_not_mixed(refusal, calls, options, message):
+    status, error = refusal("/rerank", model="ranker", query="q", **options)
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
+
+
+def test_the_best_texts_only(post):
+    ranks = post("/rerank", model="ranker", query="query", texts=TEXTS, top_n=1)
+
+    assert [rank["index"] for rank in ranks] == [int(np.argmax(SCORES))]
+
+
+def test_infinitys_documents_are_strings(post):
+    answer = post("/infinity/rerank", model="ranker", query="query", documents=TEXTS)
+
+    assert [each["document"] for each in answer["results"]] == [
+        TEXTS[each["index"]] for each in answer["results"]
+    ]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize(
+    "body, pairs",
+    [
+        ({"text_1": "query", "text_2": TEXTS}, PAIRS),
+        ({"queries": ["query"], "documents": TEXTS}, PAIRS),
+        ({"text_1": "a", "text_2": "b"}, [("a", "b")]),
+        ({"text_1": ["a", "b"], "text_2": ["c", "d"]}, [("a", "c"), ("b", "d")]),
+    ],
+    ids=["one with many", "queries", "two", "pairs"],
+)
+def test_pairs_are_scored_in_their_order(post, calls, path, body, pairs):
+    answer = post(path, model="ranker", **body)
+
+    assert answer["data"] == [
+        {"index": index, "object": "score", "score": score_of(pair)}
+        for index, pair in enumerate(pairs)
+    ]
+    assert answer["id"].startswith("score-")
+    assert (answer["object"], answer["model"]) == ("list", "ranker")
+    assert answer["usage"]["total_tokens"] > 0
+    assert calls.received == [("ranker", "rerank", pairs, {"activation": "sigmoid"})]
+
+
+def test_logits_of_pairs_on_request(post, calls):
+    post("/score", model="ranker", text_1="a", text_2="b", use_activation=False)
+
+    assert calls.received[0][3] == {"activation": None}
+
+
+def test_an_embedding_models_scores_are_cosines(post, calls):
+    answer = post("/score", model="embedder", text_1=["ab", "c"], text_2=["c", "c"], truncate=True)
+
+    left, same = vector_of("ab"), vector_of("c")
+    found = [each["score"] for each in answer["data"]]
+    np.testing.assert_allclose(found, [left @ same, 1.0], rtol=1e-5)
+    options = {"normalize": True, "truncate": True, "truncation_side": "right"}
+    # each text is embedded once
+    assert calls.received == [("embedder", "embed", ["ab", "c"], options)]
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"text_2": "a"}, "neither text_1 nor queries; send text_1"),
+        ({"text_1": "a", "queries": "a", "text_2": "a"}, "text_1 and queries; send text_1"),
+        ({"text_1": ["a", "b"], "text_2": "a"}, "text_1 has 2 texts and text_2 1; allowed: one"),
+        ({"text_1": "a", "text_2": []}, "text_2, which has 1 to 2048"),
+        ({"text_1": "a", "text_2": ["a"] * 2049}, "text_2 2049; allowed"),
+        ({"text_1": "a", "text_2": "a", "use_activation": True}, "has no activation"),
+        ({"text_1": "a", "text_2": "a", "truncation_side": "left"}, "no text is cut"),
+    ],
+    ids=["missing", "twice", "more", "none", "many", "activation", "side"],
+)
+def test_sides_that_do_not_fit_are_refused(refusal, calls, body, message):
+    status, error = refusal("/v1/score", model="embedder", **body)
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
 
 
 def test_raw_scores_and_texts_on_request(post, calls):
@@ -116,13 +212,14 @@ def test_a_batch_has_no_more_rows_than_other_requests(refusal, calls):
         ("/rerank", {"query": "q", "texts": []}),
         ("/rerank", {"texts": ["a"]}),
         ("/rerank", {"query": "q", "documents": [5]}),
+        ("/rerank", {"query": "q", "texts": [5]}),
         ("/predict", {}),
         ("/v1/rerank", {"query": "q", "documents": []}),
         ("/v1/rerank", {"query": "q", "documents": ["a"] * 2049}),
         ("/v1/rerank", {"query": "q", "documents": [{"title": "a"}]}),
         ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}),
     ],
-    ids=["texts", "query", "number", "inputs", "documents", "too many", "not a text", "top_n"],
+    ids="texts query document number inputs documents many not-a-text top_n".split(),
 )
 def test_a_wrong_body_is_refused(refusal, calls, path, body):
     status, error = refusal(path, **body)

@@ -1,0 +1,101 @@
+"""Embeddings of Cohere: `/v2/embed`, and `/v1/embed` of its older clients."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field, StrictInt, StrictStr
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, RequestBody, json_response
+from varlen_client.gateway.embeddings import ENCODINGS
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.text_fields import CutEnd, TextFields, given_options
+from varlen_client.row_options import InputType
+from varlen_client.tasks import EMBED
+from varlen_client.wire import Floats
+
+
+class TextContent(Fields):
+    """A part of an input; only texts are served."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Input(Fields):
+    """An input in the form of an object."""
+
+    content: list[TextContent] = Field(min_length=1, max_length=1)
+
+
+class EmbedBody(RequestBody):
+    """A request to `/v1/embed`."""
+
+    texts: list[StrictStr] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    inputs: list[Input] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    input_type: InputType | None = None
+    embedding_types: list[Literal["float", "base64"]] | None = Field(default=None, min_length=1)
+    truncate: CutEnd = "END"
+    """As by Cohere, a text that is too long is cut by default."""
+    output_dimension: StrictInt | None = Field(default=None, ge=1)
+
+    def rows(self) -> list[str]:
+        """Return the texts.
+
+        Raises:
+            InvalidRequest: the request has neither `texts` nor `inputs`, or both.
+        """
+        if (self.texts is None) == (self.inputs is None):
+            found = "neither texts nor" if self.texts is None else "texts and"
+            raise InvalidRequest(f"the request has {found} inputs; send one of them")
+        if self.texts is not None:
+            return self.texts
+        assert self.inputs is not None
+        return [each.content[0].text for each in self.inputs]
+
+
+class EmbedBodyV2(EmbedBody):
+    """A request to `/v2/embed`."""
+
+    input_type: InputType
+
+
+def add_cohere_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes of Cohere's embeddings."""
+
+    async def embed(body: EmbedBody) -> tuple[Floats, dict[str, Any]]:
+        """Return the vectors, and what answers of every form have."""
+        rows = body.rows()
+        options = given_options(input_type=body.input_type, dimensions=body.output_dimension)
+        fields = TextFields(truncate=body.truncate)
+        _, vectors, tokens = await gateway.answer(
+            body.model, EMBED, rows, text_fields=fields, **options
+        )
+        meta = {} if tokens is None else {"meta": {"billed_units": {"input_tokens": tokens}}}
+        return vectors, {"id": uuid.uuid4().hex, "texts": rows, **meta}
+
+    @app.post("/v1/embed", tags=["Cohere"])
+    async def embed_v1(body: EmbedBody) -> Response:
+        """Embed texts; the answer has a list of vectors, or with `embedding_types` several."""
+        vectors, answer = await embed(body)
+        if body.embedding_types is not None:
+            return json_response(answer | _by_type(vectors, body.embedding_types))
+        return json_response(
+            answer | {"response_type": "embeddings_floats", "embeddings": vectors.tolist()}
+        )
+
+    @app.post("/v2/embed", tags=["Cohere"])
+    async def embed_v2(body: EmbedBodyV2) -> Response:
+        """Embed texts; the answer has vectors of each of `embedding_types`, by default `float`."""
+        vectors, answer = await embed(body)
+        return json_response(answer | _by_type(vectors, body.embedding_types or ["float"]))
+
+
+def _by_type(vectors: Floats, types: list[Literal["float", "base64"]]) -> dict[str, Any]:
+    """Return the vectors in each of these types."""
+    found = {name: [ENCODINGS[name](vector) for vector in vectors] for name in types}
+    return {"response_type": "embeddings_by_type", "embeddings": found}

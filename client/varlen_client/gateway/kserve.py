@@ -1,0 +1,92 @@
+"""`/v2/models/NAME/infer` for embeddings, in the form of KServe that `triton/` models of litellm use.
+
+litellm sends `input_text` BYTES [texts], which a server with `max_batch_size` refuses: it expects [texts, 1]. And it
+takes every output of the answer for vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import Field, StrictInt, StrictStr
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, checked, json_response
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.text_fields import TextFields
+from varlen_client.tasks import EMBED
+
+_OUTPUT = "sentence_embedding"
+
+
+class InputTensor(Fields):
+    """The texts."""
+
+    name: Literal["input_text", "text"]
+    datatype: Literal["BYTES"]
+    shape: list[StrictInt]
+    data: StrictStr | list[StrictStr] = Field(min_length=1)
+    """One text without a list is litellm's, whose shape is its length."""
+
+    def rows(self) -> list[str]:
+        """Return one text per row.
+
+        Raises:
+            InvalidRequest: they are not as many as `shape` says, or more than MAX_INPUTS.
+        """
+        if isinstance(self.data, str):
+            return [self.data]
+        count = len(self.data)
+        if self.shape not in ([count], [count, 1]) or count > MAX_INPUTS:
+            raise InvalidRequest(
+                f"{self.name} has the shape {self.shape} and {count} texts; allowed: [texts] or [texts, 1],"
+                f" with 1 to {MAX_INPUTS} texts"
+            )
+        return self.data
+
+
+class OutputName(Fields):
+    """A requested output."""
+
+    name: Literal["sentence_embedding"]
+
+
+class InferBody(Fields):
+    """A request to `/v2/models/NAME/infer`."""
+
+    id: StrictStr | None = None
+    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
+    outputs: list[OutputName] = Field(default=[], max_length=1)
+    parameters: TextFields = TextFields()
+
+
+def add_kserve_route(app: FastAPI, gateway: Gateway) -> None:
+    """Add the route."""
+
+    @app.post("/v2/models/{name}/infer", tags=["KServe"])
+    async def infer(name: str, request: Request) -> Response:
+        """Embed the texts of the tensor `input_text`; the answer has one output, in JSON."""
+        # litellm sends no Content-Type, without which FastAPI reads no body
+        try:
+            body = checked(InferBody, from_json(await request.body()))
+        except ValueError as error:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        _, vectors, _ = await gateway.answer(
+            name, EMBED, body.inputs[0].rows(), text_fields=body.parameters
+        )
+        answer: dict[str, Any] = {
+            "model_name": name,
+            "model_version": "1",
+            "outputs": [
+                {
+                    "name": _OUTPUT,
+                    "datatype": "FP32",
+                    "shape": list(vectors.shape),
+                    "data": vectors.ravel().tolist(),
+                }
+            ],
+        }
+        return json_response(answer if body.id is None else {"id": body.id, **answer})

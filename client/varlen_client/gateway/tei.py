@@ -1,0 +1,310 @@
+"""Text Embeddings Inference: `/embed`, `/embed_sparse`, `/embed_all`, `/similarity`, `/predict` and `/`.
+
+Options stand in the body or in its object `parameters`, as clients of Hugging Face's inference endpoints send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from fastapi import FastAPI
+from pydantic import Field, StrictInt, StrictStr
+from starlette.responses import Response, StreamingResponse
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import (
+    MAX_INPUTS,
+    Fields,
+    RequestBody,
+    Texts,
+    checked,
+    json_bytes,
+    json_response,
+    rows_of,
+)
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
+from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.row_answers import SparseVector
+from varlen_client.tasks import EMBED, HIDDEN, PREDICT, SPARSE_EMBED, TOKEN_EMBED, RowTask
+from varlen_client.wire import Floats, ModelInfo, Pairs
+
+_Body = TypeVar("_Body", bound="_InputsBody")
+_Checked = TypeVar("_Checked", bound=RequestBody)
+_Row: TypeAlias = list[StrictStr]
+
+# Numbers in an answer of `/embed_all`: 256 MiB in fp32.
+MAX_TOKEN_FEATURES = 2**26
+
+# The task of `/embed_all` by the output of the model.
+# Numbers of an answer that are written as JSON in one piece.
+_NUMBERS_AT_ONCE = 1 << 14
+_TOKEN_TASKS: Mapping[str, RowTask[list[Floats]]] = {
+    "token_embeddings": TOKEN_EMBED,
+    "last_hidden_state": HIDDEN,
+}
+
+
+class HubOptions(Fields):
+    """Options of Hugging Face's inference endpoints; none of them changes an answer here."""
+
+    use_cache: bool = True
+    use_gpu: bool = True
+    wait_for_model: bool = False
+
+
+class _InputsBody(RequestBody):
+    """What all bodies with `inputs` have.
+
+    Subclasses have `parameters`, whose fields the body may have itself.
+    """
+
+    options: HubOptions = HubOptions()
+
+
+class PromptFields(TextFields):
+    """Options of `/embed_sparse` and `/embed_all`."""
+
+    prompt_name: StrictStr | None = None
+
+
+class SparseBody(_InputsBody, PromptFields):
+    """A request to `/embed_sparse` or `/embed_all`."""
+
+    inputs: Texts
+    parameters: PromptFields = PromptFields()
+
+
+class EmbedFields(PromptFields):
+    """Options of `/embed`."""
+
+    normalize: bool = True
+    dimensions: StrictInt | None = Field(default=None, ge=1)
+
+
+class EmbedBody(_InputsBody, EmbedFields):
+    """A request to `/embed`."""
+
+    inputs: Texts
+    parameters: EmbedFields = EmbedFields()
+
+
+class Sentences(Fields):
+    """Sentences that are compared with one."""
+
+    source_sentence: StrictStr
+    sentences: list[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS - 1)
+
+
+class SimilarityBody(_InputsBody, PromptFields):
+    """A request to `/similarity`."""
+
+    inputs: Sentences
+    parameters: PromptFields = PromptFields()
+
+
+class PredictFields(TextFields):
+    """Options of `/predict`; `top_k` and `function_to_apply` have the names of pipelines of transformers."""
+
+    raw_scores: bool = False
+    top_k: StrictInt | None = Field(default=None, ge=1)
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+
+
+class PredictBody(_InputsBody, PredictFields):
+    """A request to `/predict`: a text, a pair, or a batch of either."""
+
+    inputs: StrictStr | _Row | list[_Row]
+    parameters: PredictFields = PredictFields()
+
+    def activation(self) -> str:
+        """Return the activation of logits.
+
+        Raises:
+            InvalidRequest: `raw_scores` and `function_to_apply` are both there.
+        """
+        if self.function_to_apply is None:
+            return "none" if self.raw_scores else "auto"
+        if self.raw_scores:
+            raise InvalidRequest(
+                "the request has raw_scores and function_to_apply; send one of them"
+            )
+        return self.function_to_apply
+
+
+def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes of Text Embeddings Inference that have `inputs`."""
+    tags: list[Any] = ["Text Embeddings Inference"]
+
+    @app.post("/embed", tags=tags)
+    async def embed(given: EmbedBody) -> Response:
+        """Embed texts or token ids; the answer is a list of vectors."""
+        body = _merged(given)
+        options = given_options(
+            normalize=body.normalize, dimensions=body.dimensions, prompt_name=body.prompt_name
+        )
+        rows = rows_of(body.inputs, "inputs")
+        _, vectors, _ = await gateway.answer(body.model, EMBED, rows, text_fields=body, **options)
+        return json_response(vectors.tolist())
+
+    @app.post("/embed_sparse", tags=tags)
+    async def embed_sparse(given: SparseBody) -> Response:
+        """Embed texts or token ids sparsely: their terms and weights, the largest first."""
+        body = _merged(given)
+        options = given_options(prompt_name=body.prompt_name)
+        _, vectors, _ = await gateway.answer(
+            body.model, SPARSE_EMBED, rows_of(body.inputs, "inputs"), text_fields=body, **options
+        )
+        return json_response([_terms(vector) for vector in vectors])
+
+    @app.post("/embed_all", tags=tags)
+    async def embed_all(given: SparseBody) -> Response:
+        """Embed each token of texts or token ids: a list of vectors for each row."""
+        body = _merged(given)
+        rows = rows_of(body.inputs, "inputs")
+        info = await gateway.info(body.model)
+        task = _token_task(info)
+        _check_size(rows, info)
+        options = given_options(prompt_name=body.prompt_name)
+        if task is HIDDEN and options:
+            raise InvalidRequest(
+                f"model {info.name!r} gives hidden states, whose texts have no prompt; leave prompt_name out"
+            )
+        _, arrays, _ = await gateway.answer(body.model, task, rows, text_fields=body, **options)
+        return StreamingResponse(_json_of_rows(arrays), media_type="application/json")
+
+    @app.post("/similarity", tags=tags)
+    async def similarity(given: SimilarityBody) -> Response:
+        """Compare sentences with one; the answer is a list of cosine similarities."""
+        body = _merged(given)
+        sentences = [body.inputs.source_sentence, *body.inputs.sentences]
+        options = given_options(prompt_name=body.prompt_name)
+        _, vectors, _ = await gateway.answer(
+            body.model, EMBED, sentences, text_fields=body, normalize=True, **options
+        )
+        return json_response((vectors[1:] @ vectors[0]).tolist())
+
+    @app.post("/predict", tags=tags)
+    async def predict(given: PredictBody) -> Response:
+        """Classify texts; the answer has labels with their scores, the best first."""
+        body = _merged(given)
+        rows, is_batch = _rows(body.inputs)
+        options = given_options(top_k=body.top_k)
+        _, found, _ = await gateway.answer(
+            body.model, PREDICT, rows, text_fields=body, activation=body.activation(), **options
+        )
+        answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
+        return json_response(answer if is_batch else answer[0])
+
+    async def rerank(body: RerankBody) -> Response:
+        return await rerank_as_tei(gateway, body)
+
+    @app.post("/", tags=tags)
+    async def root(body: dict[str, Any]) -> Response:
+        """Do what the model is for: embed or classify texts.
+
+        A body of `/similarity` or `/rerank` is answered as there.
+        """
+        model = body.get("model")
+        info = await gateway.info(model if isinstance(model, str) else None)
+        inputs = body.get("inputs")
+        if isinstance(inputs, dict) and "source_sentence" in inputs:
+            return await _call(similarity, SimilarityBody, body)
+        if "query" in body:
+            return await _call(rerank, RerankBody, body)
+        if "logits" in info.outputs:
+            return await _call(predict, PredictBody, body)
+        if "indices" in info.outputs:
+            return await _call(embed_sparse, SparseBody, body)
+        return await _call(embed, EmbedBody, body)
+
+
+async def _call(
+    route: Callable[[_Checked], Awaitable[Response]], form: type[_Checked], body: dict[str, Any]
+) -> Response:
+    """Return the answer of a route to a body, which is checked for its form."""
+    return await route(checked(form, body))
+
+
+def _merged(body: _Body) -> _Body:
+    """Return the body with the options of its `parameters`.
+
+    Raises:
+        InvalidRequest: an option stands in both.
+    """
+    parameters: Fields = body.parameters  # type: ignore[attr-defined]
+    names = parameters.model_fields_set
+    twice = sorted(names & body.model_fields_set)
+    if twice:
+        raise InvalidRequest(
+            f"{twice[0]} is in the body and in its parameters; send it in one of them"
+        )
+    return body.model_copy(update={name: getattr(parameters, name) for name in names})
+
+
+def _token_task(info: ModelInfo) -> RowTask[list[Floats]]:
+    for output, task in _TOKEN_TASKS.items():
+        if output in info.outputs:
+            return task
+    found = "no outputs" if not info.outputs else ", ".join(info.outputs)
+    raise InvalidRequest(
+        f"model {info.name!r} has {found}; embed_all needs one of {', '.join(_TOKEN_TASKS)},"
+        " of the tasks token_embed and hidden"
+    )
+
+
+def _check_size(rows: list[str] | list[list[int]], info: ModelInfo) -> None:
+    """Raise InvalidRequest if an answer for each token might be too large."""
+    tokens = sum(len(row.encode(errors="replace") if isinstance(row, str) else row) for row in rows)
+    width = next(info.outputs[name][-1] for name in _TOKEN_TASKS if name in info.outputs)
+    most = MAX_TOKEN_FEATURES // max(width, 1)
+    if tokens > most:
+        raise InvalidRequest(
+            f"inputs has {tokens} bytes of text or token ids; allowed: up to {most}, since each may have"
+            f" {width} numbers in the answer. Send fewer rows"
+        )
+
+
+async def _json_of_rows(arrays: list[Floats]) -> AsyncGenerator[bytes, None]:
+    """Yield a list of arrays as JSON, some of their rows at a time.
+
+    Lists of all their numbers would fill the memory, and hold up other requests.
+    """
+    for index, array in enumerate(arrays):
+        yield b",[" if index else b"[["
+        rows = max(1, _NUMBERS_AT_ONCE // array.shape[1])
+        for begin in range(0, len(array), rows):
+            block = json_bytes(array[begin : begin + rows].tolist())
+            # without the brackets of its list
+            yield (b"," if begin else b"") + block[1:-1]
+        yield b"]"
+    yield b"]"
+
+
+def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
+    pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+    return [{"index": index, "value": value} for index, value in pairs]
+
+
+def _rows(inputs: str | _Row | list[_Row]) -> tuple[list[str] | Pairs, bool]:
+    """Return the texts or pairs of a request, and whether they are a batch.
+
+    Raises:
+        InvalidRequest: there are more than MAX_INPUTS rows, a row has neither one nor two texts, or only some rows
+            are pairs.
+    """
+    if isinstance(inputs, str):
+        return [inputs], False
+    is_batch = bool(inputs) and isinstance(inputs[0], list)
+    batch: list[_Row] = inputs if is_batch else [inputs]  # type: ignore[assignment,list-item]
+    if len(batch) > MAX_INPUTS:
+        raise InvalidRequest(f"inputs has {len(batch)} rows; allowed: 1 to {MAX_INPUTS}")
+    sizes = {len(row) for row in batch}
+    if sizes == {1}:
+        return [row[0] for row in batch], is_batch
+    if sizes == {2}:
+        return [(row[0], row[1]) for row in batch], is_batch
+    raise InvalidRequest(
+        f"inputs has rows of {sorted(sizes)} texts; allowed: one text in each row, or two"
+    )

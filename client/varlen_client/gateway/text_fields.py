@@ -1,0 +1,93 @@
+"""Fields of requests whose texts may be cut, in the names of every interface.
+
+TEI says `truncate: true`, NVIDIA NIM and Cohere `truncate: "END"`, vLLM `truncate_prompt_tokens: -1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from pydantic import StrictInt, field_validator
+from pydantic_core import PydanticCustomError
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import Fields
+
+Direction: TypeAlias = Literal["left", "right", "Left", "Right"]
+CutEnd: TypeAlias = Literal["NONE", "START", "END"]
+
+# Side that each name cuts; None cuts nothing.
+_SIDES: Mapping[CutEnd, str | None] = {"NONE": None, "START": "left", "END": "right"}
+
+
+class TextFields(Fields):
+    """How texts that are too long are cut."""
+
+    truncate: bool | CutEnd | None = None
+    truncate_prompt_tokens: StrictInt | None = None
+    """vLLM's name of `truncate`; only the model's limit is served."""
+    truncation_side: Direction | None = None
+    truncation_direction: Direction | None = None
+    """TEI's name of `truncation_side`."""
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _is_the_limit(cls, tokens: int) -> int:
+        if tokens != -1:
+            raise PydanticCustomError(
+                "not_the_limit",
+                "Input should be -1, the longest input of the model; its setting max_sequence_tokens lowers that",
+            )
+        return tokens
+
+    def truncation(self, *, auto_truncate: bool) -> dict[str, Any]:
+        """Return the client's arguments for the truncation of texts.
+
+        Args:
+            auto_truncate: whether texts are cut if the request does not say it.
+
+        Raises:
+            InvalidRequest: fields contradict each other, or a side is given and nothing is cut.
+        """
+        side = self._cut_side()
+        truncate = self._is_cut()
+        if truncate is None:
+            truncate = auto_truncate
+            if side == "left" and not truncate:
+                raise InvalidRequest(
+                    "truncation_side is left, but no text is cut; send truncate: true with it"
+                )
+        return {"truncate": True, "truncation_side": side or "right"} if truncate else {}
+
+    def _is_cut(self) -> bool | None:
+        """Return whether texts are cut; None where the request does not say it."""
+        given = self.truncate
+        if isinstance(given, str):
+            given = _SIDES[given] is not None
+        if self.truncate_prompt_tokens is None:
+            return given
+        if given is False:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is -1, but truncate forbids it; send one of them"
+            )
+        return True
+
+    def _cut_side(self) -> str | None:
+        """Return the side that is cut; None where the request does not say it."""
+        named = _SIDES[self.truncate] if isinstance(self.truncate, str) else None
+        given = {
+            "truncate": named,
+            "truncation_side": self.truncation_side,
+            "truncation_direction": self.truncation_direction,
+        }
+        sides = {name: side.lower() for name, side in given.items() if side is not None}
+        if len(set(sides.values())) > 1:
+            found = " and ".join(f"{name} {getattr(self, name)}" for name in sides)
+            raise InvalidRequest(f"the request has {found}; send one of them")
+        return next(iter(sides.values()), None)
+
+
+def given_options(**options: Any) -> dict[str, Any]:
+    """Return the options that a request has."""
+    return {name: value for name, value in options.items() if value is not None}

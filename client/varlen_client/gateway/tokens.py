@@ -1,0 +1,151 @@
+"""The tokenizer: `/tokenize` of TEI and vLLM, `/decode` and `/detokenize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, rows_of
+from varlen_client.gateway.chat import Message
+from varlen_client.gateway.models import Gateway
+from varlen_client.tokenizer_call import Tokenizable, TokenizedText
+
+
+class TokenizeBody(RequestBody):
+    """A request to `/tokenize`: `inputs` of TEI, or `prompt` or `messages` of vLLM."""
+
+    inputs: StrictStr | list[StrictStr] | None = None
+    prompt: StrictStr | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: StrictBool | None = None
+    """By default true, but false for `messages`."""
+    prompt_name: StrictStr | None = None
+    """Of TEI."""
+    return_token_strs: StrictBool | None = None
+    """Of vLLM."""
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def texts(self) -> Tokenizable:
+        """Return what is tokenized.
+
+        Raises:
+            InvalidRequest: there is not exactly one of the three, more than MAX_INPUTS texts, or a field of another.
+        """
+        names = [name for name in ("inputs", "prompt", "messages") if self._has(name)]
+        if len(names) != 1:
+            given = " and ".join(names) or "no text"
+            raise InvalidRequest(f"the body has {given}; send one of inputs, prompt, messages")
+        [name] = names
+        of_one = {
+            "prompt_name": "inputs",
+            "add_generation_prompt": "messages",
+            "continue_final_message": "messages",
+            "chat_template_kwargs": "messages",
+        }
+        wrong = [each for each, owner in of_one.items() if self._has(each) and owner != name]
+        if name == "inputs" and self.return_token_strs:
+            wrong.append("return_token_strs")
+        if wrong:
+            raise InvalidRequest(f"{wrong[0]} is not for {name}; leave it out")
+        if self.messages is not None:
+            return [[message.for_template() for message in self.messages]]
+        if self.prompt is not None:
+            return [self.prompt]
+        assert self.inputs is not None
+        return rows_of(self.inputs, "inputs")  # type: ignore[return-value]  # they are texts
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+
+class DetokenizeBody(RequestBody):
+    """A request to `/detokenize`."""
+
+    tokens: list[StrictInt]
+
+
+class DecodeBody(RequestBody):
+    """A request to `/decode`."""
+
+    ids: list[StrictInt] | list[list[StrictInt]]
+    skip_special_tokens: StrictBool = True
+
+
+def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes of the tokenizer."""
+    timeout = gateway.settings.timeout_seconds
+
+    @app.post("/tokenize", tags=["Tokenizer"])
+    async def tokenize(body: TokenizeBody) -> Response:
+        """Return the tokens of each of `inputs`, or of vLLM's `prompt` or `messages`."""
+        texts = body.texts()
+        model = await gateway.models.get(body.model)
+        found = await model.client.tokenize(
+            texts,
+            timeout=timeout,
+            add_special_tokens=body.add_special_tokens,
+            prompt_name=body.prompt_name,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        if body.inputs is not None:
+            return json_response(
+                [_tokens(str(text), each) for text, each in zip(texts, found, strict=True)]
+            )
+        [only] = found
+        answer: dict[str, Any] = {
+            "count": len(only.token_ids),
+            "max_model_len": only.max_tokens,
+            "tokens": only.token_ids,
+            "token_strs": only.tokens if body.return_token_strs else None,
+        }
+        return json_response(answer)
+
+    @app.post("/detokenize", tags=["Tokenizer"])
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """Return the text of tokens, special ones included."""
+        texts = await decoded(body.model, [body.tokens], skip_special_tokens=False)
+        return json_response({"prompt": texts[0]})
+
+    @app.post("/decode", tags=["Text Embeddings Inference"])
+    async def decode(body: DecodeBody) -> Response:
+        """Return the text of each list of token ids."""
+        is_batch = bool(body.ids) and isinstance(body.ids[0], list)
+        rows: list[list[int]] = body.ids if is_batch else [body.ids]  # type: ignore[assignment,list-item]
+        if len(rows) > MAX_INPUTS:
+            raise InvalidRequest(f"ids has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
+        return json_response(
+            await decoded(body.model, rows, skip_special_tokens=body.skip_special_tokens)
+        )
+
+    async def decoded(
+        name: str | None, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool
+    ) -> list[str]:
+        model = await gateway.models.get(name)
+        return await model.client.detokenize(
+            rows, timeout=timeout, skip_special_tokens=skip_special_tokens
+        )
+
+
+def _tokens(text: str, found: TokenizedText) -> list[dict[str, Any]]:
+    """Return TEI's objects of the tokens of a text.
+
+    A special token has no place in the text.
+    """
+    whole = found.prompt + text
+    tokens = []
+    for token_id, token, special, (start, stop) in zip(
+        found.token_ids, found.tokens, found.special, found.offsets, strict=True
+    ):
+        if special:
+            place = {"text": token, "special": True, "start": None, "stop": None}
+        else:
+            place = {"text": whole[start:stop], "special": False, "start": start, "stop": stop}
+        tokens.append({"id": token_id, **place})
+    return tokens

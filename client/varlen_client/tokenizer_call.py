@@ -1,0 +1,226 @@
+"""Calls of the server's tokenizer: tokens of texts and chats, texts of token ids.
+
+An answer is a JSON object for each row, under the name of any output of the model. Models that generate take one prompt
+in a request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from varlen_client.errors import InvalidRequest, ServerError
+from varlen_client.generation import GenerateRequest, Messages
+from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST, RowCall
+from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
+from varlen_client.tasks import Options, parameters_of
+from varlen_client.transport.session import Session
+from varlen_client.wire import InferRequest, ModelInfo, Parameters, Rows, TokenIds, read_inputs
+
+# What is tokenized: texts, or chats.
+Tokenizable: TypeAlias = Sequence[str] | Sequence[Messages]
+# The JSON object of a row.
+_Object: TypeAlias = Mapping[str, Any]
+_GENERATED = "text_output"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """The tokens of a text.
+
+    Attributes:
+        token_ids: ids of the tokens.
+        tokens: tokens as the vocabulary has them, such as "##ing" or "Ġcat".
+        special: whether the tokenizer added the token.
+        offsets: first character of each token, and the first one behind it, in `prompt` and the text behind it.
+        prompt: prompt of the checkpoint that is put before the text; often empty.
+        max_tokens: length of the model's longest sequence, in tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    special: tuple[bool, ...]
+    offsets: tuple[tuple[int, int], ...]
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRequest(GenerateRequest):
+    """A request to a model that generates, for its tokenizer only."""
+
+    def values(self) -> dict[str, str | bool | list[int]]:
+        """Return the inputs by name."""
+        name, prompt = self.prompt
+        return {name: prompt, "sampling_parameters": json.dumps(self.sampling)}
+
+
+class TokenizerSender:
+    """Sends texts to the tokenizer of one model.
+
+    Args:
+        session: connection to the model.
+        rows_per_request: None is 32, or the model's max_batch_size if that is less.
+        concurrency: maximum requests of one call in flight.
+    """
+
+    def __init__(self, session: Session, rows_per_request: int | None, concurrency: int) -> None:
+        self._session = session
+        self._rows_per_request = rows_per_request
+        self._concurrency = concurrency
+
+    async def tokenize(self, inputs: Tokenizable, options: Options) -> list[TokenizedText]:
+        """Return the tokens of each text or chat."""
+        is_chat = not isinstance(inputs, str) and any(map(_is_chat, inputs))
+        rows = Rows(tuple(map(_chat, inputs))) if is_chat else read_inputs(inputs)  # type: ignore[arg-type]
+        if rows.ids:
+            raise InvalidRequest("got token ids; tokenize takes texts or chats")
+        parameters = parameters_of("tokenize", TokenizeOptions, options)
+        if "chat_template_kwargs" in parameters and not is_chat:
+            raise InvalidRequest("got chat_template_kwargs without chats; leave it out")
+        found = await self._send("tokenize", rows, parameters, options, is_chat=is_chat)
+        return [_tokenized(each) for each in found]
+
+    async def detokenize(self, inputs: Sequence[TokenIds], options: Options) -> list[str]:
+        """Return the text of each row of token ids."""
+        rows = read_inputs(inputs)
+        if rows.texts:
+            raise InvalidRequest("got texts; detokenize takes lists of token ids")
+        texts = Rows(tuple((json.dumps(ids.tolist()).encode(),) for ids in rows.ids))
+        parameters = parameters_of("detokenize", DetokenizeOptions, options)
+        found = await self._send("detokenize", texts, parameters, options)
+        return [_field(each, "text") for each in found]
+
+    async def _send(
+        self,
+        operation: str,
+        rows: Rows,
+        parameters: Parameters,
+        options: Options,
+        *,
+        is_chat: bool = False,
+    ) -> list[_Object]:
+        """Return the JSON object of each row."""
+        parameters = {"operation": operation, **parameters}
+        timeout, on_progress = options.get("timeout"), options.get("on_progress")
+        call = RowCall(operation, len(rows), timeout=timeout, on_progress=on_progress)
+
+        async def send_all() -> list[_Object]:
+            info = await self._session.model_info(call.deadline)
+            if _GENERATED in info.outputs:
+                return await self._send_prompts(call, info, rows, parameters, is_chat=is_chat)
+            if is_chat:
+                raise InvalidRequest(
+                    f"model {info.name!r} does not generate; chats need a model that does"
+                )
+            return await self._send_rows(call, info, rows, parameters)
+
+        return await call.within_timeout(send_all())
+
+    async def _send_prompts(
+        self,
+        call: RowCall,
+        info: ModelInfo,
+        rows: Rows,
+        parameters: Parameters,
+        *,
+        is_chat: bool,
+    ) -> list[_Object]:
+        async def send(request: OperationRequest) -> list[_Object]:
+            [response] = await self._session.all_responses(info, request, call.deadline)
+            return _objects(response.get(_GENERATED, ()), 1)
+
+        requests = (
+            (
+                range(row, row + 1),
+                OperationRequest(
+                    ("messages" if is_chat else "text_input", text.decode()),
+                    parameters,
+                    stream=False,
+                ),
+            )
+            for row, (text,) in enumerate(rows.texts)
+        )
+        return _joined(await call.send_all(requests, send, concurrency=self._concurrency))
+
+    async def _send_rows(
+        self, call: RowCall, info: ModelInfo, rows: Rows, parameters: Parameters
+    ) -> list[_Object]:
+        # any output will do, and this one exists
+        name = next(iter(info.outputs))
+
+        async def send(request: InferRequest) -> list[_Object]:
+            arrays = await self._session.infer(info, request, call.deadline)
+            found = arrays.get(name)
+            if not isinstance(found, np.ndarray) or found.dtype != np.object_:
+                raise ServerError(f"{name} has no texts; the server is older than this client")
+            return _objects(found.ravel().tolist(), len(request.rows))
+
+        if info.requires_pairs:
+            rows = Rows(tuple((text, b"") for (text,) in rows.texts))
+        size = self._rows_per_request or min(DEFAULT_ROWS_PER_REQUEST, max(info.max_batch_size, 1))
+        requests = (
+            (each, InferRequest(each, rows.tensors(each), (name,), parameters))
+            for each in rows.split(size)
+        )
+        return _joined(await call.send_all(requests, send, concurrency=self._concurrency))
+
+
+def _is_chat(row: object) -> bool:
+    return isinstance(row, Sequence) and any(isinstance(each, Mapping) for each in row)
+
+
+def _chat(row: Any) -> tuple[bytes]:
+    """Return the JSON text of chat messages.
+
+    Raises:
+        InvalidRequest: JSON has no form for them.
+    """
+    if not _is_chat(row):
+        raise InvalidRequest(
+            "some rows are chats and others are not; send them in calls of their own"
+        )
+    try:
+        return (json.dumps(list(row), allow_nan=False).encode(),)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the messages are no JSON: {error}") from None
+
+
+def _objects(texts: Sequence[str | bytes], rows: int) -> list[_Object]:
+    """Return the JSON object of each row.
+
+    Raises:
+        ServerError: a row has none.
+    """
+    try:
+        found = [json.loads(text) for text in texts]
+        assert len(found) == rows
+        assert all(isinstance(each, dict) for each in found)
+    except (ValueError, AssertionError) as error:
+        raise ServerError(f"the response cannot be read: {error!r}") from error
+    return found
+
+
+def _joined(parts: Iterable[list[_Object]]) -> list[_Object]:
+    return [each for part in parts for each in part]
+
+
+def _tokenized(found: _Object) -> TokenizedText:
+    return TokenizedText(
+        token_ids=tuple(_field(found, "token_ids")),
+        tokens=tuple(_field(found, "tokens")),
+        special=tuple(_field(found, "special")),
+        offsets=tuple((start, stop) for start, stop in _field(found, "offsets")),
+        prompt=_field(found, "prompt"),
+        max_tokens=_field(found, "max_tokens"),
+    )
+
+
+def _field(found: _Object, name: str) -> Any:
+    if name not in found:
+        raise ServerError(f"the response has no {name}")
+    return found[name]

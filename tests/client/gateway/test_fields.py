@@ -1,0 +1,308 @@
+"""Which fields of completions and chats are served, allowed in one value, ignored or refused."""
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import chat_completion_stream_options_param
+from openai.types.chat import completion_create_params as chat
+
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.chat import ChatBody
+from varlen_client.gateway.completions import CompletionsBody
+from varlen_client.gateway.sampling import MAX_REQUEST_ID_CHARACTERS, StreamOptions
+from varlen_client.gateway.settings import GatewaySettings
+
+from .fake_models import Calls, FakeClient
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES = {
+    COMPLETION: {"model": "writer", "prompt": "a"},
+    CHAT: {"model": "writer", "messages": HELLO},
+}
+BOTH = (COMPLETION, CHAT)
+SCHEMA = {"type": "object"}
+
+# Passed on as they are.
+PASSED_ON = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "min_tokens": 2,
+    "max_tokens": 3,
+    "seed": 3,
+    "stop": ["a", "b"],
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.2,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": -100.0},
+    "bad_words": ["no"],
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "num_beams": 4,
+    "length_penalty": 0.5,
+    "early_stopping": "never",
+}
+
+# Fields, and the options that the server gets.
+SERVED = [
+    *((BOTH, {name: value}, {name: value}) for name, value in PASSED_ON.items()),
+    (BOTH, {"early_stopping": True}, {"early_stopping": True}),
+    (BOTH, {"use_beam_search": True, "n": 3}, {"num_beams": 3}),
+    (BOTH, {"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
+    (BOTH, {"guided_json": "{}"}, {"structured_outputs": {"json": "{}"}}),
+    (BOTH, {"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+    (BOTH, {"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
+    (BOTH, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": {"regex": "a"}}),
+    (
+        BOTH,
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ),
+    (
+        BOTH,
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+            }
+        },
+        {"structured_outputs": {"json": SCHEMA}},
+    ),
+    *(
+        (BOTH, {"response_format": {"type": kind, "value": value}}, {"structured_outputs": asked})
+        for kind, value, asked in (
+            ("json_object", SCHEMA, {"json": SCHEMA}),
+            ("json", SCHEMA, {"json": SCHEMA}),
+            ("regex", "a+", {"regex": "a+"}),
+        )
+    ),
+    ((CHAT,), {"max_completion_tokens": 2}, {"max_tokens": 2}),
+    (
+        (CHAT,),
+        {"chat_template_kwargs": {"tone": "kind"}},
+        {"chat_template_kwargs": {"tone": "kind"}},
+    ),
+]
+
+# Fields that change nothing, in these values.
+NO_EFFECT = [
+    (BOTH, {"service_tier": "flex"}),
+    (BOTH, {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s"}),
+    (BOTH, {"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}),
+    (BOTH, {"store": False}),
+    (BOTH, {"n": 1, "best_of": 1}),
+    (BOTH, {"logit_bias": {}, "bad_words": [], "stop": "", "stop_token_ids": []}),
+    (BOTH, {"response_format": {"type": "text"}}),
+    (BOTH, {"stream_options": {"include_usage": None, "include_obfuscation": False}}),
+    (BOTH, {"use_beam_search": False, "priority": 0, "session_id": "s"}),
+    (BOTH, {"guided_decoding_backend": "xgrammar", "guided_json": None}),
+    (BOTH, {"detokenize": True, "spaces_between_special_tokens": True, "watermarking": False}),
+    (BOTH, {"thinking_token_budget": -1, "stream_interval": 1, "return_mm_kwargs": True}),
+    (BOTH, {"return_tokens_as_token_ids": False, "return_token_ids": False}),
+    (BOTH, {"return_token_offsets": False, "routed_experts_prompt_start": 0}),
+    (BOTH, {"allowed_token_ids": None, "truncate_prompt_tokens": None, "prompt_logprobs": None}),
+    ((COMPLETION,), {"echo": False, "suffix": None, "add_special_tokens": True}),
+    ((COMPLETION,), {"suffix": "", "prompt_embeds": None}),
+    ((CHAT,), {"parallel_tool_calls": False, "reasoning_effort": "low"}),
+    ((CHAT,), {"tools": [{"type": "function"}], "tool_choice": "none"}),
+    ((CHAT,), {"functions": [{"name": "f"}], "function_call": "none"}),
+    ((CHAT,), {"tools": [], "functions": []}),
+    ((CHAT,), {"prediction": None, "audio": None, "web_search_options": None}),
+    ((CHAT,), {"modalities": ["text"], "verbosity": "medium", "chat_template_kwargs": {}}),
+    ((CHAT,), {"logprobs": False, "top_logprobs": 0}),
+    ((CHAT,), {"echo": False, "add_generation_prompt": True, "continue_final_message": False}),
+    ((CHAT,), {"add_special_tokens": False, "include_reasoning": True}),
+    ((CHAT,), {"return_prompt_text": False, "documents": None, "chat_template": None}),
+]
+
+# Fields, and a part of the message.
+REFUSED = [
+    (BOTH, {"n": 0}, "n is 0: Input should be greater than or equal to 1"),
+    (BOTH, {"n": 2, "best_of": 3}, "best_of is 3; allowed: n, which is 2"),
+    (BOTH, {"store": True}, "store is True: Input should be False"),
+    (BOTH, {"priority": 3}, "priority is 3: Input should be 0"),
+    (BOTH, {"detokenize": False}, "detokenize is False: Input should be True"),
+    (BOTH, {"return_token_ids": True}, "return_token_ids is True: Input should be False"),
+    (BOTH, {"prompt_cache_retention": "24h"}, "prompt_cache_retention is '24h': Input should"),
+    (BOTH, {"logit_bias": {"5": "much"}}, "logit_bias.5 is 'much': Input should be a valid num"),
+    (BOTH, {"use_beam_search": True}, "use_beam_search is True and n is 1; allowed: n from 2"),
+    (BOTH, {"use_beam_search": True, "n": 2, "num_beams": 4}, "num_beams; send one"),
+    (
+        BOTH,
+        {"response_format": {"type": "json_schema"}},
+        "response_format of type json_schema has no other field; allowed: json_schema",
+    ),
+    (
+        BOTH,
+        {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+        "response_format of type json_object has json_schema; allowed: no other field or value",
+    ),
+    (
+        BOTH,
+        {"response_format": {"type": "regex", "value": "a", "json_schema": {"schema": SCHEMA}}},
+        "response_format of type regex has json_schema and value; allowed: value",
+    ),
+    (
+        BOTH,
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "the request has response_format and guided_regex; send one",
+    ),
+    (BOTH, {"stream_options": {"include_obfuscation": True}}, "include_obfuscation is True"),
+    (BOTH, {"request_id": ""}, "request_id is '': String should have at least 1"),
+    (BOTH, {"request_id": "a" * (MAX_REQUEST_ID_CHARACTERS + 1)}, "should have at most 128"),
+    *(
+        (BOTH, {name: value}, f"{name} is not supported")
+        for name, value in {
+            "allowed_token_ids": [5],
+            "cache_salt": "s",
+            "ec_transfer_params": {},
+            "guided_grammar": "root ::= 'a'",
+            "guided_whitespace_pattern": " ",
+            "kv_transfer_params": {},
+            "logprob_token_ids": [5],
+            "prompt_logprobs": 1,
+            "repetition_detection": {},
+            "truncate_prompt_tokens": -1,
+            "truncation_side": "left",
+            "vllm_xargs": {},
+        }.items()
+    ),
+    ((COMPLETION,), {"suffix": "b"}, "suffix is 'b': Input should be ''"),
+    ((COMPLETION,), {"prompt_embeds": "a"}, "prompt_embeds is not supported"),
+    ((COMPLETION,), {"add_special_tokens": False}, "add_special_tokens is False: Input should be"),
+    ((COMPLETION,), {"echo": True, "logprobs": 0}, "echo is True with logprobs"),
+    ((COMPLETION,), {"echo": True, "prompt": [5]}, "echo is True with a prompt of token ids"),
+    (
+        (COMPLETION,),
+        {"prompt": ["a", "b"], "stream": True},
+        "prompt has 2 prompts; allowed: 1 in a stream",
+    ),
+    ((COMPLETION,), {"prompt": ["a"] * 129}, "prompt has 129 prompts; allowed: 1 to 128"),
+    ((CHAT,), {"tools": [{"type": "function"}]}, "tools is not supported"),
+    ((CHAT,), {"tools": [{}], "tool_choice": None}, "tools is not supported"),
+    ((CHAT,), {"tools": [{}], "function_call": "none"}, "tools is not supported"),
+    ((CHAT,), {"functions": [{}]}, "functions is not supported"),
+    ((CHAT,), {"tool_choice": "auto"}, "tool_choice is 'auto': Input should be 'none'"),
+    ((CHAT,), {"function_call": {"name": "f"}}, "function_call is {'name': 'f'}: Input should"),
+    ((CHAT,), {"verbosity": "low"}, "verbosity is 'low': Input should be 'medium'"),
+    ((CHAT,), {"modalities": ["text", "audio"]}, "modalities.1 is 'audio': Input should be 'text'"),
+    ((CHAT,), {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+    ((CHAT,), {"echo": True}, "echo is True: Input should be False"),
+    ((CHAT,), {"documents": [{"text": "a"}]}, "documents is not supported"),
+    ((CHAT,), {"chat_template": "a"}, "chat_template is not supported"),
+    ((CHAT,), {"add_generation_prompt": False}, "add_generation_prompt is False: Input should"),
+    ((CHAT,), {"include_reasoning": False}, "include_reasoning is False: Input should be True"),
+    ((CHAT,), {"messages": []}, "messages is []: List should have at least 1 item"),
+    (
+        (CHAT,),
+        {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]},
+        "messages.0.role is 'tool': Input should be",
+    ),
+    ((CHAT,), {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+    (
+        (CHAT,),
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content is [{'type': 'image_url'}]: Input should be a valid string; Input should be 'text'",
+    ),
+]
+
+# Fields of OpenAI that ask for something that there is not.
+MISSING = {
+    COMPLETION: set(),
+    CHAT: {"audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"},
+}
+OPENAI = {
+    COMPLETION: (completion_create_params.CompletionCreateParamsNonStreaming, CompletionsBody),
+    CHAT: (chat.CompletionCreateParamsNonStreaming, ChatBody),
+}
+
+
+def by_path(table):
+    """Return a case for each path of each row."""
+    return [
+        pytest.param(path, *row, id=f"{path.split('/')[2]} {' '.join(row[0])}"[:60])
+        for paths, *row in table
+        for path in paths
+    ]
+
+
+@pytest.fixture(scope="module")
+def gateway():
+    """One gateway for all tests of this file, and what its models were asked."""
+    calls = Calls()
+    settings = GatewaySettings(url="grpc://127.0.0.1:1")
+    return calls, create_app(settings, lambda name: FakeClient(calls, name))
+
+
+@pytest.fixture
+def calls(gateway):
+    gateway[0].received.clear()
+    return gateway[0]
+
+
+@pytest.fixture
+def make_app(gateway):
+    return lambda: gateway[1]
+
+
+@pytest.fixture
+def received(post, calls):
+    """Return a function that posts fields, and returns the options that the server gets."""
+
+    def received(path, **fields):
+        post(path, **{**BODIES[path], **fields})
+        *_, options = calls.received[-1]
+        return options
+
+    return received
+
+
+@pytest.mark.parametrize("path, fields, options", by_path(SERVED))
+def test_served_fields_are_options_of_the_server(received, path, fields, options):
+    assert received(path, **fields) == received(path) | options
+
+
+@pytest.mark.parametrize("path, fields", by_path(NO_EFFECT))
+def test_fields_that_ask_for_nothing_change_nothing(received, path, fields):
+    assert received(path, **fields) == received(path)
+
+
+@pytest.mark.parametrize("path, fields, message", by_path(REFUSED))
+def test_other_fields_are_refused_by_name(refusal, calls, path, fields, message):
+    status, error = refusal(path, **{**BODIES[path], **fields})
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_every_field_of_openai_is_known_or_refused(received, refusal, path):
+    params, body = OPENAI[path]
+
+    assert params.__annotations__.keys() - body.model_fields.keys() == MISSING[path]
+    assert received(path, **dict.fromkeys(MISSING[path])) == received(path)
+    for name in MISSING[path]:
+        _, error = refusal(path, **BODIES[path], **{name: {}})
+        assert error["message"] == f"{name} is not supported"
+
+
+def test_every_option_of_a_stream_of_openai_is_known():
+    options = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam.__annotations__
+
+    assert options.keys() <= StreamOptions.model_fields.keys()
+
+
+@pytest.mark.parametrize("path, head", [(COMPLETION, "cmpl-"), (CHAT, "chatcmpl-")])
+def test_an_answer_has_the_id_of_its_request(post, path, head):
+    assert post(path, **BODIES[path], request_id="mine")["id"] == f"{head}mine"
+
+
+def test_of_several_wrong_fields_the_first_is_named_with_its_own_reasons(refusal):
+    status, error = refusal(COMPLETION, model=5, prompt="a", echo="x", best_of="y")
+
+    assert (status, error["param"]) == (400, "model")
+    assert error["message"] == "model is 5: Input should be a valid string"

@@ -1,0 +1,32 @@
+"""Rows of requests: how they are divided."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen_client import wire
+from varlen_client.wire import read_inputs
+
+
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 5), st.integers(1, 60))
+def test_rows_of_token_ids_are_divided_where_padding_would_be_large(lengths, size, most):
+    rows = read_inputs([[1] * length for length in lengths])
+    with_limit, wire._MAX_PADDED_IDS = wire._MAX_PADDED_IDS, most
+    try:
+        ranges = rows.split(size)
+    finally:
+        wire._MAX_PADDED_IDS = with_limit
+
+    assert [row for each in ranges for row in each] == list(range(len(lengths)))
+    for each in ranges:
+        assert 1 <= len(each) <= size
+        assert len(each) == 1 or len(each) * max(lengths[row] for row in each) <= most
+
+
+def test_a_request_of_one_long_row_and_many_short_ones_is_small():
+    rows = read_inputs([[1] * 200_000, *([[1]] * 99)])
+
+    sent = [tensor.array for each in rows.split(100) for tensor in rows.tensors(each)]
+
+    assert sum(array.nbytes for array in sent) <= 4 * 8 * wire._MAX_PADDED_IDS
+    assert sum(np.count_nonzero(array) for array in sent if array.shape[1] > 1) >= 200_000

@@ -1,0 +1,15 @@
+"""Calls of foreign clients; importing them imports no client."""
+
+from . import commands, openai_clients, rerank_clients, server_clients, tei_clients
+from .table import CALLS, Addresses, Call
+
+__all__ = [
+    "CALLS",
+    "Addresses",
+    "Call",
+    "commands",
+    "openai_clients",
+    "rerank_clients",
+    "server_clients",
+    "tei_clients",
+]
