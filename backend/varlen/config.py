@@ -95,7 +95,7 @@ class EngineConfig:
     # Batching
     policy: PolicyName = parameter_field(
         "dp",
-        "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
+        "How batches are formed. `none` runs every sequence in a batch of its own. `fifo` fills batches in order up to"
         " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `dp` lets short requests pass long ones,"
         " within a bound, and divides the queue into the batches of least delay by measured cost.",
         when="Set `token_budget` if requests have to run in order of arrival. `none` and `fifo` are for"
@@ -150,9 +150,9 @@ class EngineConfig:
     arena_bytes: int | str = parameter_field(
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
-        " a CPU have equal shares. None takes more than `max_batch_tokens` need. In a smaller share batches are"
-        " smaller, and a sequence that does not fit alone is refused. A model that generates does not load unless a"
-        " step of `max_step_tokens` fits.",
+        " a CPU have equal shares. An arena never exceeds what `max_batch_tokens` requires. In a smaller share batches"
+        " are smaller, and a sequence that does not fit by itself is refused. A model that generates does not load"
+        " unless a step of `max_step_tokens` fits.",
         when="Set it where memory is short, or where several models share a device or a container.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
@@ -174,8 +174,8 @@ class EngineConfig:
     )
     max_queued_tokens: int = parameter_field(
         131_072,
-        "Largest queue, in tokens, of prompts alone for a model that generates. Requests beyond it get UNAVAILABLE. A"
-        " full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
+        "Largest queue, in tokens; for a model that generates, only prompts count. Requests beyond it get UNAVAILABLE."
+        " A full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
         when="Lower it if a full queue takes longer than clients wait. Raise it for requests of many long rows:"
         " one with more tokens than this is refused.",
         lowest=1,
@@ -246,9 +246,9 @@ class EngineConfig:
     )
     kv_policy: KvPolicy = parameter_field(
         "reserve",
-        "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so it is never"
-        " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
-        " back its own and is computed again later.",
+        "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so memory"
+        " never interrupts it. `optimistic` needs the blocks of its prompt only; if blocks run out, the last sequence"
+        " gives back its own and is computed again later.",
         when="Set `optimistic` if most answers end long before `max_tokens`.",
         choices=get_args(KvPolicy),
         tasks=ITERATIVE_TASKS,
@@ -259,6 +259,34 @@ class EngineConfig:
         when="Turn it off if clients must not learn of each other's prompts: a fast first token shows that a"
         " prompt came before.",
         choices=FLAG,
+        tasks=ITERATIVE_TASKS,
+    )
+
+    # Grammars and templates
+    sandbox_seconds: int = parameter_field(
+        2,
+        "Processor time that a grammar of `structured_outputs` may take to compile, and its masks beyond 10 ms for each"
+        " token, and that the chat template may take for one prompt, in seconds. Requests beyond it get INVALID_ARG.",
+        when="Raise it if schemas that you trust are refused. Lower it if clients send schemas that take long.",
+        lowest=1,
+        highest=3600,
+        tasks=(*ITERATIVE_TASKS, "rerank"),
+    )
+    sandbox_bytes: int = parameter_field(
+        134_217_728,
+        "Memory that one grammar of `structured_outputs`, or one process of the chat template, may take, in bytes."
+        " Requests beyond it get INVALID_ARG.",
+        when="Raise it if schemas that you trust are refused.",
+        lowest=16_777_216,
+        highest=2**40,
+        tasks=(*ITERATIVE_TASKS, "rerank"),
+    )
+    grammar_cache_bytes: int = parameter_field(
+        268_435_456,
+        "Memory of all compiled grammars together, in bytes. Grammars without a request in progress are ended first;"
+        " requests whose grammars do not fit get UNAVAILABLE.",
+        when="Raise it if many requests with different large schemas run at the same time.",
+        lowest=1,
         tasks=ITERATIVE_TASKS,
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 from varlen.decoding.beam_group import Beam, BeamGroup, Candidate, by_score
 from varlen.decoding.beam_sampling import draw, edited, limited, normalized
 from varlen.decoding.random_numbers import random_key, uniform_range
+from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, TokenBias
 from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Float32Array
@@ -28,6 +29,9 @@ class BeamSearch:
     """Live beams of one prompt, and the answers that they lead to.
 
     In each step the rows of the model are the live beams, in order. In the first step there is one.
+
+    Attributes:
+        logit_bias: token ids, and the number to add to the logit of each, in every row; None without any.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class BeamSearch:
         *,
         rules: TokenRules,
         vocab_size: int,
+        forbidden: ForbiddenTokens = NOTHING_FORBIDDEN,
     ) -> None:
         """Start a search; with one beam it is greedy.
 
@@ -45,14 +50,22 @@ class BeamSearch:
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             rules: token rules of the checkpoint.
             vocab_size: number of tokens of the model.
+            forbidden: tokens of the request's bad words.
         """
         self._options = options
+        bias = TokenBias(options.logit_bias, NOTHING_FORBIDDEN) if options.logit_bias else None
+        # the same in every step
+        self.logit_bias = None if bias is None else bias.next((), 0)
         rules = rules.with_options(options)
         ends = (*rules.end_ids, *options.stop_token_ids)
         self._end_ids = frozenset(token for token in ends if token < vocab_size)
         self._vocab_size = vocab_size
         self._editor = TokenEditor(
-            replace(rules, end_ids=tuple(self._end_ids)), options, prompt_ids, vocab_size=vocab_size
+            replace(rules, end_ids=tuple(self._end_ids)),
+            options,
+            prompt_ids,
+            vocab_size=vocab_size,
+            forbidden=forbidden,
         )
         num_beams = options.num_beams // options.num_beam_groups
         self._groups = [

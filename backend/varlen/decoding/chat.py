@@ -1,107 +1,152 @@
 """Chat messages to the text of a prompt, with the checkpoint's own template.
 
-Templates are written for transformers in the language of Jinja. They get the same names, filters and settings here, in
-a sandbox: a template comes with a checkpoint and is not trusted.
+A process of the sandbox renders it (`varlen.sandbox.template`), since a template may ask for any time and memory.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import NoReturn
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from multiprocessing.connection import wait
+from threading import Lock
+from types import MappingProxyType
 
 from varlen.errors import CheckpointError, RequestError, shorten
+from varlen.sandbox.process import Sandbox, SandboxProcess
+from varlen.sandbox.protocol import INVALID, REFUSED, TEXT, UNREAD
 
 MAX_MESSAGES = 1024
+
+# Processes that stay between two prompts: about as many as threads that tokenize.
+_MAX_IDLE = 2
+# A short conversation that every template should know.
+_EXAMPLE = [{"role": "user", "content": "Hello!"}]
 
 
 class ChatTemplate:
     """The chat template of a checkpoint. Thread-safe."""
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, max_characters: int
-    ) -> None:
-        """Compile a template.
+    def __init__(self, sandbox: Sandbox, *, max_characters: int) -> None:
+        """Prepare a template.
 
         Args:
-            source: Jinja source of the template.
-            special_tokens: texts of special tokens by name, such as `bos_token`.
+            sandbox: starts the processes that render it; its `template` is from `template_setup`.
             max_characters: longest text of a prompt.
+        """
+        self._sandbox = sandbox
+        self._max_characters = max_characters
+        self._lock = Lock()
+        self._idle: list[SandboxProcess] = []
+
+    def check(self) -> None:
+        """Render a short conversation.
+
+        A template may refuse it: some need messages of another form.
 
         Raises:
-            CheckpointError: it is not valid.
+            CheckpointError: the template is not valid, or takes too much time or memory.
         """
         try:
-            self._template = _environment().from_string(source)
-        except TemplateError as error:
-            raise CheckpointError(f"the chat template cannot be read: {error}") from None
-        self._special_tokens = dict(special_tokens)
-        self._max_characters = max_characters
+            answer = self._answer(_order(_EXAMPLE, add_generation_prompt=True))
+        except RequestError as error:
+            raise CheckpointError(f"{error}, for one message of one word") from None
+        if answer[0] == INVALID:
+            reason = shorten(answer[1:].decode(errors="replace"))
+            raise CheckpointError(f"the chat template cannot be read: {reason}")
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the text of a prompt, special tokens included, up to where the answer begins.
 
         Args:
             messages: objects of JSON with a role and what else the template reads, mostly a content.
-            add_generation_prompt: whether the template begins the answer.
+            variables: values of other variables of the template, as JSON has them; also of `add_generation_prompt`.
+            add_generation_prompt: whether the template begins the answer, where no variable says it.
 
         Raises:
-            RequestError: the messages are not valid, or too long, or the template refuses them.
+            RequestError: the messages are not valid, or too long, or the template refuses them, or takes too much time
+                or memory; or it does not read one of the variables.
         """
         _check(messages)
-        parts: list[str] = []
-        length = 0
-        try:
-            for part in self._template.generate(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            ):
-                parts.append(part)
-                length += len(part)
-                if length > self._max_characters:
-                    break
-        # a template may fail in any way on messages that it does not expect
-        except Exception as error:
-            reason = shorten(str(error)) or type(error).__name__
+        answer = self._answer(
+            _order(messages, variables, add_generation_prompt=add_generation_prompt)
+        )
+        kind, text = answer[0], answer[1:].decode(errors="surrogatepass")
+        if kind == TEXT:
+            return text
+        if kind == UNREAD:
+            name, read = json.loads(text)
+            names = shorten(", ".join(read)) or "none"
             raise RequestError(
-                f"the chat template of this model refuses the messages: {reason}"
-            ) from None
-        if length > self._max_characters:
-            raise RequestError(
-                f"the messages have more than {self._max_characters} characters with the chat template;"
-                " send fewer or shorter ones"
+                f"chat_template_kwargs has {shorten(repr(name))}; the chat template of this model reads: {names}"
             )
-        return "".join(parts)
+        if kind in (REFUSED, INVALID):
+            raise RequestError(
+                f"the chat template of this model refuses the messages: {shorten(text)}"
+            )
+        raise RequestError(
+            f"the messages have more than {self._max_characters} characters with the chat template;"
+            " send fewer or shorter ones"
+        )
+
+    def _answer(self, order: bytes) -> bytes:
+        """Return the answer of a process.
+
+        Raises:
+            RequestError: it took too much time or memory.
+        """
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        process = process or self._sandbox.fork("template")
+        try:
+            process.send(order)
+            while not (answers := process.receive()):
+                wait([process.fileno()])
+        except EOFError:
+            raise process.failure("the chat template of this model takes") from None
+        with self._lock:
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(process)
+                return answers[0]
+        process.end()
+        return answers[0]
 
 
-class _Generation(Extension):
-    """The block `generation`, which marks answers for training and has no effect here."""
+def template_setup(
+    source: str, special_tokens: Mapping[str, str], *, max_characters: int
+) -> Mapping[str, object]:
+    """Return the arguments of `TemplateServer`.
 
-    tags: set[str] = {"generation"}  # noqa: RUF012 - the type in the base class
+    Args:
+        source: Jinja source of the template.
+        special_tokens: texts of special tokens by name, such as `bos_token`.
+        max_characters: longest text of a prompt.
+    """
+    return {
+        "source": source,
+        "special_tokens": dict(special_tokens),
+        "max_characters": max_characters,
+    }
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the names, filters and settings that templates expect."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+def _order(
+    messages: Sequence[Mapping[str, object]],
+    variables: Mapping[str, object] = MappingProxyType({}),
+    *,
+    add_generation_prompt: bool,
+) -> bytes:
+    order = {
+        "messages": messages,
+        "variables": dict(variables),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        return json.dumps(order).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"messages are no JSON: {shorten(str(error))}") from None
 
 
 def _check(messages: Sequence[Mapping[str, object]]) -> None:
@@ -113,28 +158,3 @@ def _check(messages: Sequence[Mapping[str, object]]) -> None:
             raise RequestError(
                 f"message {index} is {shorten(repr(message))}; send an object with role and content"
             )
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as it is: the filter of Jinja escapes it for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)

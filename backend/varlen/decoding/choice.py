@@ -9,6 +9,7 @@ from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
 from varlen.decoding.structured import Grammars
+from varlen.decoding.token_bias import BadWords
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
 
@@ -16,12 +17,19 @@ from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
 class TokenChoice:
     """Chooses with a sampler or a searcher, sequence by sequence."""
 
-    def __init__(self, checkpoint: Checkpoint, grammars: Grammars, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        grammars: Grammars,
+        bad_words: BadWords,
+        device: torch.device,
+    ) -> None:
         """Prepare the choice.
 
         Args:
             checkpoint: checkpoint of the model.
             grammars: grammars of sequences with structured output.
+            bad_words: tokens of words that requests forbid.
             device: device of the logits.
 
         Raises:
@@ -30,8 +38,8 @@ class TokenChoice:
         vocab_size, rules = checkpoint.target_vocab_size, search_rules(checkpoint)
         translate = checkpoint.translate
         renormalizes = translate is not None and translate.defaults.renormalize_logits
-        self._sampler = Sampler(vocab_size, rules.end_ids, grammars, device)
-        self._searcher = Searcher(vocab_size, rules, device, renormalizes=renormalizes)
+        self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device)
+        self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
     def choose(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence]

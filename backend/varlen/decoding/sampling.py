@@ -7,6 +7,7 @@ of its earlier tokens is kept with it and grows token by token.
 import logging
 import math
 import secrets
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from varlen.decoding.random_numbers import random_key, uniform_numbers
-from varlen.decoding.structured import BoolArray, Grammars, Matcher
+from varlen.decoding.structured import BoolArray, Grammars, Matcher, wait_for_masks
+from varlen.decoding.token_bias import BadWords, TokenBias, add_to_rows
 from varlen.decoding.token_counts import TokenCounts
 from varlen.errors import EngineError, VarlenError
 from varlen.request.request import TokenLogprobs
@@ -24,6 +26,9 @@ from varlen_kernels.ops import kernels_for
 
 _log = logging.getLogger(__name__)
 
+# Longest wait of a step for the masks of its rows, in seconds, and of a step in which all rows have to wait. A row
+# without a mask runs again in the next step.
+_MASK_SECONDS, _ALL_MASKS_SECONDS = 0.01, 0.05
 _CHOICE_FAILED = "no token could be chosen for this request; the server's log says why"
 
 
@@ -31,7 +36,12 @@ class Sampler:
     """Chooses tokens of sequences of one model."""
 
     def __init__(
-        self, vocab_size: int, eos_ids: Collection[int], grammars: Grammars, device: torch.device
+        self,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        grammars: Grammars,
+        bad_words: BadWords,
+        device: torch.device,
     ) -> None:
         """Prepare the choice.
 
@@ -39,18 +49,20 @@ class Sampler:
             vocab_size: width of the logits.
             eos_ids: end tokens of the checkpoint.
             grammars: grammars of sequences with structured output.
+            bad_words: tokens of words that requests forbid.
             device: device of the logits.
         """
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
+        self._bad_words = bad_words
         self._kernels = kernels_for(device)
 
     def sample(self, logits: Tensor, sequences: Sequence[GeneratedSequence]) -> list[SampledToken]:
         """Return the next token of each sequence.
 
-        Penalties, the smallest number of tokens and the grammar change the logits, then temperature, top-k, top-p and
-        min-p apply. Log probabilities come from the unchanged logits.
+        Biases, bad words, penalties, the smallest number of tokens and the grammar change the logits, then temperature,
+        top-k, top-p and min-p apply. Log probabilities come from the unchanged logits.
 
         Args:
             logits: `[sequences, vocabulary]` fp32; overwritten.
@@ -64,8 +76,15 @@ class Sampler:
         for state, sequence in zip(states, sequences, strict=True):
             with state.guard():
                 state.read(sequence)
+        _await_masks(states)
         reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
         raw = torch.log_softmax(logits[reported], dim=1) if reported else None
+        biases = {
+            row: state.bias.next(sequence.token_ids, sequence.num_generated)
+            for row, (state, sequence) in enumerate(zip(states, sequences, strict=True))
+            if state.bias is not None
+        }
+        add_to_rows(logits, biases)
         _penalize(logits, states)
         _mask(logits, states, lengths)
         token_ids = self._choose(logits, states, lengths)
@@ -78,12 +97,17 @@ class Sampler:
         for row, state in enumerate(states):
             if state.error is not None:
                 tokens[row] = SampledToken(token_ids[row], error=state.error)
+            elif state.is_pending:
+                tokens[row] = SampledToken(token_ids[row], is_pending=True)
+            else:
+                with state.guard():
+                    state.expect(token_ids[row], lengths[row])
         return tokens
 
     def _state(self, sequence: GeneratedSequence) -> "_SamplerState":
         state = sequence.sampler_state
         if state is None:
-            state = _SamplerState(sequence, self._grammars)
+            state = _SamplerState(sequence, self._grammars, self._bad_words)
             # an end token that is no token of the model cannot come
             ends = self._eos_ids.union(sequence.generation.stop_token_ids)
             state.end_ids = [token_id for token_id in ends if token_id < self._vocab_size]
@@ -122,18 +146,26 @@ class _SamplerState:
         penalties: repetition, presence and frequency penalty.
         end_ids: tokens that end its answer.
         counts: its tokens, if it has penalties.
+        bias: changes of its logits by `logit_bias` and `bad_words`, if it has any.
         matcher: its place in its grammar, if it has one.
+        allowed: tokens that its grammar allows next, `[vocabulary]`; None without one, or while it is not known.
+        has_waited: whether a step has waited for its mask in vain.
+        max_tokens: most tokens of its answer.
         error: reason why no token can be chosen; it ends this sequence and no other.
     """
 
     __slots__ = (
         "_num_read",
+        "allowed",
+        "bias",
         "counts",
         "end_ids",
         "error",
+        "has_waited",
         "key",
         "limits",
         "matcher",
+        "max_tokens",
         "min_tokens",
         "num_logprobs",
         "penalties",
@@ -141,12 +173,14 @@ class _SamplerState:
         "temperature",
     )
 
-    def __init__(self, sequence: GeneratedSequence, grammars: Grammars) -> None:
+    def __init__(
+        self, sequence: GeneratedSequence, grammars: Grammars, bad_words: BadWords
+    ) -> None:
         options = sequence.generation
         self.end_ids: list[int] = []
         self.temperature = options.temperature
         self.limits = (options.temperature, options.top_k, options.top_p, options.min_p)
-        self.min_tokens = options.min_tokens
+        self.min_tokens, self.max_tokens = options.min_tokens, options.max_tokens
         self.num_logprobs = options.logprobs
         seed = secrets.randbits(64) if options.seed is None else options.seed
         self.key = random_key(seed, sequence.sample)
@@ -159,14 +193,21 @@ class _SamplerState:
             prompt_ids = [] if repetition == 1 else sequence.token_ids[: sequence.num_tokens]
             self.counts = TokenCounts(prompt_ids)
         self.matcher: Matcher | None = None
+        self.allowed: BoolArray | None = None
+        self.has_waited = False
         self.error: VarlenError | None = None
         if options.grammar is not None:
             with self.guard():
                 self.matcher = grammars.matcher(options.grammar)
+        self.bias: TokenBias | None = None
+        if options.logit_bias or options.bad_words:
+            with self.guard():
+                self.bias = TokenBias(options.logit_bias, bad_words.forbidden(options.bad_words))
         self._num_read = sequence.num_tokens
         is_plain = (
             self.temperature == 0
             and self.counts is None
+            and self.bias is None
             and self.matcher is None
             and self.num_logprobs is None
         )
@@ -177,30 +218,71 @@ class _SamplerState:
         """Return a context that turns an exception into the error of this sequence."""
         try:
             yield
+        except VarlenError as error:
+            self._fail(error.with_traceback(None))
         except BaseException:
             # also a panic of a library, which is no Exception
             _log.exception("choosing a token failed; its request fails")
-            self.error = EngineError(_CHOICE_FAILED)
-            self.matcher = None
+            self._fail(EngineError(_CHOICE_FAILED))
 
-    def allowed_tokens(self) -> BoolArray | None:
-        """Return which tokens its grammar allows next, `[vocabulary]`; None without one, or once it failed."""
-        if self.matcher is None or self.matcher.has_failed:
-            return None
-        allowed = self.matcher.allowed_tokens()
-        # the mask of a failure allows only the end
-        return None if self.matcher.has_failed else allowed
+    @property
+    def is_pending(self) -> bool:
+        """Whether its mask is not known yet."""
+        return self.matcher is not None and self.allowed is None
+
+    def read_mask(self) -> None:
+        """Set the tokens that its grammar allows next, if its mask has come."""
+        if self.matcher is not None:
+            self.allowed = self.matcher.allowed_tokens()
+
+    def expect(self, token_id: int, length: int) -> None:
+        """Start to compute the mask of the next step, after a token that was chosen.
+
+        Args:
+            token_id: the token.
+            length: number of tokens of the answer before it.
+        """
+        if self.matcher is None:
+            return
+        self.allowed, self.has_waited = None, False
+        if length + 1 < self.max_tokens and token_id not in self.end_ids:
+            self.matcher.expect(token_id)
 
     def read(self, sequence: GeneratedSequence) -> None:
         """Read the tokens that have been generated since the last call."""
-        if self.counts is None and self.matcher is None:
-            return
-        for token_id in sequence.token_ids[self._num_read :]:
-            if self.counts is not None:
+        if self.matcher is not None:
+            self.matcher.advance(sequence.token_ids, sequence.num_tokens)
+        if self.counts is not None:
+            for token_id in sequence.token_ids[self._num_read :]:
                 self.counts.add(token_id)
-            if self.matcher is not None:
-                self.matcher.read(token_id)
-        self._num_read = len(sequence.token_ids)
+            self._num_read = len(sequence.token_ids)
+
+    def _fail(self, error: VarlenError) -> None:
+        self.error = error
+        self.matcher = None
+        self.allowed = None
+
+
+def _await_masks(states: Sequence[_SamplerState]) -> None:
+    """Wait for the masks of the rows, or until the time is over."""
+    waiting = [state for state in states if state.matcher is not None]
+    began = time.monotonic()
+    while waiting:
+        for state in waiting:
+            with state.guard():
+                state.read_mask()
+        waiting = [state for state in waiting if state.is_pending]
+        # one slow grammar delays the other rows once per token, not in every step
+        awaited = [state for state in waiting if not state.has_waited]
+        seconds = _MASK_SECONDS
+        if len(waiting) == len(states):
+            awaited, seconds = waiting, _ALL_MASKS_SECONDS
+        left = began + seconds - time.monotonic()
+        if not awaited or left <= 0:
+            break
+        wait_for_masks([state.matcher for state in awaited if state.matcher is not None], left)
+    for state in waiting:
+        state.has_waited = True
 
 
 def _penalize(logits: Tensor, states: Sequence[_SamplerState]) -> None:
@@ -242,16 +324,14 @@ def _mask(logits: Tensor, states: Sequence[_SamplerState], lengths: Sequence[int
     for row, (state, length) in enumerate(zip(states, lengths, strict=True)):
         ends = state.end_ids
         is_early = length < state.min_tokens
-        allowed = None
-        with state.guard():
-            allowed = state.allowed_tokens()
+        allowed = state.allowed
         if allowed is not None:
             # where the grammar is at its end, nothing else can come
             if is_early and allowed.sum() > allowed[ends].sum():
+                allowed = allowed.copy()
                 allowed[ends] = False
             logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
-        elif is_early or state.matcher is not None:
-            # an answer whose grammar failed must not end as if it matched
+        elif is_early:
             rows += [row] * len(ends)
             excluded += ends
     if rows:

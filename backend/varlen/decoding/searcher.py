@@ -19,6 +19,7 @@ from torch import Tensor
 
 from varlen.decoding.beam_group import Candidate
 from varlen.decoding.beam_search import BeamSearch
+from varlen.decoding.token_bias import BadWords, add_to_rows
 from varlen.decoding.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array
@@ -47,18 +48,26 @@ class Searcher:
     """Searches for the best answers of sequences of one model."""
 
     def __init__(
-        self, vocab_size: int, rules: TokenRules, device: torch.device, *, renormalizes: bool
+        self,
+        vocab_size: int,
+        rules: TokenRules,
+        bad_words: BadWords,
+        device: torch.device,
+        *,
+        renormalizes: bool,
     ) -> None:
         """Prepare searches.
 
         Args:
             vocab_size: width of the logits.
             rules: token rules of the checkpoint.
+            bad_words: tokens of words that requests forbid.
             device: device of the logits.
             renormalizes: whether log probabilities are normalized again after edits.
         """
         self._vocab_size = vocab_size
         self._rules = rules
+        self._bad_words = bad_words
         self._device = device
         self._renormalizes = renormalizes
         self._kernels = kernels_for(device)
@@ -71,6 +80,13 @@ class Searcher:
             sequences: the beams of one search after the beams of another. A sequence without a search begins one.
         """
         parts = self._parts(sequences)
+        biases = {
+            row: part.search.logit_bias
+            for part in parts
+            if part.search.logit_bias is not None
+            for row in range(part.begin, part.end)
+        }
+        add_to_rows(logits, biases)
         # what may run out of memory comes first: a step that does is repeated, so no search may have gone on
         advances = self._best_of_rows(logits, [part for part in parts if part.kind == "best"])
         for part in parts:
@@ -116,6 +132,7 @@ class Searcher:
                 sequence.token_ids,
                 rules=self._rules,
                 vocab_size=self._vocab_size,
+                forbidden=self._bad_words.forbidden(sequence.generation.bad_words),
             )
         search = sequence.sampler_state
         assert isinstance(search, BeamSearch)

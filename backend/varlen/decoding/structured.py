@@ -1,97 +1,154 @@
 """Structured output: answers that match a JSON schema, a regular expression or a grammar.
 
-The llguidance library knows which tokens may come next; all others are masked in the logits.
+Each grammar has a process of its own (`varlen.sandbox.grammar`), which compiles it and computes the masks of its
+answers while the model runs. Limits of time and memory end that process, and fail the requests of its grammar only.
 """
 
-import json
-import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
+from multiprocessing.connection import wait
 from threading import Lock
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from varlen.errors import RequestError
+from varlen.decoding.compiled_grammar import CompiledGrammar, refusal
+from varlen.errors import QueueFullError, RequestError, VarlenError
+from varlen.sandbox.process import Sandbox
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-# Compiled grammars that are kept: clients often send the same one.
-_MAX_CACHED = 64
-# Characters of the library's explanation that an error repeats.
-_MAX_REASON = 300
-# A step of one sequence must not delay the others: about 5 ms by the library's own figures.
-_LIMITS = LLParserLimits(
-    step_lexer_fuel=50_000,
-    step_max_items=50_000,
-    max_items_in_row=10_000,
-    max_lexer_states=10_000,
-    verbose_errors=False,
-)
-# Largest regular expression, in characters once its counted repetitions are written in full. The library's limits do
-# not hold for those: a step of (a{1000}){1000} takes seconds.
-_MAX_EXPANDED = 10_000
+# Refused grammars whose reason is kept: clients often send the same one again.
+_MAX_REFUSED = 1024
+# Longest wait for the answer of a process, which another thread may have read meanwhile.
+_POLL_SECONDS = 0.02
 
-# Parts of a regular expression: groups, counted repetitions, and characters or sets of them.
-_SYMBOL = re.compile(
-    r"(?P<open>\()|(?P<close>\))|(?P<count>\{[0-9]{1,9}(?:,[0-9]{0,9})?\})|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.",
-    re.DOTALL,
-)
+
+class GrammarUse(NamedTuple):
+    """Memory and number of the compiled grammars, and totals.
+
+    Attributes:
+        held_bytes: private memory of their processes.
+        grammars: number of processes.
+        started: number of processes that were started.
+        evictions: number of processes that were ended to free memory.
+    """
+
+    held_bytes: int
+    grammars: int
+    started: int
+    evictions: int
 
 
 class Matcher:
-    """Position of one answer in its grammar."""
+    """Position of one answer in its grammar. Not for two threads at once."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, mask_words: int) -> None:
-        self._matcher = matcher
+    def __init__(self, grammars: "Grammars", grammar: str, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._content = grammar
         self._vocab_size = vocab_size
-        self._mask = np.empty(mask_words, dtype=np.int32)
+        self._grammar: CompiledGrammar | None = None
+        self._number = 0
+        # tokens that the process has got, and the last of them
+        self._num_sent = 0
+        self._last = 0
+        self._mask: BoolArray | None = None
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the grammar became too complex, or a token did not match it."""
-        return bool(self._matcher.is_error())
+    def advance(self, token_ids: Sequence[int], begin: int) -> None:
+        """Start to compute the mask after the tokens of the answer, unless that is done.
 
-    def read(self, token_id: int) -> None:
-        """Move on by a token of the answer."""
-        self._matcher.consume_token(token_id)
+        Args:
+            token_ids: tokens of the prompt and of the answer.
+            begin: place of the first token of the answer.
 
-    def allowed_tokens(self) -> BoolArray:
-        """Return whether each token may come next, `[vocabulary]`; end tokens too."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        bits = np.unpackbits(self._mask.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return bits.view(np.bool_)
+        Raises:
+            VarlenError: the grammar cannot be compiled again.
+        """
+        num_sent = begin + self._num_sent
+        # a step that chose another token may have been repeated
+        is_ahead = num_sent > len(token_ids) or (
+            self._num_sent > 0 and token_ids[num_sent - 1] != self._last
+        )
+        if self._grammar is None or is_ahead:
+            self._release()
+            self._grammar = self._grammars.open(self._content)
+            self._number = self._grammar.new_sequence()
+            self._send(token_ids[begin:])
+        elif num_sent < len(token_ids):
+            self._send(token_ids[num_sent:])
+
+    def expect(self, token_id: int) -> None:
+        """Start to compute the mask after one more token, which was chosen now."""
+        self._send([token_id])
+
+    def allowed_tokens(self) -> BoolArray | None:
+        """Return the tokens that may come next, `[vocabulary]`; None if they are not known yet.
+
+        End tokens are among them where the answer may end.
+
+        Raises:
+            VarlenError: the grammar takes too much time or memory, or became too complex.
+        """
+        if self._mask is None and self._grammar is not None:
+            mask = self._grammar.take_mask(self._number)
+            if mask is not None:
+                bits = np.frombuffer(mask, np.uint8)
+                self._mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(
+                    np.bool_
+                )
+        return self._mask
+
+    def fileno(self) -> int:
+        """Return the descriptor, which becomes readable when the mask comes."""
+        assert self._grammar is not None
+        return self._grammar.fileno()
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _send(self, token_ids: Sequence[int]) -> None:
+        assert self._grammar is not None
+        self._grammar.advance(self._number, token_ids)
+        self._mask = None
+        if token_ids:
+            self._num_sent += len(token_ids)
+            self._last = token_ids[-1]
+
+    def _release(self) -> None:
+        if self._grammar is not None:
+            self._grammar.forget(self._number)
+        self._grammar = None
+        self._num_sent = 0
 
 
 class Grammars:
-    """Compiles the grammars of requests to one model. Thread-safe."""
+    """The compiled grammars of one model. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
-        """Prepare the tokens.
+    def __init__(self, sandbox: Sandbox, vocab_size: int, *, max_bytes: int) -> None:
+        """Start without a grammar.
 
         Args:
-            tokenizer: tokenizer of the checkpoint.
+            sandbox: starts the processes; its `tokens` are from `grammar_tokens`.
             vocab_size: width of the logits.
-            eos_ids: end tokens of the checkpoint; an answer ends with one of them.
+            max_bytes: largest memory of all processes.
         """
+        self._sandbox = sandbox
         self._vocab_size = vocab_size
-        self._num_tokens = max(vocab_size, tokenizer.get_vocab_size())
-        self._tokens: LLTokenizer | None = None
-        # why no grammar is accepted
-        self._reason = "this model has no end token"
-        ends = sorted(token_id for token_id in eos_ids if token_id < vocab_size)
-        if ends:
-            try:
-                self._tokens = LLTokenizer(
-                    tokenizer.to_str(), n_vocab=self._num_tokens, eos_token=ends
-                )
-            except ValueError:
-                self._reason = "the tokens of this model are no parts of texts"
+        self._max_bytes = max_bytes
         self._lock = Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        # the grammar that was used last comes last
+        self._grammars: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, VarlenError] = OrderedDict()
+        self._started = self._evictions = 0
+
+    def is_compiled(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled."""
+        with self._lock:
+            found = self._grammars.get(_key(grammar))
+        return found is not None and found.error is None and found.is_compiled
 
     def check(self, grammar: str) -> None:
         """Compile a grammar, and keep it for the sequences of its request.
@@ -100,93 +157,127 @@ class Grammars:
             grammar: value of `GenerationOptions.grammar`.
 
         Raises:
-            RequestError: it is not valid, or too large; the message has the reason.
+            RequestError: it is not valid, or takes too much time or memory; the message has the reason.
+            QueueFullError: other grammars that are in use take the memory.
         """
-        self._compile(grammar)
+        while not self.compile(grammar, wait_seconds=_POLL_SECONDS):
+            pass
+
+    def compile(self, grammar: str, *, wait_seconds: float) -> bool:
+        """Start to compile a grammar, unless it is compiled; return whether it is.
+
+        Args:
+            grammar: value of `GenerationOptions.grammar`.
+            wait_seconds: longest time to wait for the process.
+
+        Raises:
+            RequestError, QueueFullError: see `check`.
+        """
+        found = self.open(grammar)
+        if not found.is_compiled:
+            _wait([found], wait_seconds)
+            found.receive()
+        if found.error is not None:
+            self._forget(grammar, found)
+            raise found.error
+        return found.is_compiled
 
     def matcher(self, grammar: str) -> Matcher:
         """Return the start of an answer to a grammar that was checked."""
-        words = (self._num_tokens + 31) // 32
-        return Matcher(self._compile(grammar).deep_copy(), self._vocab_size, words)
+        return Matcher(self, grammar, self._vocab_size)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def open(self, grammar: str) -> CompiledGrammar:
+        """Return a grammar with its process, which may still compile.
+
+        Raises:
+            RequestError: it was refused before, or the model has no grammars.
+        """
+        key = _key(grammar)
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
-        if self._tokens is None:
-            raise _refused(self._reason)
-        try:
-            text = _library_grammar(grammar)
-            matcher = LLMatcher(self._tokens, text, log_level=0, limits=_LIMITS)
-        except ValueError as error:
-            raise _refused(str(error)) from None
-        except RecursionError:
-            raise _refused("the schema is nested too deeply") from None
-        if matcher.is_error():
-            raise _refused(matcher.get_error())
+            found = self._grammars.get(key)
+            if found is not None and found.error is None:
+                self._grammars.move_to_end(key)
+                return found
+            if key in self._refused:
+                raise self._refused[key]
+            if reason := self._sandbox.refusal("grammar"):
+                raise refusal(reason)
+            self._started += 1
+            found = CompiledGrammar(self._sandbox.fork("grammar"), grammar, self._trim)
+            self._grammars[key] = found
+            return found
+
+    def use(self) -> GrammarUse:
+        """Return memory and number of the compiled grammars, and totals."""
         with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
-        return matcher
+            held = [each for each in self._grammars.values() if each.error is None]
+            counts = self._started, self._evictions
+        for each in held:
+            # releases answers that have ended
+            each.users()
+            each.receive()
+        return GrammarUse(sum(each.num_bytes for each in held), len(held), *counts)
+
+    def _forget(self, grammar: str, failed: CompiledGrammar) -> None:
+        """Forget a grammar that has failed; remember why, if it always would."""
+        key = _key(grammar)
+        with self._lock:
+            if self._grammars.get(key) is failed:
+                del self._grammars[key]
+            if isinstance(failed.error, RequestError):
+                self._refused[key] = failed.error
+                while len(self._refused) > _MAX_REFUSED:
+                    self._refused.popitem(last=False)
+
+    def _trim(self) -> None:
+        """End processes while all together have too much memory: unused ones first, then the largest."""
+        with self._lock:
+            for key in [key for key, each in self._grammars.items() if each.error is not None]:
+                del self._grammars[key]
+            while sum(each.num_bytes for each in self._grammars.values()) > self._max_bytes:
+                key = next(
+                    (key for key, each in self._grammars.items() if not each.users()),
+                    max(self._grammars, key=lambda key: self._grammars[key].num_bytes),
+                )
+                self._evictions += 1
+                self._grammars.pop(key).end(
+                    QueueFullError(
+                        f"the grammars of requests in progress take more than {self._max_bytes} bytes of memory;"
+                        " try again later"
+                    )
+                )
 
 
-def _refused(reason: str) -> RequestError:
-    reason = " ".join(reason.split())[:_MAX_REASON]
-    return RequestError(f"structured_outputs cannot be served: {reason}")
+def wait_for_masks(matchers: Sequence[Matcher], seconds: float) -> None:
+    """Wait until the process of any answer says something, or the time is over."""
+    _wait(matchers, seconds)
 
 
-def _library_grammar(grammar: str) -> str:
-    """Return a grammar of ours in the form of the library."""
-    [(kind, content)] = json.loads(grammar).items()
-    if kind == "choice":
-        # one token of the library's lexer: a rule of its parser would have an alternative for each text
-        texts = " | ".join(json.dumps(each) for each in dict.fromkeys(content))
-        return f"start: CHOICE\nCHOICE: {texts}"
-    patterns = [content] if kind == "regex" else list(_patterns(content))
-    size = max(map(_expanded_size, patterns), default=0)
-    if size > _MAX_EXPANDED:
-        raise ValueError(
-            f"a regular expression has {size} characters with its repetitions written in full; allowed: up to"
-            f" {_MAX_EXPANDED}"
-        )
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(content)
-    return LLMatcher.grammar_from_json_schema(content)
+def grammar_tokens(
+    tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]
+) -> Mapping[str, object] | None:
+    """Return the arguments of `GrammarServer`; None without an end token.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        vocab_size: width of the logits.
+        eos_ids: end tokens of the checkpoint; an answer ends with one of them.
+    """
+    ends = sorted(token_id for token_id in eos_ids if token_id < vocab_size)
+    if not ends:
+        return None
+    num_tokens = max(vocab_size, tokenizer.get_vocab_size())
+    return {"tokenizer": tokenizer.to_str(), "num_tokens": num_tokens, "ends": ends}
 
 
-def _patterns(schema: object) -> Iterator[str]:
-    """Yield the regular expressions of a JSON schema."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _patterns(each)
-    elif isinstance(schema, dict):
-        if isinstance(pattern := schema.get("pattern"), str):
-            yield pattern
-        if isinstance(properties := schema.get("patternProperties"), dict):
-            yield from properties
-        for each in schema.values():
-            yield from _patterns(each)
+def _wait(sources: Sequence[CompiledGrammar] | Sequence[Matcher], seconds: float) -> None:
+    try:
+        # sequences may share a process; one that was ended has no descriptor, and reading it says so
+        wait({each.fileno() for each in sources} - {-1}, seconds)
+    except (OSError, ValueError):
+        # ended meanwhile
+        return
 
 
-def _expanded_size(pattern: str) -> int:
-    """Return about how long a regular expression is with its counted repetitions written in full."""
-    # sizes of the open groups, and of the last item, which a count multiplies
-    groups = [0]
-    last = 0
-    for symbol in _SYMBOL.finditer(pattern):
-        if symbol["open"]:
-            groups.append(0)
-            last = 0
-        elif symbol["close"]:
-            last = groups.pop() if len(groups) > 1 else 0
-            groups[-1] += last
-        elif symbol["count"]:
-            added = last * (max(map(int, re.findall(r"[0-9]+", symbol["count"]))) - 1)
-            groups[-1] += max(added, 0)
-            last += max(added, 0)
-        else:
-            last = 1
-            groups[-1] += 1
-    return sum(groups)
+def _key(grammar: str) -> bytes:
+    return sha256(grammar.encode(errors="surrogatepass")).digest()

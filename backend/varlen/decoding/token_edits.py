@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Float32Array, Int32Array
 
@@ -78,11 +79,13 @@ class TokenHistory:
         factors: the factor of each distinct token, where it has no edit in every step.
         followers: followers of each (n - 1)-gram before a generated token.
         suffix: the last n - 1 tokens, or fewer.
+        generated: the last generated tokens, as many as the longest bad word needs before its last one.
     """
 
     factors: Mapping[int, float] = field(default_factory=dict)
     followers: _Followers = field(default_factory=dict)
     suffix: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
 
 
 class TokenEditor:
@@ -95,6 +98,7 @@ class TokenEditor:
         prompt_ids: Sequence[int],
         *,
         vocab_size: int,
+        forbidden: ForbiddenTokens = NOTHING_FORBIDDEN,
     ) -> None:
         """Prepare the edits.
 
@@ -103,8 +107,10 @@ class TokenEditor:
             options: options of the request.
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
+            forbidden: tokens of the request's bad words.
         """
         self._rules = rules
+        self._forbidden = forbidden
         self._end_ids = tuple(token for token in rules.end_ids if token < vocab_size)
         self._max_tokens, self._min_tokens = options.max_tokens, options.min_tokens
         self._vocab_size = vocab_size
@@ -115,7 +121,8 @@ class TokenEditor:
         penalty = options.repetition_penalty
         self._penalty = penalty
         fixed = dict.fromkeys(prompt_ids, penalty) if penalty != 1 else {}
-        fixed |= dict.fromkeys((*rules.suppressed_ids, *rules.banned_ids), math.inf)
+        banned = (*rules.suppressed_ids, *rules.banned_ids, *forbidden.always)
+        fixed |= dict.fromkeys(banned, math.inf)
         # tokens with an edit in every step, of every beam
         self._fixed = {token: factor for token, factor in fixed.items() if token < vocab_size}
         self._fixed_tokens = np.array(list(self._fixed), dtype=np.int32)
@@ -140,8 +147,8 @@ class TokenEditor:
 
     def extend(self, history: TokenHistory, token: int) -> TokenHistory:
         """Return the history of a beam that goes on with a token."""
-        size = self._ngram_size
-        if self._penalty == 1 and not size:
+        size, longest = self._ngram_size, self._forbidden.longest
+        if self._penalty == 1 and not size and not longest:
             return history
         factors, followers, suffix = history.factors, history.followers, history.suffix
         if self._penalty != 1 and token not in factors and token not in self._fixed:
@@ -151,7 +158,8 @@ class TokenEditor:
                 followers = {**followers, suffix: (*followers.get(suffix, ()), token)}
             suffix = (*suffix, token)
             suffix = suffix[max(len(suffix) - size + 1, 0) :]
-        return TokenHistory(factors, followers, suffix)
+        generated = (*history.generated, token)[-longest:] if longest else ()
+        return TokenHistory(factors, followers, suffix, generated)
 
     def forced(self, num_generated: int) -> int | None:
         """Return the only token that may follow `num_generated` ones; None if there is a choice.
@@ -165,12 +173,14 @@ class TokenEditor:
     def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:
         """Return the edits of the next tokens, a row per beam; None without any."""
         early = self._early_bans(num_generated)
-        if not early and self._penalty == 1 and not self._ngram_size:
+        has_own = self._penalty != 1 or self._ngram_size or self._forbidden.longest
+        if not early and not has_own:
             return self._fixed_edits(len(histories))
         bans: list[list[int]] = []
         added: list[Mapping[int, float]] = []
         for history in histories:
-            banned = [*early, *self._repeated(history)]
+            forbidden = self._forbidden.next(history.generated)
+            banned = [*early, *self._repeated(history), *forbidden]
             bans.append(
                 [place for token in banned if (place := self._fixed_places.get(token)) is not None]
             )

@@ -60,7 +60,7 @@ def load_program(
     ops = Recorder(
         for_gpu=device.type == "cuda",
         approximate_gelu=config.approximate_gelu,
-        has_key_lengths=task == "token_embed" and checkpoint.hides_tokens,
+        has_key_lengths=task == "token_embed" and checkpoint.has_unattended_tokens,
     )
     hidden = encoder.record(ops)
     layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
 from varlen.decoding.structured import Grammars
+from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
@@ -22,24 +23,31 @@ from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up
 from varlen.intake.checks import InputLimits, Intake
+from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.draft import Draft, Step
+from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
 from varlen.request.request import Prompt, Reply, Request
+from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.scheduling.step_limits import StepLimits
 from varlen.service.running import MEGABYTE, RunningModel
+from varlen.service.sandbox import generation_sandbox
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen_kernels.cpu.compiled_ops import compiling
 
 _log = logging.getLogger(__name__)
+
+# Grammars that compile at the same time. The processors' time is shared evenly between them, so a quick one does not
+# wait for slow ones.
+_COMPILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,18 @@ class GenerationService(RunningModel):
 
     Attributes:
         grammars: compiler for grammars of structured outputs.
+        bad_words: tokenizer of words that requests forbid.
+        compile_queue: requests that wait for their grammar.
+        sandbox: processes of grammars and of the chat template.
         defaults: options of requests by name, where the checkpoint has its own.
         scheduler: forms steps.
         runner: the model that the executor runs.
     """
 
     grammars: Grammars
+    bad_words: BadWords
+    compile_queue: TokenizerPool
+    sandbox: Sandbox
     defaults: Mapping[str, object]
     scheduler: IterationScheduler
     runner: StepRunner
@@ -68,17 +82,26 @@ class GenerationService(RunningModel):
         checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
-        grammars = Grammars(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-        choice = TokenChoice(checkpoint, grammars, choose_device(config.device, gpu))
+        sandbox, template = generation_sandbox(checkpoint, config, tokenizer.huggingface, ends)
+        # it loads while the weights do
+        sandbox.start()
+        grammars = Grammars(
+            sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
+        )
+        bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
+        choice = TokenChoice(checkpoint, grammars, bad_words, choose_device(config.device, gpu))
         runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         with compiling() if runner.device.type == "cpu" else nullcontext():
-            warm_up(runner)
+            warm_up(runner, config.device_timeout_seconds)
         intake = _new_intake(
             checkpoint,
             tokenizer,
             max_sequence_tokens=runner.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,
+            template=template,
         )
+        if template is not None:
+            template.check()
         executor: ModelExecutor = ThreadExecutor([runner])
         if runner.device.type == "cuda":
             executor = with_timeout(executor, config.device_timeout_seconds)
@@ -100,7 +123,11 @@ class GenerationService(RunningModel):
         _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
         defaults = search_defaults(checkpoint, runner.max_sequence_tokens)
         parts = checkpoint, intake, admission, engine, executor
-        model = cls(*parts, grammars, defaults, scheduler, runner)
+        compile_queue = _new_compile_queue(config, admission, stats)
+        compile_queue.start()
+        model = cls(
+            *parts, grammars, bad_words, compile_queue, sandbox, defaults, scheduler, runner
+        )
         model.log_notes(runner.max_sequence_tokens)
         return model
 
@@ -113,46 +140,87 @@ class GenerationService(RunningModel):
         """Return the checked options of a request, given by name.
 
         Raises:
-            RequestError: see `GenerationOptions.from_parameters`; or a forced token is none of the model.
+            RequestError: see `GenerationOptions.from_parameters`; or a token is none of the model.
         """
         options = GenerationOptions.from_parameters(parameters, self.defaults)
-        vocab_size = self.checkpoint.target_vocab_size
-        for name in ("forced_bos_token_id", "forced_eos_token_id"):
-            token_id = getattr(options, name)
-            if token_id is not None and token_id >= vocab_size:
-                raise RequestError(
-                    f"{name} is {token_id}; this model generates 0 to {vocab_size - 1}"
-                )
+        self._check_tokens(options)
         if self.checkpoint.translate is not None:
             check_search(options)
         return options
 
-    def with_grammar(self, draft: Draft) -> Draft:
-        """Return a draft with a step that compiles its grammar, if it has one."""
-        grammar = draft.options.generation.grammar if draft.options.generation else None
-        return draft if grammar is None else draft.and_then(self._grammar_step(grammar))
+    def with_bad_words(self, draft: Draft) -> Draft:
+        """Return a draft with a step that tokenizes its bad words, if it has any."""
+        options = draft.options.generation
+        if options is None or not options.bad_words:
+            return draft
+
+        def tokenize() -> tuple[Prompt, ...]:
+            self.bad_words.check(options)
+            return ()
+
+        return draft.and_then(TokenizationTask(sum(map(len, options.bad_words)), tokenize))
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or later; see `RunningModel.submit`."""
+        """Answer a request, now or once its grammar is compiled; see `RunningModel.submit`."""
         options = request.options.generation
         assert options is not None
-        if options.grammar is not None:
-            self.grammars.check(options.grammar)
-        self.engine.submit(request, reply)
+        self._check_tokens(options)
+        if options.bad_words:
+            self.bad_words.check(options)
+        grammar = options.grammar
+        if grammar is None or self.grammars.is_compiled(grammar):
+            self.engine.submit(request, reply)
+            return
+        draft = Draft((self._grammar_step(grammar),), request.options)
+        arrival = request.arrived(time.monotonic())
+        admitted = replace(request, arrival=arrival)
+        self.compile_queue.submit(
+            draft, reply, lambda _: self.engine.submit(admitted, reply), arrival=arrival
+        )
 
-    def _grammar_step(self, grammar: str) -> Step:
+    def close(self) -> bool:
+        """Run what is queued, then stop; see `RunningModel.close`."""
+        self.compile_queue.close()
+        is_idle = RunningModel.close(self)
+        self.sandbox.close()
+        return is_idle
+
+    def _check_tokens(self, options: GenerationOptions) -> None:
+        """Raise RequestError if the options name a token that is none of the model."""
+        last = self.checkpoint.target_vocab_size - 1
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            token_id = getattr(options, name)
+            if token_id is not None and token_id > last:
+                raise RequestError(f"{name} is {token_id}; this model generates 0 to {last}")
+        for token_id, _ in options.logit_bias:
+            if token_id > last:
+                raise RequestError(
+                    f"logit_bias has the token {token_id}; this model generates 0 to {last}"
+                )
+
+    def _grammar_step(self, grammar: str) -> TokenizationTask:
         def compile_grammar() -> tuple[Prompt, ...]:
             self.grammars.check(grammar)
             return ()
 
-        return Step(len(grammar), compile_grammar)
+        def wait(seconds: float) -> bool:
+            return self.grammars.compile(grammar, wait_seconds=seconds)
+
+        return TokenizationTask(len(grammar), compile_grammar, wait)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""
         arenas = self.runner.arenas
         counts = self.scheduler.snapshot()
+        grammars = self.grammars.use()
+        queue = dict(self.queue_metrics())
+        queue[SnapshotMetric.QUEUED_REQUESTS] += self.compile_queue.depth[0]
         return {
-            **self.queue_metrics(),
+            **queue,
+            SnapshotMetric.GRAMMARS: grammars.grammars,
+            SnapshotMetric.GRAMMAR_BYTES: grammars.held_bytes,
+            SnapshotMetric.GRAMMAR_COMPILATIONS: grammars.started,
+            SnapshotMetric.GRAMMAR_EVICTIONS: grammars.evictions,
             SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: sum(arena.capacity for arena in arenas),
             **MemoryUse.total(arena.use() for arena in arenas).metrics(),
@@ -165,6 +233,7 @@ class GenerationService(RunningModel):
             SnapshotMetric.PREFILL_TOKENS: counts.prefill_tokens,
             SnapshotMetric.DECODE_TOKENS: counts.decode_tokens,
             SnapshotMetric.PREEMPTIONS: counts.preemptions,
+            SnapshotMetric.ORDER_PREEMPTIONS: counts.order_preemptions,
             SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,
         }
 
@@ -178,7 +247,12 @@ def _task_of(checkpoint: Checkpoint) -> Task:
 
 
 def _new_intake(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, *, max_sequence_tokens: int, max_text_bytes: int
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    *,
+    max_sequence_tokens: int,
+    max_text_bytes: int,
+    template: ChatTemplate | None,
 ) -> Intake:
     """Return the checks of prompts, with the chat template if there is one."""
     limits = InputLimits(
@@ -187,14 +261,19 @@ def _new_intake(
         vocab_size=checkpoint.vocab_size,
         type_vocab_size=1,
     )
-    template = None
-    if checkpoint.chat_template is not None:
-        template = ChatTemplate(
-            checkpoint.chat_template, checkpoint.special_tokens, max_characters=max_text_bytes
-        )
     translate = checkpoint.translate
     start = None if translate is None else translate.tokens.start
     return Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
+
+
+def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats) -> TokenizerPool:
+    """Return the queue of requests that wait for their grammar, whose threads wait for processes."""
+    limits = PoolLimits(
+        config.max_queued_requests,
+        config.max_queued_text_bytes,
+        waiting_elsewhere=lambda: admission.depth[0],
+    )
+    return TokenizerPool(limits, stats, threads=_COMPILE_THREADS, name="grammar")
 
 
 def _new_scheduler(

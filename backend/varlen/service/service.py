@@ -22,11 +22,13 @@ from varlen.intake.tokenization import Tokenizer
 from varlen.memory.heap import trim_heap
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Reply, Request
+from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.service.costs import costs_for, warm_up
 from varlen.service.running import MEGABYTE, RunningModel
+from varlen.service.sandbox import template_sandbox
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
@@ -40,11 +42,13 @@ class Service(RunningModel):
     Attributes:
         workers: workers that run the executor's batches.
         info: model facts for the engine.
+        sandbox: processes of the chat template, for a model that reads pairs as messages.
         cache: the response cache in front of the engine, if it is on.
     """
 
     workers: Workers
     info: ModelInfo
+    sandbox: Sandbox
     cache: ResponseCache | None = None
 
     @classmethod
@@ -84,12 +88,14 @@ class Service(RunningModel):
                 has_types=checkpoint.has_token_types,
                 prefixes=() if checkpoint.late is None else checkpoint.late.prefixes,
             )
+            sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
+            opened.callback(sandbox.close)
             intake = Intake(
                 tokenizer,
                 _input_limits(config, info),
                 roles=roles_of(checkpoint, info.task, tokenizer, most),
                 mask_token=_filled_token(checkpoint, tokenizer, info.task),
-                pair_template=_pair_template(checkpoint, tokenizer, info.task),
+                pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
             )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
@@ -106,7 +112,7 @@ class Service(RunningModel):
         engine.start()
         _log_loaded(info, time.monotonic() - began)
         cache = _response_cache(config, engine, info)
-        model = cls(checkpoint, intake, admission, engine, executor, workers, info, cache)
+        model = cls(checkpoint, intake, admission, engine, executor, workers, info, sandbox, cache)
         model.log_notes(info.max_sequence_tokens)
         return model
 
@@ -135,6 +141,12 @@ class Service(RunningModel):
             SnapshotMetric.CACHE_MISSES: cache.misses,
             SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
         }
+
+    def close(self) -> bool:
+        """Run what is queued, then stop; see `RunningModel.close`."""
+        is_idle = RunningModel.close(self)
+        self.sandbox.close()
+        return is_idle
 
     def release(self) -> None:
         """Stop the workers."""
@@ -181,15 +193,15 @@ def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
     )
 
 
-def _pair_template(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> PairTemplate | None:
+def _pair_template(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task, template: ChatTemplate | None
+) -> PairTemplate | None:
     """Return what makes prompts of pairs, for a model that answers whether they fit."""
     if checkpoint.logit_score is None or task != "rerank":
         return None
-    if checkpoint.chat_template is None:
+    if template is None:
         raise CheckpointError("the checkpoint has no chat template, which pairs of texts need")
-    template = ChatTemplate(
-        checkpoint.chat_template, checkpoint.special_tokens, max_characters=NO_LIMIT
-    )
+    template.check()
 
     def tokenize(text: str) -> Int32Array:
         (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)

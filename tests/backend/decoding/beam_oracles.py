@@ -8,6 +8,7 @@ from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, G
 
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.searcher import ranked
+from varlen.decoding.token_bias import ForbiddenTokens
 from varlen.decoding.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
 
@@ -37,6 +38,7 @@ class Case:
         prompts: `[prompts, tokens]`; sources of an encoder-decoder.
         options: fields of `GenerationOptions`.
         rules: fields of `TokenRules`.
+        bad_words: token sequences that no answer holds.
     """
 
     model: str
@@ -45,6 +47,7 @@ class Case:
     prompts: list[list[int]]
     options: dict
     rules: dict = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_beams(self):
@@ -100,6 +103,8 @@ class Oracle:
         given["max_new_tokens"] = given.pop("max_tokens")
         if "min_tokens" in given:
             given["min_new_tokens"] = given.pop("min_tokens")
+        if case.bad_words:
+            given["bad_words_ids"] = [list(each) for each in case.bad_words]
         ids = torch.tensor(case.prompts)
         found = self.model.generate(
             ids,
@@ -125,8 +130,15 @@ class Oracle:
         options = GenerationOptions(**case.options, n=case.num_beams)
         rules = TokenRules(**{"end_ids": case.end_ids, **self.rules, **case.rules})
         vocab_size = self.model.get_output_embeddings().out_features
+        forbidden = ForbiddenTokens.of(case.bad_words, vocab_size)
         searches = [
-            BeamSearch(options, self.start(prompt), rules=rules, vocab_size=vocab_size)
+            BeamSearch(
+                options,
+                self.start(prompt),
+                rules=rules,
+                vocab_size=vocab_size,
+                forbidden=forbidden,
+            )
             for prompt in case.prompts
         ]
         answers = [None] * len(searches)

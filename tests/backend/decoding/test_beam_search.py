@@ -1,6 +1,7 @@
 """Beam search: the answers and scores of Hugging Face's `generate`."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -42,6 +43,42 @@ def test_answers_and_scores_are_those_of_hugging_face(kind, num_beams, early_sto
                 assert [expected[0][0]] == [answer.token_ids for answer in actual]
             elif not are_equal(expected, actual):
                 assert is_tie(case, row, expected, model), (case, row, expected, actual)
+                ties += 1
+    assert ties <= 1
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_answers_without_bad_words_are_those_of_hugging_face(num_beams):
+    rng = random.Random(num_beams)
+    ties = 0
+    for _ in range(NUM_CASES):
+        # with an encoder, so that no prompt begins a word
+        case = random_case("bart", num_beams, True, rng)
+        options = {"num_beams": num_beams, "max_tokens": 8, "min_tokens": 4}
+        case = replace(case, boost=0.0, options=options, rules={})
+        model = model_of(case.model, case.seed, case.boost)
+        plain = model.search(case)
+        found = [answers[0].token_ids for answers in plain]
+        words = {
+            tokens[at : at + size] for tokens in found for at, size in ((0, 1), (1, 2), (2, 3))
+        }
+        words = {word for word in words if word and case.end_ids[0] not in word}
+        case = replace(case, bad_words=(*sorted(words),))
+        actual = model.search(case)
+        assert words
+        assert actual != plain
+        for row, (expected, own) in enumerate(zip(model.generate(case), actual, strict=True)):
+            for answer in own:
+                pieces = {
+                    answer.token_ids[at : at + size]
+                    for at in range(len(answer.token_ids))
+                    for size in (1, 2, 3)
+                }
+                assert not pieces & words
+            if num_beams == 1:
+                assert [expected[0][0]] == [answer.token_ids for answer in own]
+            elif not are_equal(expected, own):
+                assert is_tie(case, row, expected, model), (case, row, expected, own)
                 ties += 1
     assert ties <= 1
 

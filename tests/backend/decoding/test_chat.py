@@ -5,10 +5,12 @@ from datetime import datetime
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from varlen.decoding.chat import ChatTemplate
+from tests.threads import run_in_threads
+from varlen.sandbox.limits import SandboxLimits
 
 from ..refusals import refused_checkpoint
 from ..refusals import refused_request as refused
+from .sandboxes import new_template
 from .small_tokenizers import byte_level
 
 # Templates in the styles of well-known models.
@@ -79,7 +81,7 @@ WITH_SYSTEM = {
 
 
 def template_of(source, **options):
-    return ChatTemplate(source, TOKENS, **{"max_characters": 10_000, **options})
+    return new_template(source, TOKENS, **{"max_characters": 10_000, **options})
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,48 @@ def test_templates_have_the_filters_and_tests_that_transformers_gives_them():
         chat, chat_template=source, tokenize=False, add_generation_prompt=True
     )
     assert str(datetime.now().astimezone().year) in text
+
+
+QWEN = CHATML + (
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "<think>{{ note | default('') }}</think>{% endif %}"
+    "{% if documents %}{{ documents | tojson }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"enable_thinking": False},
+        {"enable_thinking": False, "note": "é"},
+        {"enable_thinking": True, "documents": [{"text": "<a>"}]},
+        {"add_generation_prompt": False},
+    ],
+    ids=str,
+)
+def test_variables_are_read_as_transformers_reads_them(variables):
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **TOKENS)
+    prompt = {"add_generation_prompt": True} | variables
+
+    text = template_of(QWEN).render(CHATS["one"], variables)
+
+    assert text == reference.apply_chat_template(
+        CHATS["one"], chat_template=QWEN, tokenize=False, **prompt
+    )
+    assert text != template_of(QWEN).render(CHATS["one"])
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_thinkin", "messages", "bos_token", "range", "raise_exception", "self", "note "]
+)
+def test_a_variable_that_a_template_does_not_read_or_a_request_may_not_set_is_refused(name):
+    with refused(
+        f"chat_template_kwargs has {name!r}; the chat template of this model reads:"
+        " add_generation_prompt, documents, enable_thinking, note"
+    ):
+        template_of("{{ bos_token }}" + QWEN).render(CHATS["one"], {name: 1})
+    with refused("chat_template_kwargs has 'a'; the chat template of this model reads: none"):
+        template_of("{{ messages }}").render(CHATS["one"], {"a": 1})
 
 
 def test_what_a_template_refuses_is_the_client_s_error():
@@ -170,3 +214,50 @@ def test_refuses_messages_by_number(messages, message):
 def test_a_template_that_is_no_template_is_refused_at_load():
     with refused_checkpoint("the chat template cannot be read: "):
         template_of("{% for %}")
+
+
+BOMBS = {
+    "text": "{{ 'a' * 3000000000 }}",
+    "later": "{% set n = messages | length %}{{ 'a' * (3000000000 * n) }}",
+    "format": "{{ '%2000000000d' % 1 }}",
+    "filter": "{{ 'x' | center(3000000000) }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+}
+# only for long messages
+_IF_LONG = "{% if messages[0].content | length > 99 %}"
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_takes_too_much_is_refused_at_load(name):
+    limits = SandboxLimits(0.5, 1 << 26)
+    reason = "0.5 s of processor time" if name == "loops" else "67108864 bytes of memory"
+
+    with refused_checkpoint(f"the chat template of this model takes more than {reason}"):
+        template_of(BOMBS[name], limits=limits)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_messages_for_which_a_template_takes_too_much_are_refused_and_others_are_not(name):
+    source = f"{_IF_LONG}{BOMBS[name]}{{% endif %}}{{{{ messages[0].content }}}}"
+    template = template_of(source, limits=SandboxLimits(0.5, 1 << 26))
+
+    for _ in range(2):
+        assert template.render([{"role": "user", "content": "Hi"}]) == "Hi"
+        with refused("the chat template of this model takes more than "):
+            template.render([{"role": "user", "content": "Hi" * 50}])
+
+
+def test_prompts_of_many_threads_are_rendered_at_the_same_time():
+    template = template_of(CHATML)
+    expected = template.render(CHATS["turns"])
+    texts = []
+
+    run_in_threads(6, lambda _: texts.extend(template.render(CHATS["turns"]) for _ in range(10)))
+
+    assert texts == [expected] * 60
+
+
+def test_a_template_may_refuse_a_short_conversation_at_load():
+    template = template_of("{{ raise_exception('no') if messages | length < 2 }}fine")
+
+    assert template.render(CHATS["turns"]) == "fine"

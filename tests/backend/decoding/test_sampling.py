@@ -1,6 +1,8 @@
 """The choice of tokens: by exact probabilities and seed, whatever else runs."""
 
 import math
+import socket
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,11 @@ from transformers import (
 )
 
 from tests.closeness import assert_close
+from varlen.decoding import sampling
 from varlen.decoding.sampling import Sampler
-from varlen.decoding.structured import Grammars
+from varlen.decoding.token_bias import BadWords
 
+from .sandboxes import new_grammars
 from .sequences import RandomModel, extend, sequence_of, sequences_of
 from .small_tokenizers import byte_level
 
@@ -29,8 +33,9 @@ EOS = 3
 
 @pytest.fixture(scope="module")
 def sampler():
-    grammars = Grammars(byte_level(), VOCABULARY, [])
-    return Sampler(VOCABULARY, [EOS], grammars, torch.device("cpu"))
+    grammars = new_grammars(byte_level(), VOCABULARY, [])
+    bad_words = BadWords(byte_level(), VOCABULARY, [EOS])
+    return Sampler(VOCABULARY, [EOS], grammars, bad_words, torch.device("cpu"))
 
 
 def random_logits(rows, seed=0, vocabulary=VOCABULARY):
@@ -298,7 +303,9 @@ def test_log_probabilities_are_those_of_the_model_s_logits(sampler):
 
 
 def test_logprobs_of_a_small_vocabulary_are_all_there_are():
-    sampler = Sampler(5, [0], Grammars(byte_level(), 5, []), torch.device("cpu"))
+    tokenizer = byte_level()
+    grammars, bad_words = new_grammars(tokenizer, 5, []), BadWords(tokenizer, 5, [])
+    sampler = Sampler(5, [0], grammars, bad_words, torch.device("cpu"))
     sequence = sequence_of(1, logprobs=20)
 
     [token] = sampler.sample(random_logits(1, vocabulary=5), [sequence])
@@ -323,9 +330,83 @@ class BrokenGrammars:
 
 
 def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other():
-    sampler = Sampler(VOCABULARY, [EOS], BrokenGrammars(), torch.device("cpu"))
+    bad_words = BadWords(byte_level(), VOCABULARY, [EOS])
+    sampler = Sampler(VOCABULARY, [EOS], BrokenGrammars(), bad_words, torch.device("cpu"))
     sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}'), sequence_of(2)]
 
     tokens = sampler.sample(random_logits(3), sequences)
 
     assert [token.error is None for token in tokens] == [True, False, True]
+
+
+class SlowMatcher:
+    """A place in a grammar whose mask never comes."""
+
+    def __init__(self, asked):
+        self._asked = asked
+        self._read, self._write = socket.socketpair()
+
+    def advance(self, token_ids, begin):
+        pass
+
+    def allowed_tokens(self):
+        self._asked.append("mask")
+
+    def fileno(self):
+        return self._read.fileno()
+
+    def close(self):
+        self._read.close()
+        self._write.close()
+
+
+class SlowGrammars:
+    def __init__(self):
+        self.asked, self.matchers = [], []
+
+    def matcher(self, _):
+        self.matchers.append(SlowMatcher(self.asked))
+        return self.matchers[-1]
+
+
+def test_a_mask_that_has_not_come_holds_back_its_own_row_and_no_other(monkeypatch):
+    grammars, bad_words = SlowGrammars(), BadWords(byte_level(), VOCABULARY, [EOS])
+    sampler = Sampler(VOCABULARY, [EOS], grammars, bad_words, torch.device("cpu"))
+    waits = []
+    monkeypatch.setattr(sampling, "wait_for_masks", lambda _, seconds: waits.append(seconds))
+    monkeypatch.setattr(sampling, "_MASK_SECONDS", 1e-9)
+    sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}'), sequence_of(2)]
+
+    alone = sampler.sample(random_logits(3)[[0, 2]], [sequences[0], sequences[2]])
+    for _ in range(3):
+        tokens = sampler.sample(random_logits(3), sequences)
+        assert [token.is_pending for token in tokens] == [False, True, False]
+        assert [tokens[0], tokens[2]] == alone
+    # every step looks whether it has come
+    assert len(grammars.asked) >= 3
+    for matcher in grammars.matchers:
+        matcher.close()
+
+
+def test_a_step_waits_once_for_the_mask_of_a_slow_grammar(monkeypatch):
+    grammars, bad_words = SlowGrammars(), BadWords(byte_level(), VOCABULARY, [EOS])
+    sampler = Sampler(VOCABULARY, [EOS], grammars, bad_words, torch.device("cpu"))
+    now, waits = [0.0], []
+
+    def wait(_, seconds):
+        waits.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(sampling, "wait_for_masks", wait)
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}')]
+
+    for _ in range(5):
+        sampler.sample(random_logits(2), sequences)
+
+    assert waits == [0.01]
+    # a step without other rows may wait longer
+    sampler.sample(random_logits(1), sequences[1:])
+    assert waits == [0.01, 0.05]
+    for matcher in grammars.matchers:
+        matcher.close()

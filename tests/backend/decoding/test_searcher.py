@@ -6,9 +6,11 @@ import torch
 
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.searcher import Searcher, ranked
+from varlen.decoding.token_bias import BadWords
 from varlen.decoding.token_edits import TokenRules
 
 from .sequences import sequences_of
+from .small_tokenizers import byte_level
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -16,7 +18,10 @@ END = 3
 
 
 def searcher_of(*, renormalizes=False, **rules):
-    return Searcher(VOCABULARY, TokenRules((END,), **rules), CPU, renormalizes=renormalizes)
+    bad_words = BadWords(byte_level(), VOCABULARY, [END])
+    return Searcher(
+        VOCABULARY, TokenRules((END,), **rules), bad_words, CPU, renormalizes=renormalizes
+    )
 
 
 def logits_of(rows, seed=0):

@@ -1,19 +1,24 @@
 """Structured output: a model of random logits gives only answers that match."""
 
 import json
+import os
 import re
+import signal
 from contextlib import suppress
 
 import pytest
 import torch
 
 from varlen.decoding.sampling import Sampler
-from varlen.decoding.structured import Grammars
+from varlen.decoding.structured import wait_for_masks
+from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
-from varlen.errors import RequestError
+from varlen.errors import QueueFullError, RequestError
 from varlen.request.generation import GenerationOptions
+from varlen.sandbox.limits import SandboxLimits
 
 from ..refusals import refused_request as refused
+from .sandboxes import new_grammars
 from .sequences import RandomModel, sequence_of
 from .small_tokenizers import END, PAD, byte_fallback, byte_level, metaspace
 
@@ -23,14 +28,18 @@ TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 class Server:
     """A model of random logits with all that decodes its tokens."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, **limits):
         self.tokenizer = tokenizer
         self.eos_id = tokenizer.token_to_id(END)
         # wider than the tokenizer, as checkpoints are
         self.model = RandomModel(tokenizer.get_vocab_size() + 13, scale=4.0)
-        self.grammars = Grammars(tokenizer, self.model.vocab_size, [self.eos_id])
+        self.grammars = new_grammars(tokenizer, self.model.vocab_size, [self.eos_id], **limits)
         self.sampler = Sampler(
-            self.model.vocab_size, [self.eos_id], self.grammars, torch.device("cpu")
+            self.model.vocab_size,
+            [self.eos_id],
+            self.grammars,
+            BadWords(tokenizer, self.model.vocab_size, [self.eos_id]),
+            torch.device("cpu"),
         )
 
     def sequence(self, structured, **options):
@@ -42,7 +51,7 @@ class Server:
         return sequence_of(1, 2, **fields)
 
     def answers(self, sequences):
-        """Return text and finish reason of each sequence."""
+        """Return text and finish reason of each sequence, or text and error."""
         writers = [
             TextWriter(
                 self.tokenizer, each.generation, prompt_ids=each.token_ids, eos_ids=[self.eos_id]
@@ -54,6 +63,11 @@ class Server:
             step = [sequences[row] for row in running]
             tokens = self.sampler.sample(self.model.logits(step), step)
             for row, token in zip(running, tokens, strict=True):
+                if token.is_pending:
+                    continue
+                if token.error is not None:
+                    answers[row][1] = token.error
+                    continue
                 part = writers[row].write(token)
                 sequences[row].token_ids.append(token.token_id)
                 answers[row][0] += part.text
@@ -169,14 +183,23 @@ def test_an_answer_goes_on_for_the_smallest_number_of_tokens_if_its_grammar_can(
     assert len(text) >= 20
 
 
-def test_an_answer_whose_grammar_became_too_complex_does_not_end_as_if_it_matched(one_server):
+def test_an_answer_whose_grammar_becomes_too_complex_fails_with_the_reason(one_server):
+    sequence = one_server.sequence({"regex": ".*[a-m].{4000}y"}, seed=1, max_tokens=5000)
+
+    [[_, error]] = one_server.answers([sequence])
+
+    assert isinstance(error, RequestError)
+    assert "structured_outputs cannot be served: " in str(error)
+    assert "too many states" in str(error)
+
+
+def test_a_token_that_does_not_match_fails_the_answer(one_server):
     sequence = one_server.sequence({"regex": "[ab]{1,5}"}, seed=1)
-    # a token that does not match, as after a limit of the library
     sequence.token_ids.append(one_server.tokenizer.token_to_id("c"))
 
-    [[_, reason]] = one_server.answers([sequence])
+    [[_, error]] = one_server.answers([sequence])
 
-    assert reason == "length"
+    assert isinstance(error, RequestError)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +213,8 @@ def test_an_answer_whose_grammar_became_too_complex_does_not_end_as_if_it_matche
         ({"json": {"$ref": "file:///etc/hostname"}}, "file:///etc/hostname"),
         ({"json": {"minimum": 5, "maximum": 3, "type": "integer"}}, "Unsatisfiable"),
         ({"choice": ["\ud800"]}, "error parsing string"),
-        (
-            {"regex": "(a{1000}){1000}"},
-            "has 1000000 characters with its repetitions written in full",
-        ),
-        ({"json": {"items": {"pattern": "(a{99}){200}"}}}, "has 19800 characters"),
-        ({"json": {"patternProperties": {r"[(a]\({20000,}": {}}}}, "has 20001 characters"),
+        ({"json": {"$ref": "#"}}, "requires itself without an end"),
+        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )
@@ -226,7 +245,7 @@ def test_a_deep_schema_is_served_unless_it_is_too_deep(one_server):
 @pytest.mark.parametrize(
     "grammar",
     [
-        {"regex": "(a{100}){99}b{50}"},
+        {"regex": "(a{ 30 }){ 30 }b{0000050}"},
         {"regex": "(.*x.{0,30}){30}"},
         {"json": {"type": "array", "items": PERSON, "minItems": 100_000}},
         {"choice": [f"{index} {index}" for index in range(4000)]},
@@ -238,18 +257,18 @@ def test_a_costly_grammar_is_served_in_bounded_steps_or_refused(one_server, gram
 
     [[_, reason]] = one_server.answers([sequence])
 
-    assert reason in ("length", "stop")
+    assert reason in ("length", "stop") or isinstance(reason, RequestError)
 
 
 def test_refuses_structured_output_without_an_end_token():
-    grammars = Grammars(byte_level(), 400, [])
+    grammars = new_grammars(byte_level(), 400, [])
 
     with refused("structured_outputs cannot be served: this model has no end token"):
         grammars.check('{"regex":"a"}')
 
 
 def test_refuses_structured_output_for_tokens_without_a_text_of_their_own():
-    grammars = Grammars(metaspace(), 150, [metaspace().token_to_id(END)])
+    grammars = new_grammars(metaspace(), 150, [metaspace().token_to_id(END)])
 
     with refused("structured_outputs cannot be served: the tokens of this model"):
         grammars.check('{"regex":"a"}')
@@ -258,19 +277,127 @@ def test_refuses_structured_output_for_tokens_without_a_text_of_their_own():
 def test_a_model_may_have_several_end_tokens_and_fewer_tokens_than_its_tokenizer():
     tokenizer = byte_level()
     ends = [tokenizer.token_to_id(END), tokenizer.token_to_id(PAD), 10_000]
-    matcher = Grammars(tokenizer, 300, ends).matcher('{"regex":"a?"}')
+    matcher = new_grammars(tokenizer, 300, ends).matcher('{"regex":"a?"}')
+    matcher.advance([7, 7], begin=2)
 
-    allowed = matcher.allowed_tokens()
+    while (allowed := matcher.allowed_tokens()) is None:
+        wait_for_masks([matcher], 1.0)
 
     assert allowed.shape == (300,)
     assert set(allowed.nonzero()[0]) == {*ends[:2], tokenizer.token_to_id("a")}
 
 
-def test_many_grammars_do_not_stay_in_memory_and_are_compiled_again(one_server):
-    grammars = one_server.grammars
-    first = json.dumps({"regex": "first"})
-    for index in range(200):
-        grammars.check(json.dumps({"regex": f"x{index}"}))
+def regex(text):
+    return json.dumps({"regex": text})
 
-    assert len(grammars._compiled) <= 64
-    assert grammars.matcher(first).allowed_tokens().any()
+
+def test_compiled_grammars_are_ended_when_they_have_too_much_memory_and_compiled_again():
+    server = Server(byte_level(), max_bytes=20_000_000)
+    for index in range(20):
+        server.grammars.check(regex(f"x{index}{{1,300}}"))
+
+    use = server.grammars.use()
+    assert 0 < use.held_bytes <= 20_000_000
+    assert use.started == 20
+    assert use.evictions == 20 - use.grammars > 0
+    sequence = sequence_of(1, 2, grammar=regex("x0{1,300}"), max_tokens=300)
+    [[text, _]] = server.answers([sequence])
+    assert re.fullmatch("x0*", text)
+    assert server.grammars.use().started == 21
+
+
+def test_a_grammar_that_fits_beside_none_in_use_is_refused_for_now():
+    server = Server(byte_level(), max_bytes=1)
+
+    with pytest.raises(QueueFullError, match="more than 1 bytes of memory; try again later"):
+        server.grammars.check(regex("a"))
+    assert server.grammars.use().grammars == 0
+
+
+COSTLY = {
+    "multiples": {
+        "json": {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}
+    },
+    "patterns": {
+        "json": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(1, 30)]}
+    },
+    "counts": {"regex": "(a{0000000001000}){ 1000 }"},
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_grammar_that_takes_too_long_is_refused_and_remembered(name):
+    # each takes more than ten times as long on the fastest processors
+    server = Server(byte_level(), limits=SandboxLimits(0.1, 1 << 28))
+
+    for _ in range(3):
+        with refused("the grammar takes more than 0.1 s of processor time"):
+            server.grammars.check(json.dumps(COSTLY[name]))
+    assert server.grammars.use().started == 1
+    server.grammars.check(regex("a"))
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused():
+    server = Server(byte_level(), limits=SandboxLimits(60, 1 << 23))
+    text = "".join(f"{index} " for index in range(12_000))
+
+    with refused("the grammar takes more than 8388608 bytes of memory"):
+        server.grammars.check(json.dumps({"choice": [text]}))
+
+
+def test_an_answer_whose_masks_take_too_long_fails_and_the_others_do_not():
+    server = Server(byte_level(), limits=SandboxLimits(60, 1 << 28))
+    costly = server.sequence({"regex": "[ab]{1,9}c"}, seed=1)
+    other = server.sequence({"choice": CHOICES}, seed=1)
+    # the time of a grammar's process is up
+    [process] = [each._process for each in server.grammars._grammars.values() if each.is_compiled][
+        :1
+    ]
+    os.kill(process._pid, signal.SIGPROF)
+
+    (_, error), (text, reason) = server.answers([costly, other])
+
+    assert "more than 60 s of processor time" in str(error)
+    assert text in CHOICES
+    assert reason == "stop"
+
+
+def test_the_sandbox_starts_again_after_its_host_was_killed():
+    server = Server(byte_level())
+    server.grammars.check(regex("a"))
+    host = server.grammars._sandbox._host._process
+    os.kill(host.pid, signal.SIGKILL)
+    host.wait(60)
+
+    sequence = server.sequence({"choice": CHOICES}, seed=1)
+
+    [[text, _]] = server.answers([sequence])
+    assert text in CHOICES
+
+
+def test_all_processes_end_with_the_sandbox():
+    server = Server(byte_level())
+    server.grammars.check(regex("a"))
+    host = server.grammars._sandbox._host._process
+    [grammar] = server.grammars._grammars.values()
+
+    server.grammars._sandbox.close()
+
+    assert host.poll() == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(grammar._process._pid, 0)
+
+
+def test_a_step_that_chose_another_token_before_it_was_repeated_does_no_harm(one_server):
+    sequence = one_server.sequence({"regex": "[ab]{10}"}, seed=1, max_tokens=20)
+    logits = one_server.model.logits([sequence])
+    letter = one_server.tokenizer.token_to_id("a")
+
+    while one_server.sampler.sample(logits.clone(), [sequence])[0].is_pending:
+        pass
+    # its token was never appended
+    sequence.token_ids.append(letter)
+
+    [[text, reason]] = one_server.answers([sequence])
+    assert re.fullmatch("[ab]{9}", text)
+    assert reason == "stop"

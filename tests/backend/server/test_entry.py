@@ -32,7 +32,13 @@ FAKES = Path(__file__).parents[1] / "fakes"
 SERVER_MODULES = ("varlen.server.entry", "varlen.server.process", "varlen.server.replies")
 SECONDS = 20.0
 MAIN_OUTPUTS = ("sentence_embedding", "last_hidden_state", "logits")
-OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics", "varlen-tokenizer")
+OUR_THREADS = (
+    "varlen-engine",
+    "varlen-sender",
+    "varlen-metrics",
+    "varlen-tokenizer",
+    "varlen-grammar",
+)
 
 
 @pytest.fixture
@@ -202,7 +208,7 @@ def test_execute_answers_later_and_returns_none(load, ask):
 
 def hold_tokenizer(model, monkeypatch):
     """Hold the tokenizer; return events: it has begun, it may go on."""
-    tokenizer = model._service.intake._tokenizer
+    tokenizer = model._service.intake.tokenizer
     begun, go_on, encode = Event(), Event(), tokenizer.encode
 
     def wait_and_encode(*texts, **options):
@@ -298,6 +304,30 @@ def test_answers_are_those_of_the_encoder(load, ask, small_bert):
         normalized = encoder.embed(["the cat", "a river"], normalize=True)
     for request, expected in zip(requests, [plain, plain, normalized], strict=True):
         assert_close(result(request).as_numpy(), expected, roundings=encoder_roundings(small_bert))
+
+
+def test_the_tokenizer_answers_while_the_model_is_busy(load, ask, pb_utils, small_bert):
+    model = load()
+    go_on = start_and_hold(model, busy := ask(text=text("a")))
+    tokens = ask({"operation": "tokenize"}, text=text("the cat", "a"))
+    back = ask({"operation": "detokenize"}, text=text("[5, 6]"))
+    wrong = ask({"operation": "detokenize"}, text=text("[5, 999]"))
+
+    model.execute([tokens, back, wrong])
+
+    library = Tokenizer.from_file(str(small_bert / "tokenizer.json"))
+    found = result(tokens)
+    assert (found.name(), found.as_numpy().shape) == ("sentence_embedding", (2, 1))
+    assert [json.loads(each)["token_ids"] for each in found.as_numpy()[:, 0]] == [
+        library.encode(each).ids for each in ("the cat", "a")
+    ]
+    assert json.loads(result(back).as_numpy()[0, 0]) == {"text": library.decode([5, 6])}
+    code, message = failure(wrong)
+    assert code == pb_utils.TritonError.INVALID_ARG
+    assert message.startswith("row 0: text is [5, 999]; allowed: a JSON list of token ids from 0")
+    assert not busy.answered.is_set()
+    go_on.set()
+    wait_for(busy)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ A process contains faults: a worker that is killed, or crashes, costs one retry 
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -27,6 +25,7 @@ from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers.host import MAX_MESSAGE
 from varlen.execution.workers.messages import Answers, receive_answers, send_batch
 from varlen.memory.memory_use import MemoryUse
+from varlen.processes import start_module
 from varlen.request.request import (
     DEFAULT_OPTIONS,
     SHORTEST_PROMPT,
@@ -110,14 +109,7 @@ class WorkerHost:
     def _load(self) -> ModelInfo:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [_python(), "-m", _HOST, str(theirs.fileno())],
-                # a signal for the server's group is not for workers: they end with their connections
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | _ENVIRONMENT | {"PYTHONPATH": _python_path()},
-            )
+            self._process = start_module(_HOST, theirs, _ENVIRONMENT, stdin=subprocess.DEVNULL)
         try:
             self._control.send(json.dumps(self._setup).encode())
             return ModelInfo(**self._receive()["model"])
@@ -290,26 +282,6 @@ class WorkerProcess:
 def _limits(info: ModelInfo) -> tuple[object, ...]:
     """Return what the engine relies on; measured choices may differ from load to load."""
     return info.dtype, info.max_sequence_tokens, info.max_batch_tokens, info.workers
-
-
-def _python() -> str:
-    """Return the path of this Python's command.
-
-    A program that embeds Python, such as the server, reports the first `python3` of PATH as its own.
-
-    Raises:
-        EngineError: there is none of this version.
-    """
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    beside = Path(sys.exec_prefix, "bin", name)
-    found = str(beside) if beside.exists() else shutil.which(name) or sys.executable
-    if not found:
-        raise EngineError(f"there is no command {name}, which worker processes need")
-    return found
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, sys.path))
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:

@@ -1,0 +1,197 @@
+"""Logits that a request changes: `logit_bias`, and the tokens of `bad_words`.
+
+A word is tokenized with and without a space before it, as vLLM does. Its last token is forbidden where the answer ends
+with its other tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from varlen.errors import RequestError, shorten
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Float32Array
+
+# Lists of words whose tokens are kept: clients often send the same one.
+_MAX_CACHED = 64
+
+_Tokens: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForbiddenTokens:
+    """Tokens that an answer must not go on with.
+
+    Attributes:
+        always: tokens of words with one token.
+        after: last tokens of other words, by the tokens before.
+    """
+
+    always: _Tokens = ()
+    after: Mapping[_Tokens, _Tokens] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]], vocab_size: int) -> ForbiddenTokens:
+        """Return the tokens that keep an answer free of these token sequences."""
+        always: set[int] = set()
+        after: defaultdict[_Tokens, set[int]] = defaultdict(set)
+        for *prefix, last in sequences:
+            if last < vocab_size:
+                (after[tuple(prefix)] if prefix else always).add(last)
+        lasts = {prefix: tuple(sorted(tokens)) for prefix, tokens in after.items()}
+        return cls(tuple(sorted(always)), lasts)
+
+    @cached_property
+    def sizes(self) -> _Tokens:
+        """Distinct lengths of the keys of `after`, ascending."""
+        return tuple(sorted({len(prefix) for prefix in self.after}))
+
+    @property
+    def longest(self) -> int:
+        """Number of the last tokens of an answer that `next` reads."""
+        return self.sizes[-1] if self.sizes else 0
+
+    def next(self, generated: Sequence[int]) -> list[int]:
+        """Return the tokens that `after` forbids now.
+
+        Args:
+            generated: last tokens of the answer, at least `longest` if it has as many.
+        """
+        found: list[int] = []
+        for size in self.sizes:
+            if size > len(generated):
+                break
+            found += self.after.get(tuple(generated[len(generated) - size :]), ())
+        return found
+
+
+NOTHING_FORBIDDEN = ForbiddenTokens()
+
+
+class BadWords:
+    """Tokenizes the bad words of requests to one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        """Prepare an empty cache.
+
+        Args:
+            tokenizer: tokenizer of the checkpoint, without truncation and padding.
+            vocab_size: width of the logits.
+            end_ids: end tokens of the checkpoint.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(end_ids)
+        self._lock = Lock()
+        self._tokenized: OrderedDict[tuple[str, ...], ForbiddenTokens] = OrderedDict()
+
+    def check(self, options: GenerationOptions) -> None:
+        """Tokenize the words of a request, and keep their tokens for its sequences.
+
+        Raises:
+            RequestError: a word has no tokens, or hardly a token of the model is left.
+        """
+        forbidden = self.forbidden(options.bad_words)
+        lasts = {token for tokens in forbidden.after.values() for token in tokens}
+        never = lasts.union(forbidden.always, self._end_ids, options.stop_token_ids)
+        if (
+            options.bad_words
+            and len([e for e in never if e < self._vocab_size]) == self._vocab_size
+        ):
+            raise RequestError("bad_words forbid every token of this model; send fewer words")
+
+    def forbidden(self, words: tuple[str, ...]) -> ForbiddenTokens:
+        """Return the tokens that these words forbid.
+
+        Raises:
+            RequestError: a word has no tokens.
+        """
+        with self._lock:
+            if words in self._tokenized:
+                self._tokenized.move_to_end(words)
+                return self._tokenized[words]
+        forms = (form for word in words for form in self._forms(word))
+        forbidden = ForbiddenTokens.of(forms, self._vocab_size)
+        with self._lock:
+            self._tokenized[words] = forbidden
+            while len(self._tokenized) > _MAX_CACHED:
+                self._tokenized.popitem(last=False)
+        return forbidden
+
+    def _forms(self, word: str) -> list[list[int]]:
+        """Return the tokens of a word, without and perhaps with a space before it.
+
+        The form with a space counts if it has as many tokens and another first one.
+        """
+        bare, spaced = (
+            self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids
+            for space in ("", " ")
+        )
+        if not bare:
+            raise RequestError(f"bad_words has {shorten(repr(word))}, which has no tokens")
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            return [bare, spaced]
+        return [bare]
+
+
+class TokenBias:
+    """Numbers that are added to logits of one sequence; -inf forbids a token."""
+
+    def __init__(self, bias: Sequence[tuple[int, float]], forbidden: ForbiddenTokens) -> None:
+        """Prepare the numbers of every step.
+
+        Args:
+            bias: token ids below the vocabulary size, each with a number.
+            forbidden: tokens that the answer must not go on with.
+        """
+        self._forbidden = forbidden
+        self._ids = np.array([*(token for token, _ in bias), *forbidden.always], np.int64)
+        numbers = [*(number for _, number in bias), *(-np.inf for _ in forbidden.always)]
+        self._numbers = np.array(numbers, np.float32)
+
+    def next(
+        self, token_ids: Sequence[int], num_generated: int
+    ) -> tuple[npt.NDArray[np.int64], Float32Array]:
+        """Return token ids, perhaps repeated, and the number for each, `[changes]`.
+
+        Args:
+            token_ids: prompt and answer up to now.
+            num_generated: length of the answer.
+        """
+        size = min(num_generated, self._forbidden.longest)
+        banned = self._forbidden.next(token_ids[len(token_ids) - size :])
+        if not banned:
+            return self._ids, self._numbers
+        return (
+            np.append(self._ids, np.array(banned, np.int64)),
+            np.append(self._numbers, np.full(len(banned), -np.inf, np.float32)),
+        )
+
+
+def add_to_rows(
+    logits: Tensor, changes: Mapping[int, tuple[npt.NDArray[np.int64], Float32Array]]
+) -> None:
+    """Add numbers to the logits of some rows, in place.
+
+    Args:
+        logits: `[rows, vocabulary]` fp32.
+        changes: token ids and the number for each, by row.
+    """
+    if not changes:
+        return
+    ids, numbers = zip(*changes.values(), strict=True)
+    rows = np.repeat(np.array([*changes], np.int64), [len(each) for each in ids])
+    place = torch.from_numpy(np.stack((rows, np.concatenate(ids)))).to(logits.device).unbind()
+    added = torch.from_numpy(np.concatenate(numbers)).to(logits.device)
+    logits.index_put_(place, added, accumulate=True)

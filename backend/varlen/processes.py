@@ -1,0 +1,48 @@
+"""Starts Python processes of this package, from any program that embeds Python."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from varlen.errors import EngineError
+
+
+def start_module(
+    name: str, connection: socket.socket, environment: Mapping[str, str], *, stdin: int
+) -> "subprocess.Popen[bytes]":
+    """Start `python -m NAME FD`; return the process.
+
+    Args:
+        name: module of this package.
+        connection: the end of a socket that the process gets as FD.
+        environment: environment variables to set.
+        stdin: standard input of the process, as of `subprocess.Popen`.
+
+    Raises:
+        EngineError: there is no Python command of this version.
+    """
+    return subprocess.Popen(
+        [_python(), "-m", name, str(connection.fileno())],
+        # a signal for the server's group is not for it: it ends with its connection
+        start_new_session=True,
+        stdin=stdin,
+        pass_fds=[connection.fileno()],
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def _python() -> str:
+    """Return the path of this Python's command.
+
+    A program that embeds Python, such as the server, reports the first `python3` of PATH as its own.
+    """
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    beside = Path(sys.exec_prefix, "bin", name)
+    found = str(beside) if beside.exists() else shutil.which(name) or sys.executable
+    if not found:
+        raise EngineError(f"there is no command {name}, which worker processes need")
+    return found

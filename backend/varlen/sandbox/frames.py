@@ -1,0 +1,98 @@
+"""Whole messages over a socket between the engine and a process of the sandbox."""
+
+import socket
+import struct
+import weakref
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 18
+
+
+class Frames:
+    """The child's end: blocks until a message has come or gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._file = connection.makefile("rb")
+
+    def send(self, message: bytes) -> None:
+        """Send a message."""
+        self._connection.sendall(_LENGTH.pack(len(message)) + message)
+
+    def receive(self) -> bytes:
+        """Return the next message.
+
+        Raises:
+            EOFError: the engine has closed its end.
+        """
+        header = self._file.read(_LENGTH.size)
+        if len(header) < _LENGTH.size:
+            raise EOFError
+        return self._file.read(_LENGTH.unpack(header)[0])
+
+
+class QueuedFrames:
+    """The engine's end: never blocks. Not for two threads at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        # a process without an owner ends
+        weakref.finalize(self, connection.close)
+        self._unsent = bytearray()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, which becomes readable when a message comes."""
+        return self._connection.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, now or in later calls of `receive`."""
+        self._unsent += _LENGTH.pack(len(message)) + message
+        self._flush()
+
+    def receive(self) -> list[bytes]:
+        """Return the messages that have come.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        self._flush()
+        try:
+            while data := self._connection.recv(_READ_BYTES):
+                self._received += data
+        except BlockingIOError:
+            return self._messages()
+        except OSError:
+            pass
+        # what it sent before it ended
+        if messages := self._messages():
+            return messages
+        raise EOFError
+
+    def close(self) -> None:
+        """Close the socket, which ends the process once it is idle."""
+        self._connection.close()
+
+    def _messages(self) -> list[bytes]:
+        messages, begin = [], 0
+        received = self._received
+        while len(received) >= begin + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(received, begin)
+            end = begin + _LENGTH.size + length
+            if len(received) < end:
+                break
+            messages.append(bytes(received[begin + _LENGTH.size : end]))
+            begin = end
+        del received[:begin]
+        return messages
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # the next `receive` finds the end of the process
+            self._unsent.clear()

@@ -1,0 +1,159 @@
+"""The process of one grammar, which compiles it and computes its masks.
+
+The llguidance library knows which tokens may come next. Its own limits bound most of its work; the limits of the
+process bound all of it.
+"""
+
+import ctypes
+import json
+import os
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+from varlen.sandbox.frames import Frames
+from varlen.sandbox.limits import SandboxLimits, private_bytes, start_timer, stop_timer
+from varlen.sandbox.protocol import COMPILED, FORGET, HEAD, MASK, MEMORY, REFUSED
+from varlen.sandbox.schemas import has_finite_answer
+
+# Each token lets its sequence use this much more processor time, in seconds.
+_SECONDS_PER_TOKEN = 0.01
+# The model's own work comes first.
+_NICENESS = 10
+# Steps of more work than this fail: about 5 ms by the library's own figures.
+_LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000,
+    step_max_items=50_000,
+    max_items_in_row=10_000,
+    max_lexer_states=10_000,
+    verbose_errors=False,
+)
+# Unsupported keywords are refused, whatever the schema says.
+_STRICT: "JsonCompileOptions" = {"lenient": False}
+_NO_ANSWER = "no answer can match it"
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Position of an answer in the grammar, and its processor time left."""
+
+    matcher: LLMatcher
+    seconds: float
+
+
+class GrammarServer:
+    """Serves one grammar in a forked process."""
+
+    def __init__(self, tokenizer: str, num_tokens: int, ends: Collection[int]) -> None:
+        """Load the tokens.
+
+        Args:
+            tokenizer: the checkpoint's tokenizer as JSON.
+            num_tokens: number of tokens that a mask has.
+            ends: end tokens.
+
+        Raises:
+            ValueError: the tokens are no parts of texts.
+        """
+        self._tokens = LLTokenizer(tokenizer, n_vocab=num_tokens, eos_token=[*ends])
+        self._mask = (ctypes.c_uint32 * ((num_tokens + 31) // 32))()
+        self._sequences: dict[int, _Sequence] = {}
+
+    def serve(self, frames: Frames, limits: SandboxLimits) -> None:
+        """Compile the grammar that comes first, then compute masks.
+
+        It ends when the engine closes the connection.
+        """
+        os.nice(_NICENESS)
+        grammar = frames.receive()
+        start_timer(limits.seconds)
+        compiled = self._compile(grammar.decode())
+        stop_timer()
+        if isinstance(compiled, str):
+            frames.send(_answer(REFUSED, COMPILED, compiled.encode(errors="replace")))
+            return
+        frames.send(_memory())
+        while True:
+            order = frames.receive()
+            kind, number = HEAD.unpack_from(order)
+            if kind == FORGET:
+                self._sequences.pop(number, None)
+                frames.send(_memory())
+                continue
+            if number not in self._sequences:
+                self._sequences[number] = _Sequence(compiled.deep_copy(), limits.seconds)
+            tokens = array("i", order[HEAD.size :]).tolist()
+            frames.send(self._advance(number, tokens, limits.seconds))
+
+    def _compile(self, grammar: str) -> LLMatcher | str:
+        """Return the start of its answers, or why there is none."""
+        try:
+            matcher = LLMatcher(
+                self._tokens, _library_grammar(grammar), log_level=0, limits=_LIMITS
+            )
+            if not matcher.is_error():
+                # what fails at its first token is refused before it runs
+                first = matcher.deep_copy()
+                self._fill_mask(first)
+                if first.is_error():
+                    return _reason(first)
+                return matcher
+            return _reason(matcher)
+        except ValueError as error:
+            return str(error)
+        except RecursionError:
+            return "the schema is nested too deeply"
+        except MemoryError:
+            raise
+        except BaseException as error:
+            # a panic of the library is no Exception
+            return f"the grammar library failed: {error}"
+
+    def _advance(self, number: int, tokens: list[int], most: float) -> bytes:
+        """Return the answer to an order."""
+        sequence = self._sequences[number]
+        start_timer(min(most, sequence.seconds + _SECONDS_PER_TOKEN * len(tokens)))
+        matcher = sequence.matcher
+        if matcher.consume_tokens(tokens):
+            self._fill_mask(matcher)
+        sequence.seconds = stop_timer()
+        if matcher.is_error():
+            del self._sequences[number]
+            return _answer(REFUSED, number, _reason(matcher).encode())
+        return _answer(MASK, number, bytes(self._mask))
+
+    def _fill_mask(self, matcher: LLMatcher) -> None:
+        matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._mask), ctypes.sizeof(self._mask))
+
+
+def _library_grammar(grammar: str) -> str:
+    """Return a grammar of ours in the form of the library."""
+    [(kind, content)] = json.loads(grammar).items()
+    if kind == "choice":
+        # one token of the library's lexer: a rule of its parser would have an alternative for each text
+        texts = " | ".join(json.dumps(each) for each in dict.fromkeys(content))
+        return f"start: CHOICE\nCHOICE: {texts}"
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(content)
+    if not has_finite_answer(content):
+        raise ValueError("the schema requires itself without an end, so no answer can match it")
+    return LLMatcher.grammar_from_json_schema(content, overrides=_STRICT)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    reason = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return _NO_ANSWER if reason.startswith("NoExtension") else reason
+
+
+def _answer(kind: int, number: int, content: bytes) -> bytes:
+    return HEAD.pack(kind, number) + content
+
+
+def _memory() -> bytes:
+    return _answer(MEMORY, COMPILED, private_bytes().to_bytes(8, "little"))

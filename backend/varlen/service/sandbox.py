@@ -1,0 +1,71 @@
+"""The sandbox of a loaded model: what it runs, and its limits."""
+
+from collections.abc import Callable, Collection, Mapping
+
+from tokenizers import Tokenizer
+
+from varlen.config import EngineConfig
+from varlen.decoding.chat import ChatTemplate, template_setup
+from varlen.decoding.structured import grammar_tokens
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.sandbox.limits import SandboxLimits
+from varlen.sandbox.process import Sandbox
+
+
+def template_sandbox(
+    checkpoint: Checkpoint, config: EngineConfig, *, max_characters: int
+) -> tuple[Sandbox, ChatTemplate | None]:
+    """Return a sandbox that renders the chat template of a checkpoint, if it has one."""
+    sandbox = _sandbox(checkpoint, config, max_characters, lambda: None)
+    return sandbox, _template(checkpoint, sandbox, max_characters)
+
+
+def generation_sandbox(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    ends: Collection[int],
+) -> tuple[Sandbox, ChatTemplate | None]:
+    """Return a sandbox that also compiles grammars.
+
+    Args:
+        checkpoint: checkpoint of the model.
+        config: the settings.
+        tokenizer: tokenizer of the checkpoint.
+        ends: end tokens of the checkpoint.
+    """
+
+    def tokens() -> Mapping[str, object] | None:
+        # a search has no grammar
+        is_searched = checkpoint.translate is not None
+        return (
+            None if is_searched else grammar_tokens(tokenizer, checkpoint.target_vocab_size, ends)
+        )
+
+    most = config.max_text_bytes
+    sandbox = _sandbox(checkpoint, config, most, tokens)
+    return sandbox, _template(checkpoint, sandbox, most)
+
+
+def _sandbox(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    max_characters: int,
+    tokens: Callable[[], Mapping[str, object] | None],
+) -> Sandbox:
+    def setup() -> Mapping[str, object]:
+        source = checkpoint.chat_template
+        template = None
+        if source is not None:
+            template = template_setup(
+                source, checkpoint.special_tokens, max_characters=max_characters
+            )
+        return {"tokens": tokens(), "template": template}
+
+    return Sandbox(setup, SandboxLimits(config.sandbox_seconds, config.sandbox_bytes))
+
+
+def _template(checkpoint: Checkpoint, sandbox: Sandbox, max_characters: int) -> ChatTemplate | None:
+    if checkpoint.chat_template is None:
+        return None
+    return ChatTemplate(sandbox, max_characters=max_characters)
