@@ -7,6 +7,7 @@ SERIES = {
         varlen_weight_bytes varlen_arena_capacity_bytes varlen_arena_reserved_bytes
         varlen_arena_chunks varlen_arena_footprint_bytes
         varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
+        varlen_grammars varlen_grammar_bytes
         varlen_running_sequences varlen_waiting_sequences varlen_kv_blocks_used
         varlen_kv_blocks_reserved varlen_kv_blocks_capacity
         varlen_cuda_graphs varlen_cuda_graph_bytes varlen_cuda_graph_capture_seconds
@@ -30,7 +31,9 @@ SERIES = {
         varlen_plan_cache_misses_total varlen_response_cache_hits_total
         varlen_response_cache_joined_total varlen_response_cache_misses_total
         varlen_response_cache_evictions_total varlen_prefill_tokens_total
-        varlen_decode_tokens_total varlen_preemptions_total varlen_prefix_cache_hit_tokens_total
+        varlen_decode_tokens_total varlen_preemptions_total varlen_order_preemptions_total
+        varlen_prefix_cache_hit_tokens_total
+        varlen_grammar_compilations_total varlen_grammar_evictions_total
         """.split(),
         "COUNTER",
     ),

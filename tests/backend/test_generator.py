@@ -24,8 +24,8 @@ SETTINGS = {
 # Lengths of prompts that run together, and of their answers.
 JOINED = list(
     zip(
-        [1, 300, 7, 64, 31, 100, 150, 16, 90, 5, 47, 260],
-        [9, 8, 20, 1, 19, 17, 18, 20, 20, 20, 20, 20],
+        [1, 300, 7, 64, 31, 79, 78, 77, 79, 5, 47, 260],
+        [9, 8, 20, 1, 19, 50, 50, 50, 50, 20, 20, 20],
         strict=True,
     )
 )
@@ -138,7 +138,7 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
 
     for (length, _), actual, expected in zip(JOINED, tokens, expected_of_joined, strict=True):
         assert_same_tokens(oracle, folder, prompt_of(length), actual, expected)
-    assert (end.preemptions > 0) == (policy == "optimistic")
+    assert (end.memory_preemptions > 0) == (policy == "optimistic")
     assert end.blocks.used == end.blocks.reserved == 0
 
 
@@ -253,3 +253,34 @@ def test_a_closed_stream_stops_its_sequence(generator):
 def test_refuses_what_it_cannot_serve(generator, prompt, options, message):
     with pytest.raises(RequestError, match=message):
         generator.generate([prompt], **options)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_biases_and_bad_words_change_answers_as_with_transformers(generator, oracle, folder, beams):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    # likely letters, so that answers would hold the words
+    bias = {tokenizer.encode(letter)[0]: 30.0 - 0.1 * at for at, letter in enumerate("abcd")}
+    words = ["a", "bb", "cdb"]
+    forms = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    prompt, count = prompt_of(9), 12
+    # with beams transformers adds a bias to log probabilities, and normalizes these only together with bans
+    search = {} if beams == 1 else {"num_beams": beams, "renormalize_logits": True}
+    search |= {"bad_words_ids": forms} if beams == 1 else {}
+    expected = expected_tokens(
+        oracle,
+        prompt,
+        count,
+        sequence_bias={(token,): number for token, number in bias.items()},
+        **search,
+    )
+    options = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "num_beams": beams}
+
+    changed, plain = (
+        generator.generate([prompt], **options, **given)[0]
+        for given in ({"logit_bias": bias, "bad_words": words if beams == 1 else []}, {})
+    )
+
+    assert list(changed.token_ids) == expected
+    assert changed.token_ids != plain.token_ids
+    with pytest.raises(RequestError, match="logit_bias has the token 263; this model generates"):
+        generator.generate([prompt], logit_bias={str(VOCABULARY): 1})

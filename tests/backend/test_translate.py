@@ -151,7 +151,7 @@ def test_answers_and_scores_of_mixed_searches_are_those_of_transformers(
         for (case, row, expected), actual in zip(rows, answers, strict=True)
     )
     assert ties <= 1
-    assert (end.preemptions > 0) == (policy == "optimistic")
+    assert (end.memory_preemptions > 0) == (policy == "optimistic")
     assert end.blocks.used == end.blocks.reserved == 0
 
 

@@ -16,14 +16,32 @@ from varlen.scheduling.sequence import Chunk, GeneratedSequence
 
 
 @dataclass(slots=True, eq=False)
+class Claim:
+    """Tokens that a part of a request may still run, owed to its tenant.
+
+    The part is what starts as one group.
+
+    Attributes:
+        tenant: see `FairShare`.
+        unserved: tokens that may still run, if its answers have `max_tokens`.
+        groups: groups that it consists of now.
+    """
+
+    tenant: str
+    unserved: int
+    groups: int = 1
+
+
+@dataclass(slots=True, eq=False)
 class Group:
     """Sequences that are computed as one.
 
     They are the samples of a prompt until it has run, or its beams.
 
     Attributes:
-        order: place among running and waiting sequences: by priority, then by arrival, then by row.
+        order: place among running and waiting sequences: by rank, then by arrival, then by row.
         sequences: sequences of the answer, at least one.
+        claim: tokens that it shares with the other samples of its prompt.
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
         branches: computed sequences: the first sequence, or the beams that are alive.
@@ -36,6 +54,7 @@ class Group:
 
     order: tuple[int, int, int]
     sequences: tuple[GeneratedSequence, ...]
+    claim: Claim
     has_beams: bool = field(init=False)
     max_branches: int = field(init=False)
     branches: list[GeneratedSequence] = field(init=False)
@@ -67,6 +86,15 @@ class Group:
     def least_tokens(self) -> int:
         """Least number of tokens that it runs in a step."""
         return len(self.branches) + (0 if self.is_encoded else self.source_tokens)
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that run again if it starts again."""
+        first = self.first
+        generated = len(first.token_ids) - first.num_tokens
+        # a search begins anew, so each of its beams generates all its tokens again
+        again = self.max_branches * generated if self.has_beams else 0
+        return first.num_computed + again + (self.source_tokens if self.is_encoded else 0)
 
     @property
     def is_finished(self) -> bool:
@@ -105,17 +133,39 @@ class GroupMemory:
         blocks: the pool.
         reserves: whether groups reserve all that they may need.
         copies: source by destination of blocks that are copied before the next step.
+        kept: sources of these copies that no group holds any more.
     """
 
     def __init__(self, blocks: BlockPool, *, reserves: bool) -> None:
         self.blocks = blocks
         self.reserves = reserves
         self.copies: dict[int, int] = {}
+        self.kept: list[int] = []
 
     def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
         """Return the most blocks that a prompt with its samples or beams may hold."""
         alone, more = self._branch_need(prompt, max_tokens)
         return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (num_branches - 1)
+
+    def least_available(self, group: Group, *, keep: int) -> int:
+        """Return the number of available blocks with which a group can start; see `start`."""
+        return self._first_need(group) + (0 if self.reserves else keep)
+
+    def end_copies(self) -> None:
+        """Forget the copies, which were made."""
+        self.copies.clear()
+        self._release_kept()
+
+    def held(self, group: Group) -> int:
+        """Return the number of blocks that a group holds or reserves, shared ones too."""
+        tables = (group.source_block_ids, *(branch.block_ids for branch in group.branches))
+        return group.reserved + sum(map(len, tables))
+
+    def freed(self, group: Group) -> int:
+        """Return the number of blocks that are available once a group is released, at least."""
+        tables = (group.source_block_ids, *(branch.block_ids for branch in group.branches))
+        own = (block for table in tables for block in table if not self.blocks.is_shared(block))
+        return group.reserved + sum(1 for _ in own)
 
     def start(self, group: Group, *, keep: int) -> bool:
         """Give a group its first blocks; return False if too few are available.
@@ -127,12 +177,8 @@ class GroupMemory:
         first, blocks = group.first, self.blocks
         # keys and values of a decoder depend on the source text too
         shared = [] if group.source_tokens else blocks.find_prefix(first.token_ids)
-        source = blocks.blocks_of(group.source_tokens)
-        if self.reserves:
-            max_tokens = first.generation.max_tokens
-            needed, keep = self.need(first.prompt, max_tokens, group.max_branches), 0
-        else:
-            needed = source + blocks.blocks_of(len(first.token_ids))
+        source, needed = blocks.blocks_of(group.source_tokens), self._first_need(group)
+        keep = 0 if self.reserves else keep
         if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):
             return False
         group.reserved = needed - len(shared)
@@ -227,8 +273,8 @@ class GroupMemory:
         self, group: Group, sequence: GeneratedSequence, table: list[int], num_computed: int
     ) -> Group:
         """Return a group of one sample, which shares the blocks of its prompt."""
-        priority, number, _ = group.order
-        alone = Group((priority, number, sequence.row), (sequence,), has_started=True)
+        rank, number, _ = group.order
+        alone = Group((rank, number, sequence.row), (sequence,), group.claim, has_started=True)
         sequence.num_computed = num_computed
         sequence.block_ids = [*table]
         self.blocks.fork(table)
@@ -272,6 +318,13 @@ class GroupMemory:
             chunks.append(chunk)
         return chunks
 
+    def _first_need(self, group: Group) -> int:
+        """Return the number of blocks that a group has when it starts, shared ones included."""
+        first, blocks = group.first, self.blocks
+        if self.reserves:
+            return self.need(first.prompt, first.generation.max_tokens, group.max_branches)
+        return blocks.blocks_of(group.source_tokens) + blocks.blocks_of(len(first.token_ids))
+
     def _branch_need(self, prompt: Prompt, max_tokens: int) -> tuple[int, int]:
         """Return the most blocks of a branch, and those that each further one adds."""
         length = len(prompt.token_ids)
@@ -290,10 +343,21 @@ class GroupMemory:
 
     def _release(self, block_ids: list[int]) -> list[int]:
         """Release a block table; return the blocks that are unused now."""
-        unused = self.blocks.release(block_ids)
+        # a step that fails runs again with its copies, so their sources stay as they are
+        sources = set(self.copies.values())
+        kept = {each for each in block_ids if each in sources and not self.blocks.is_shared(each)}
+        self.kept += kept
+        unused = self.blocks.release([each for each in block_ids if each not in kept])
         for block in unused:
             self.copies.pop(block, None)
+        self._release_kept()
         return unused
+
+    def _release_kept(self) -> None:
+        """Release the kept sources whose copies are made, or needed no more."""
+        sources = set(self.copies.values())
+        self.blocks.release([block for block in self.kept if block not in sources])
+        self.kept = [block for block in self.kept if block in sources]
 
 
 def groups_of_step(running: Iterable[Group], step_tokens: int) -> list[Group]:
@@ -311,21 +375,12 @@ def groups_of_step(running: Iterable[Group], step_tokens: int) -> list[Group]:
 def divide_step(groups: list[Group], step_tokens: int) -> list[int]:
     """Return the number of tokens of each branch of the groups.
 
-    Each has one, and prompts divide the rest in order. A prompt takes at most half of what is left while another
-    one is behind it, so that a short prompt does not wait for a long one; what the others do not need, it takes
-    as well.
+    Each has one, and prompts have the rest in order.
     """
     spare = max(0, step_tokens - sum(group.least_tokens for group in groups))
-    wanted = [group.remaining - 1 for group in groups]
-    behind = sum(tokens > 0 for tokens in wanted)
     lengths = []
-    for tokens in wanted:
-        behind -= tokens > 0
-        more = min(tokens, spare // 2 if behind else spare)
+    for group in groups:
+        more = min(group.remaining - 1, spare)
         lengths.append(1 + more)
-        spare -= more
-    for place, tokens in enumerate(wanted):
-        more = min(tokens + 1 - lengths[place], spare)
-        lengths[place] += more
         spare -= more
     return lengths

@@ -1,12 +1,13 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
-Every running sequence runs in every step. One that generates runs its last token; prompts share what is left of the
-step. Waiting sequences start by priority, then in order of arrival; the first that does not fit holds back those
-behind it, so no sequence runs in a step in which an earlier one of its priority, which has started, does not.
+Every running sequence runs in every step. One that generates runs its last token; prompts have what is left of the
+step. The order is fair by tokens (`fair_share`): prompt and `max_tokens` are the size of a request, so a short one
+passes long ones, for a while. Waiting sequences start in this order; the first that does not fit holds back those
+behind it. It takes the place of running ones that are far behind it, which go on later, if that loses few tokens.
 
-KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that it is
-never interrupted. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
-youngest one gives back its own and is computed again later, its generated tokens included; a beam search starts again.
+KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that memory
+never interrupts it. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
+last one gives back its own and is computed again later, its generated tokens included; a beam search starts again.
 
 A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
 prompt. The beams of a search run in the same steps; each has a block table, and they share blocks.
@@ -34,7 +35,8 @@ from varlen.memory.blocks import BlockCounts, BlockPool
 from varlen.request.request import Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
-from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
+from varlen.scheduling.fair_share import RANK_UNIT, FairShare
+from varlen.scheduling.groups import Claim, Group, GroupMemory, groups_of_step
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
@@ -57,6 +59,8 @@ _STEP_FAILED = "the model failed on the step that held this request; the server'
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # After a step that ran out of memory, steps grow again by this part of the largest step each.
 _STEP_GROWTH = 32
+# See decision 0044.
+_PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,8 @@ class GenerationCounts:
         blocks: use of KV memory.
         prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
         decode_tokens: generated tokens that have run.
-        preemptions: number of times that sequences gave back their blocks.
+        memory_preemptions: number of times that sequences gave back their blocks because there were too few.
+        order_preemptions: number of times that sequences gave back their blocks to a request before them.
     """
 
     running: int
@@ -76,7 +81,13 @@ class GenerationCounts:
     blocks: BlockCounts
     prefill_tokens: int
     decode_tokens: int
-    preemptions: int
+    memory_preemptions: int
+    order_preemptions: int
+
+    @property
+    def preemptions(self) -> int:
+        """Number of times that sequences gave back their blocks."""
+        return self.memory_preemptions + self.order_preemptions
 
 
 class IterationScheduler:
@@ -104,6 +115,7 @@ class IterationScheduler:
         self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
         self._admission = admission
         self._cost = StepCost()
+        self._share = FairShare(_PATIENCE)
         self._waiting = SortedKeyList(key=lambda group: group.order)
         self._running = SortedKeyList(key=lambda group: group.order)
         self._group_of: dict[GeneratedSequence, Group] = {}
@@ -115,7 +127,8 @@ class IterationScheduler:
         # below the limit after a step that ran out of memory
         self._step_tokens = limits.max_step_tokens
         self._num_running = self._num_waiting = 0
-        self._prefill_tokens = self._decode_tokens = self._preemptions = 0
+        self._prefill_tokens = self._decode_tokens = 0
+        self._memory_preemptions = self._order_preemptions = 0
 
     def snapshot(self) -> GenerationCounts:
         """Return what runs and waits now, and totals. From any thread."""
@@ -125,7 +138,8 @@ class IterationScheduler:
             blocks=self._blocks.counts(),
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
-            preemptions=self._preemptions,
+            memory_preemptions=self._memory_preemptions,
+            order_preemptions=self._order_preemptions,
         )
 
     def admit(self, request: Request, now: float) -> Forecast:
@@ -154,10 +168,14 @@ class IterationScheduler:
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
-        priority, number = request.request.options.priority, next(self._numbers)
-        samples = sequences[0].generation.n
+        options, number = request.request.options, next(self._numbers)
+        generation = sequences[0].generation
+        samples, branches = generation.n, max(generation.n, generation.num_beams)
         for row in range(0, len(sequences), samples):
-            group = Group((-priority, number, row), sequences[row : row + samples])
+            tokens = sequences[row].prompt.num_tokens + branches * generation.max_tokens
+            rank = self._share.enter(options.tenant, tokens, 1 + options.priority)
+            claim = Claim(options.tenant, tokens)
+            group = Group((rank, number, row), sequences[row : row + samples], claim)
             self._group_of.update(dict.fromkeys(group.sequences, group))
             self._new[request] += 1
             self._enqueue(group)
@@ -204,7 +222,7 @@ class IterationScheduler:
         self._cost.learn(step.shape.tokens, result.seconds)
         growth = max(1, self._limits.max_step_tokens // _STEP_GROWTH)
         self._step_tokens = min(self._step_tokens + growth, self._limits.max_step_tokens)
-        self._memory.copies.clear()
+        self._memory.end_copies()
         outputs = iter(result.outputs)
         events: list[Event] = []
         for group, chunks in in_flight.items():
@@ -212,8 +230,13 @@ class IterationScheduler:
                 islice(outputs, sum(len(chunk.samples) for chunk in chunks))
             )
             if group not in removed:
-                self._mark_computed(group, chunks)
-                events += self._continue(group, chosen)
+                is_pending = any(
+                    isinstance(each, SampledToken) and each.is_pending for each in chosen
+                )
+                # the last token runs again for its logits; until then its block is not shared
+                self._mark_computed(group, chunks, repeated=int(is_pending))
+                if not is_pending:
+                    events += self._continue(group, chosen)
         return events
 
     def remove(self, request: RequestState) -> None:
@@ -243,32 +266,34 @@ class IterationScheduler:
     def _extend_decoding(self) -> bool:
         """Allocate the blocks of tokens to generate; return whether no group was preempted.
 
-        If no block is available, the youngest groups are preempted, perhaps the one that needs it.
+        If no block is available, the last groups are preempted, perhaps the one that needs it.
         """
-        before = self._preemptions
+        before = self._memory_preemptions
         for group in groups_of_step(self._running, self._step_tokens):
             # one before it may have preempted it
             if group.remaining > 1 or not group.is_encoded:
                 continue
             while group.first.status == "running" and not self._memory.extend(group):
-                self._preempt(self._running[-1])
-        return self._preemptions == before
+                last = self._running[-1]
+                self._memory_preemptions += last.max_branches
+                self._preempt(last)
+        return self._memory_preemptions == before
 
     def _start_waiting(self) -> list[Group]:
         """Start waiting groups, up to the first that does not fit; return new ones."""
         new = []
-        step_tokens = sum(group.least_tokens for group in self._running) if self._waiting else 0
         while self._waiting:
             group = self._waiting[0]
-            if self._num_running + group.max_branches > self._max_running:
-                break
-            step_tokens += group.least_tokens
             # what does not fit into the step starts in a later one: a source text runs in one piece
-            if self._running and step_tokens > self._step_tokens:
+            fits = not self._running or group.least_tokens <= self._free_step_tokens()
+            if not fits and self._step_tokens < self._limits.max_step_tokens:
                 break
+            has_slots = self._num_running + group.max_branches <= self._max_running
             # each running sequence may need a block soon; without them the new one would be preempted at once
-            if not self._memory.start(group, keep=self._num_running):
-                break
+            if not (fits and has_slots and self._memory.start(group, keep=self._num_running)):
+                if not self._make_room(group):
+                    break
+                continue
             del self._waiting[0]
             self._num_waiting -= group.max_branches
             self._num_running += group.max_branches
@@ -278,6 +303,47 @@ class IterationScheduler:
             if not group.has_started:
                 new.append(group)
         return new
+
+    def _free_step_tokens(self) -> int:
+        """Return how many tokens of a step no running group needs."""
+        used: int = sum(group.least_tokens for group in self._running)
+        return self._step_tokens - used
+
+    def _make_room(self, group: Group) -> bool:
+        """Preempt running groups behind a waiting one that needs their place.
+
+        Returns whether the waiting one has a place now.
+
+        A preempted group runs its tokens again. Counted as tokens of the waiting group, they may not move it behind
+        the preempted one, so what is lost is at most as much as what is served.
+        """
+        memory, rank = self._memory, group.order[0]
+        needed = memory.least_available(group, keep=self._num_running)
+        slots, blocks = self._max_running - self._num_running, self._blocks.available
+        tokens = self._free_step_tokens()
+        if blocks + sum(map(memory.held, self._running)) < needed:
+            return False
+        last_first, behind = reversed(self._running), list[Group]()
+        while (
+            slots < group.max_branches
+            or blocks < needed
+            # what is larger than a step runs when nothing else does
+            or (tokens < group.least_tokens and len(behind) < len(self._running))
+        ):
+            other = next(last_first, None)
+            if other is None:
+                return False
+            rank += RANK_UNIT * other.lost_tokens
+            if rank >= other.order[0]:
+                return False
+            behind.append(other)
+            slots += other.max_branches
+            blocks += memory.freed(other)
+            tokens += other.least_tokens
+        for other in behind:
+            self._order_preemptions += other.max_branches
+            self._preempt(other)
+        return bool(behind)
 
     def _start(self, now: float, new: list[Group] | None = None) -> StepBatch:
         """Return the step of all groups in flight; `new` groups never ran before."""
@@ -293,15 +359,17 @@ class IterationScheduler:
         self._admission.start(batch, until=now + seconds, left=self._leave(new or []))
         return batch
 
-    def _mark_computed(self, group: Group, chunks: list[Chunk]) -> None:
+    def _mark_computed(self, group: Group, chunks: list[Chunk], *, repeated: int) -> None:
+        """Count the tokens of a group that have run, but for those that run again."""
         # all of a group have as many
         begin, tokens = chunks[0].start, len(chunks[0].token_ids)
         if group.first.num_generated and chunks[0].samples and tokens == 1:
             self._decode_tokens += len(chunks)
         else:
             self._prefill_tokens += sum(tokens + len(chunk.encodes) for chunk in chunks)
+        self._count_served(group.claim, sum(tokens + len(chunk.encodes) for chunk in chunks))
         for chunk in chunks:
-            chunk.sequence.num_computed = begin + tokens
+            chunk.sequence.num_computed = begin + tokens - repeated
         group.is_encoded = True
         self._memory.store(group, begin)
 
@@ -334,15 +402,16 @@ class IterationScheduler:
         """Replace a group by one for each sample that goes on."""
         self._running.remove(group)
         self._num_running -= group.max_branches
+        groups = self._memory.split(group)
+        group.claim.groups += len(groups)
         self._forget(group)
-        for alone in self._memory.split(group):
+        for alone in groups:
             self._group_of[alone.first] = alone
             self._running.add(alone)
             self._num_running += 1
 
     def _preempt(self, group: Group) -> None:
         """Release the blocks of a group, and let it wait in its old place."""
-        self._preemptions += group.max_branches
         self._stop(group)
         group.restart()
         for sequence in group.sequences:
@@ -366,6 +435,17 @@ class IterationScheduler:
     def _forget(self, group: Group) -> None:
         for sequence in group.sequences:
             del self._group_of[sequence]
+        claim = group.claim
+        claim.groups -= 1
+        if not claim.groups:
+            self._share.serve(claim.tenant, claim.unserved)
+            self._share.leave(claim.tenant)
+
+    def _count_served(self, claim: Claim, tokens: int) -> None:
+        served = min(tokens, claim.unserved)
+        claim.unserved -= served
+        self._share.serve(claim.tenant, served)
+        self._share.repeat(tokens - served)
 
     def _leave(self, groups: list[Group]) -> Work:
         """Return the work of groups that no longer wait for their first step."""

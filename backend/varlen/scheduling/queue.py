@@ -1,19 +1,8 @@
 """Requests that wait, in the order in which they are served.
 
-The order is fair by served work. Work is counted in sequences, or in tokens, which lets short requests pass long ones.
-A server that shares its time equally among requests would finish a request of size `own`, which finds `waiting`
-others in the queue, after about `waiting * own` of work. First come, first served would take the work that waits.
-The rank is the lower of the two, and the request itself:
-
-    rank = served work + min(waiting * own / (1 + priority), waiting work) + own
-
-Requests of one size and one priority are therefore served first come, first served. A larger request lets smaller
-ones pass, but once all that it found and as much of others as its own size has been served, nothing passes it: a rank
-grows by the sequences of its own request that are served. A request whose deadline would be missed otherwise goes
-first.
-
-Source: the order in which processor sharing would finish (Friedman and Henderson 2003, "Fairness and efficiency in
-web server protocols"), with the number of competitors taken at arrival.
+The order is fair by served work (`fair_share`). Work is counted in sequences, or in tokens, which lets short requests
+pass long ones. The rank of a request grows by its own sequences that are served. A request whose deadline would be
+missed otherwise goes first.
 """
 
 from __future__ import annotations
@@ -28,6 +17,7 @@ from typing import Literal, TypeAlias
 
 from sortedcontainers import SortedKeyList
 
+from varlen.scheduling.fair_share import RANK_UNIT, FairShare
 from varlen.scheduling.sequence import RequestState, SequenceState
 
 # What is fair is counted in.
@@ -44,7 +34,7 @@ class _Entry:
     Attributes:
         request: the request.
         number: number in order of arrival.
-        rank: place in the order of fair service.
+        rank: place in the order of fair service; see `FairShare.enter`.
         latest_start: time from which it goes first.
         is_urgent: whether that time has come.
         waiting: its sequences that wait, in order.
@@ -52,7 +42,7 @@ class _Entry:
 
     request: RequestState
     number: int
-    rank: float
+    rank: int
     latest_start: float
     is_urgent: bool = False
     waiting: OrderedDict[SequenceState, None] = field(init=False)
@@ -85,9 +75,7 @@ class RequestQueue:
         self._numbers = count()
         # times of the latest arrivals, of waiting requests and others
         self._arrivals: deque[float] = deque(maxlen=_RECENT_ARRIVALS)
-        # work that has left the queue, and work in it
-        self._served = 0
-        self._waiting = 0
+        self._share = FairShare()
         self.waiting_tokens = 0
         self.now = -math.inf
 
@@ -111,15 +99,14 @@ class RequestQueue:
             request: new here.
             latest_start: time from which it goes first, so that it keeps its deadline.
         """
-        own, weight = self._work_of(request.sequences), 1 + request.request.options.priority
-        rank = self._served + min(len(self) * own / weight, self._waiting) + own
+        own, options = self._work_of(request.sequences), request.request.options
+        rank = self._share.enter(options.tenant, own, 1 + options.priority)
         entry = _Entry(request, next(self._numbers), rank, latest_start)
         self._entry_of[request] = entry
         self._entries.add(entry)
         # texts of an earlier arrival may have been tokenized later
         latest = self._arrivals[-1] if self._arrivals else request.arrival
         self._arrivals.append(max(latest, request.arrival))
-        self._waiting += own
         self.waiting_tokens += _tokens_of(request.sequences)
         if math.isfinite(latest_start):
             self._by_latest_start.add(entry)
@@ -169,13 +156,13 @@ class RequestQueue:
         for sequence in sequences:
             entry = self._entry_of[sequence.request]
             del entry.waiting[sequence]
-            self._mark_served([sequence])
+            self._mark_served(entry, [sequence])
             if not entry.waiting:
                 self._discard(entry)
                 left += 1
             elif not entry.is_urgent:
                 self._entries.remove(entry)
-                entry.rank += self._work_of([sequence])
+                entry.rank += RANK_UNIT * self._work_of([sequence])
                 self._entries.add(entry)
         return left
 
@@ -185,18 +172,17 @@ class RequestQueue:
         if entry is None:
             return
         # as if served, so that no newcomer gets a lower rank than requests that came before it
-        self._mark_served(entry.waiting)
+        self._mark_served(entry, entry.waiting)
         self._discard(entry)
 
     def _discard(self, entry: _Entry) -> None:
         del self._entry_of[entry.request]
         self._entries.remove(entry)
         self._by_latest_start.discard(entry)
+        self._share.leave(entry.request.request.options.tenant)
 
-    def _mark_served(self, sequences: Collection[SequenceState]) -> None:
-        work = self._work_of(sequences)
-        self._served += work
-        self._waiting -= work
+    def _mark_served(self, entry: _Entry, sequences: Collection[SequenceState]) -> None:
+        self._share.serve(entry.request.request.options.tenant, self._work_of(sequences))
         self.waiting_tokens -= _tokens_of(sequences)
 
     def _work_of(self, sequences: Collection[SequenceState]) -> int:

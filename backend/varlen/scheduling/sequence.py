@@ -165,6 +165,15 @@ class GeneratedSequence(SequenceState):
         self.token_ids = self.prompt.token_ids.tolist()
         self.is_searched = self.generation.is_search or self.prompt.num_source_tokens > 0
 
+    def finish(self) -> None:
+        """Mark it as finished, and release what its tokens were chosen with.
+
+        A step that holds beams of a search may still run.
+        """
+        SequenceState.finish(self)
+        if not self.is_searched:
+            self.sampler_state = None
+
     @property
     def generation(self) -> GenerationOptions:
         """Generation options of its request."""
@@ -269,11 +278,13 @@ class SampledToken:
         token_id: the token.
         logprobs: log probabilities, if the request asks for them.
         error: reason why no token could be chosen; ends the request.
+        is_pending: whether no token could be chosen yet; the same token is computed again in the next step.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: VarlenError | None = None
+    is_pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)

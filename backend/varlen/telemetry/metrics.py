@@ -130,9 +130,17 @@ class SnapshotMetric(Metric):
         "varlen_decode_tokens_total", "COUNTER", "Generated tokens that ran; the last token of an answer does not run"
     )
     PREEMPTIONS = "varlen_preemptions_total", "COUNTER", "Sequences that gave back their KV blocks to be computed again"
+    ORDER_PREEMPTIONS = (
+        "varlen_order_preemptions_total", "COUNTER",
+        "Of these, sequences that gave way to a request before them in the fair order; all others lacked KV blocks",
+    )
     PREFIX_CACHE_HIT_TOKENS = (
         "varlen_prefix_cache_hit_tokens_total", "COUNTER", "Prompt tokens whose KV blocks another sequence had computed"
     )
+    GRAMMARS = "varlen_grammars", "GAUGE", "Grammars of structured outputs that have a process"
+    GRAMMAR_BYTES = "varlen_grammar_bytes", "GAUGE", "Private bytes of the processes of grammars"
+    GRAMMAR_COMPILATIONS = "varlen_grammar_compilations_total", "COUNTER", "Grammars that were compiled, or refused"
+    GRAMMAR_EVICTIONS = "varlen_grammar_evictions_total", "COUNTER", "Grammars that were ended to free memory"
     CACHE_BYTES = "varlen_response_cache_bytes", "GAUGE", "Bytes of the response cache, keys and bookkeeping included"
     CACHE_ENTRIES = "varlen_response_cache_entries", "GAUGE", "Entries in the response cache"
     CACHE_HITS = "varlen_response_cache_hits_total", "COUNTER", "Sequences answered from the response cache"

@@ -104,6 +104,7 @@ class KvExecutor(HeldExecutor):
         failures: failures of the next steps; None runs one.
         steps: all that have started.
         has_failed: whether one has failed; steps are smaller for some time.
+        is_pending: returns whether a sequence gets no token in this step.
     """
 
     def __init__(self, bench):
@@ -113,6 +114,7 @@ class KvExecutor(HeldExecutor):
         self.failures = []
         self.steps = []
         self.has_failed = False
+        self.is_pending = lambda _: False
 
     def result_of(self, batch):
         self.bench.check_step(batch)
@@ -142,7 +144,7 @@ class KvExecutor(HeldExecutor):
         first = chunks[0].sequence
         if not first.is_searched or not chunks[0].samples:
             return [
-                SampledToken(next_token(context, sample.sample))
+                SampledToken(next_token(context, sample.sample), is_pending=self.is_pending(sample))
                 for chunk, context in zip(chunks, contexts, strict=True)
                 for sample in chunk.samples
             ]
@@ -221,14 +223,12 @@ class Bench:
         self.clock = Clock()
         self.scheduler.add = self._add
         self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock, Writer)
-        # every sequence, in order of arrival, and their places by request and row
+        # every sequence, in order of arrival
         self.sequences = []
-        self.place = {}
+        self.running_before = set()
 
     def _add(self, request):
-        for sequence in request.sequences:
-            self.place[sequence.request, sequence.row] = len(self.sequences)
-            self.sequences.append(sequence)
+        self.sequences += request.sequences
         IterationScheduler.add(self.scheduler, request)
 
     def submit(
@@ -239,6 +239,7 @@ class Bench:
         num_beams=1,
         source=None,
         priority=0,
+        tenant="",
         deadline=None,
         reply=None,
     ):
@@ -252,6 +253,7 @@ class Bench:
         options = RequestOptions(
             generation=GenerationOptions(max_tokens=max_tokens, n=n, num_beams=num_beams),
             priority=priority,
+            tenant=tenant,
             deadline_seconds=deadline,
         )
         prompts = (Prompt(np.array(row, np.int32), payload=source) for row in rows)
@@ -299,7 +301,7 @@ class Bench:
         for chunk in step.chunks:
             self._check_chunk(chunk)
         self._check_copies(step)
-        self._check_first_come_first_served(step)
+        self._check_order(step)
 
     def _check_chunk(self, chunk):
         sequence, source = chunk.sequence, source_of(chunk.sequence)
@@ -321,19 +323,16 @@ class Bench:
         assert not sources & set(copies)
         assert not any(map(self.pool.is_shared, copies))
 
-    def _check_first_come_first_served(self, step):
-        runs = set(map(prompt_of_sequence, step.sequences))
-        last = {}
-        for sequence in step.sequences:
-            priority = sequence.options.priority
-            place = self.place[sequence.request, sequence.row]
-            last[priority] = max(last.get(priority, 0), place)
-        for place, sequence in enumerate(self.sequences):
-            is_earlier = place < last.get(sequence.options.priority, 0)
-            if is_earlier and sequence.status != "finished":
-                # samples run as one until their prompt has
-                alone = sequence.block_ids or not sequence.sample
-                assert sequence in step.sequences if alone else prompt_of_sequence(sequence) in runs
+    def _check_order(self, step):
+        groups = sorted(set(self.scheduler._group_of.values()), key=lambda group: group.order)
+        running = [group for group in groups if group.first.status == "running"]
+        runs = [any(branch in step.sequences for branch in group.branches) for group in running]
+        # the first ones of those that have started
+        assert sorted(runs, reverse=True) == runs
+        started = [g.order for g in running if not self.running_before.intersection(g.sequences)]
+        waiting = [group.order for group in groups if group.first.status == "waiting"]
+        assert not started or not waiting or max(started) < min(waiting)
+        self.running_before = {sequence for group in running for sequence in group.sequences}
 
     def check_blocks(self):
         """Check that running groups, also in flight, own the used blocks."""
@@ -341,6 +340,10 @@ class Bench:
         branches = [branch for group in groups for branch in group.branches]
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
+        # a step that failed copies them again
+        kept = self.scheduler._memory.kept
+        assert set(kept) <= set(self.scheduler._memory.copies.values())
+        tables.append(kept)
         holders = Counter(block for table in tables for block in table)
         assert self.pool.counts().used == len(holders)
         for block, number in holders.items():
@@ -362,6 +365,8 @@ class Bench:
                 table, tokens = group.first.block_ids, len(group.first.token_ids)
                 assert group.reserved <= self.pool.blocks_of(tokens) - len(table)
             return
+        # memory never interrupts a sequence, though the order may
+        assert self.scheduler.snapshot().memory_preemptions == 0
         held, reserved = defaultdict(set), Counter()
         for group in groups:
             prompt = prompt_of_sequence(group.first)
@@ -372,6 +377,9 @@ class Bench:
             prompt = request.request.prompts[row // options.n]
             branches = max(options.n, options.num_beams)
             most = self.scheduler._memory.need(prompt, options.max_tokens, branches)
+            if self.scheduler.snapshot().preemptions:
+                # a sample that starts again reserves all that it needs by itself
+                most = branches * self.scheduler._memory.need(prompt, options.max_tokens, 1)
             assert len(held[request, row]) + reserved[request, row] <= most
 
     def check_idle(self):
@@ -387,6 +395,7 @@ class Bench:
         # nothing is remembered of what has ended
         assert not self.scheduler._group_of
         assert not self.scheduler._new
+        assert not self.scheduler._share._backlogs
 
 
 def tokens_of(reply):

@@ -93,12 +93,12 @@ def test_a_short_prompt_behind_a_long_one_waits_for_one_step_at_most():
     assert len(tokens_of(short)[0]) == 1
 
 
-def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_long_one_before_it():
+def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_long_one():
     bench = Bench(step_tokens=64)
     bench.submit(prompt_of(100), max_tokens=4)
     bench.submit(prompt_of(10), max_tokens=4)
 
-    assert chunks_of(bench.step()) == [(0, 54), (0, 10)]
+    assert chunks_of(bench.step()) == [(0, 10), (0, 54)]
 
 
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40))
@@ -122,34 +122,139 @@ def test_every_running_sequence_has_a_token_in_a_step_full_of_prompts():
     assert bench.scheduler.snapshot().waiting == 1
 
 
-def test_requests_of_higher_priority_start_first():
+def order_of(bench):
+    """Run all steps; return the numbers of the sequences as they start."""
+    steps = bench.run_all()
+    return list(dict.fromkeys(bench.sequences.index(s) for step in steps for s in step.sequences))
+
+
+def test_requests_of_one_size_start_in_order_of_arrival():
     bench = Bench(running=1)
-    order = []
-    for priority in (0, 2, 1, 2):
-        bench.submit(prompt_of(3, priority), max_tokens=1, priority=priority)
+    for seed in range(5):
+        bench.submit(prompt_of(3, seed), max_tokens=4)
 
-    while (step := bench.step()) is not None:
-        order.append(bench.sequences.index(step.sequences[0]))
-
-    assert order == [1, 3, 2, 0]
+    assert order_of(bench) == [0, 1, 2, 3, 4]
 
 
-def test_a_prompt_of_higher_priority_has_the_larger_part_of_a_step():
+def test_a_request_of_higher_priority_passes_others_that_wait():
+    bench = Bench(running=1)
+    for priority in (0, 0, 0, 0, 9):
+        bench.submit(prompt_of(3), max_tokens=1, priority=priority)
+
+    assert order_of(bench) == [0, 4, 1, 2, 3]
+
+
+def test_a_tenant_with_many_requests_delays_another_as_one_of_them_does():
+    bench = Bench(running=1)
+    for tenant in "aaaaaab":
+        bench.submit(prompt_of(3), max_tokens=4, tenant=tenant)
+
+    assert order_of(bench) == [0, 1, 6, 2, 3, 4, 5]
+
+
+def test_a_shorter_prompt_that_comes_later_has_the_larger_part_of_a_step():
     bench = Bench(step_tokens=16)
-    bench.submit(prompt_of(50))
+    bench.submit(prompt_of(150))
     bench.step()
 
-    bench.submit(prompt_of(50), priority=1)
+    bench.submit(prompt_of(50))
 
-    assert chunks_of(bench.step()) == [(0, 8), (16, 8)]
-    assert [bench.sequences.index(s) for s in bench.step().sequences] == [1, 0]
+    assert chunks_of(bench.step()) == [(16, 1), (0, 15)]
+    assert [bench.sequences.index(s) for s in bench.step().sequences] == [0, 1]
+
+
+@_both_policies
+@pytest.mark.parametrize("options", [{"n": 8}, {"num_beams": 8}], ids=["samples", "beams"])
+def test_a_small_request_takes_a_place_of_a_large_one_that_fills_the_model(policy, options):
+    bench = Bench(policy=policy, num_blocks=200)
+    large = [bench.submit(prompt_of(6, seed), max_tokens=60, **options) for seed in range(4)]
+    for _ in range(5):
+        bench.step()
+
+    small = bench.submit(prompt_of(4), max_tokens=3)
+    for _ in range(4):
+        bench.step()
+
+    assert small.end == "finished"
+    assert tokens_of(small) == {0: answer(prompt_of(4), 3)}
+    bench.run_all()
+    assert [reply.end for reply in large] == ["finished"] * 4
+    bench.check_idle()
+
+
+def test_a_small_request_takes_blocks_that_a_large_one_reserves():
+    bench = Bench(num_blocks=20)
+    large = bench.submit(prompt_of(6), max_tokens=75)
+    bench.step()
+
+    small = bench.submit(prompt_of(4), max_tokens=3)
+    for _ in range(4):
+        bench.step()
+
+    assert small.end == "finished"
+    bench.run_all()
+    assert tokens_of(large) == {0: answer(prompt_of(6), 75)}
+    bench.check_idle()
+
+
+def test_a_small_request_takes_a_place_in_steps_that_are_full():
+    bench = Bench(step_tokens=8, running=8)
+    for seed in range(8):
+        bench.submit(prompt_of(2, seed), max_tokens=60)
+    for _ in range(16):
+        bench.step()
+
+    small = bench.submit(prompt_of(1), max_tokens=1)
+    for _ in range(3):
+        bench.step()
+
+    assert small.end == "finished"
+    bench.run_all()
+    bench.check_idle()
+
+
+@_both_policies
+@pytest.mark.parametrize("failure", ["memory", "memory late"])
+def test_a_copy_is_made_again_though_its_source_was_given_up(policy, failure):
+    bench = Bench(policy=policy, running=2)
+    prompt = prompt_of(6)
+    large = bench.submit(prompt, max_tokens=60, n=2)
+    bench.step()
+
+    # it takes the place of the second sample, whose block the first one copies in this step
+    small = bench.submit(prompt_of(4), max_tokens=1)
+    bench.executor.failures.append(failure)
+    bench.run_all()
+
+    assert bench.scheduler.snapshot().preemptions > 0
+    assert tokens_of(small) == {0: answer(prompt_of(4), 1)}
+    assert tokens_of(large) == {row: answer(prompt, 60, row) for row in range(2)}
+    bench.check_idle()
+
+
+@_both_policies
+def test_what_runs_again_for_small_requests_is_at_most_what_is_served(policy):
+    bench = Bench(policy=policy, running=1, num_blocks=200)
+    bench.submit(prompt_of(30), max_tokens=100)
+    asked, steps = 130, 0
+    while bench.step() is not None:
+        steps += 1
+        if steps < 300:
+            bench.submit(prompt_of(2), max_tokens=1)
+            asked += 3
+
+    counts = bench.scheduler.snapshot()
+    assert counts.order_preemptions > 0
+    assert counts.memory_preemptions == 0
+    assert counts.prefill_tokens + counts.decode_tokens <= 2 * asked
+    bench.check_idle()
 
 
 def test_a_request_that_does_not_fit_holds_back_those_behind_it():
     bench = Bench(num_blocks=10)
     bench.submit(prompt_of(4), max_tokens=13)
     large = bench.submit(prompt_of(20), max_tokens=9)
-    small = bench.submit(prompt_of(4), max_tokens=1)
+    small = bench.submit(prompt_of(4), max_tokens=16)
 
     bench.step()
 
@@ -159,7 +264,7 @@ def test_a_request_that_does_not_fit_holds_back_those_behind_it():
     assert (large.end, small.end) == ("finished", "finished")
 
 
-def test_reserve_never_interrupts_a_sequence():
+def test_reserve_never_interrupts_a_sequence_for_memory():
     bench = Bench(num_blocks=12, policy="reserve")
     for seed in range(8):
         bench.submit(prompt_of(6, seed), max_tokens=20)
@@ -174,14 +279,15 @@ def test_reserve_never_interrupts_a_sequence():
     assert max(len(step.sequences) for step in steps) == 1
 
 
-def test_optimistic_runs_more_sequences_and_preempts_the_youngest():
+def test_optimistic_runs_more_sequences_and_preempts_the_last():
     bench = Bench(num_blocks=12, policy="optimistic")
     replies = [bench.submit(prompt_of(6, seed), max_tokens=20) for seed in range(8)]
 
     steps = bench.run_all()
 
     counts = bench.scheduler.snapshot()
-    assert counts.preemptions > 0
+    assert counts.memory_preemptions > 0
+    assert counts.order_preemptions == 0
     assert max(len(step.sequences) for step in steps) > 2
     for seed, reply in enumerate(replies):
         assert tokens_of(reply) == {0: answer(prompt_of(6, seed), 20)}

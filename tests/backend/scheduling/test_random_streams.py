@@ -77,7 +77,7 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
     assert [list(map(tokens_of(r).get, range(len(e)))) for r, e in asked] == [e for _, e in asked]
     assert any(step.copies for step in bench.executor.steps)
     counts = bench.scheduler.snapshot()
-    assert (counts.preemptions > 0) == (policy == "optimistic")
+    assert counts.preemptions > 0 or policy == "reserve"
     assert (counts.blocks.prefix_hit_tokens > 0) == prefix_cache
     bench.check_idle()
 
@@ -171,6 +171,4 @@ def test_whatever_happens_answers_are_right_and_blocks_return(actions, **limits)
             assert list(map(tokens_of(reply).get, range(len(expected)))) == expected
         else:
             assert isinstance(reply.end, (RequestCancelled, DeadlineError, EngineError))
-    if bench.scheduler.snapshot().preemptions:
-        assert limits["policy"] == "optimistic" or {"memory", "memory late"} & {*map(str, actions)}
     bench.check_idle()

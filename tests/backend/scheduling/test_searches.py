@@ -133,7 +133,7 @@ def test_a_source_as_long_as_a_step_runs_alone_once_nothing_else_does(monkeypatc
     bench = Bench(step_tokens=16)
     bench.submit([1, 2, 3], max_tokens=4)
     large = bench.submit([5], max_tokens=2, num_beams=2, source=[1] * 16)
-    behind = bench.submit([1, 2, 3], max_tokens=2)
+    behind = bench.submit([1, 2, 3], max_tokens=20)
 
     steps = bench.run_all()
 

@@ -30,6 +30,7 @@ TOTALS = {
     "varlen_decode_tokens_total": 16,
     "varlen_preemptions_total": 17,
     "varlen_prefix_cache_hit_tokens_total": 18,
+    "varlen_order_preemptions_total": 19,
 }
 SNAPSHOT = {**GAUGES, **TOTALS}
 

@@ -32,7 +32,7 @@ from varlen_tools.workloads import Arrival
 
 _HEADINGS = (
     "policy, step", "offered\n/s", "tokens\n/s", "TTFT\np50 ms", "\np99", "token\np50 ms", "\np99",
-    "longest\ngap ms", "pre-\nempted", "KV\nused", "KV pro-\nmised", "refused",
+    "longest\ngap ms", "mean\ns", "p99\ns", "pre-\nempted", "KV\nused", "KV pro-\nmised", "refused",
 )  # fmt: skip
 
 
@@ -152,6 +152,8 @@ def _cells(result: StepFigures) -> list[str]:
         f"{result.offered:.2f}",
         f"{result.tokens:.0f}",
         *map(_milliseconds, (result.ttft_p50, result.ttft_p99, *tokens)),
+        f"{result.latency_mean:.1f}",
+        f"{result.latency_p99:.1f}",
         str(result.preemptions),
         f"{result.used:.0%}",
         f"{result.reserved:.0%}",

@@ -141,6 +141,7 @@ class StepFigures:
         used, reserved: most KV blocks at a time, as shares of all; reserved ones include used ones.
         refused: requests answered with an error.
         kept_up: share of the requests whose first token came before the last arrival.
+        latency_mean, latency_p99: time to the last token, in seconds.
     """
 
     policy: str
@@ -157,6 +158,8 @@ class StepFigures:
     reserved: float
     refused: int
     kept_up: float
+    latency_mean: float
+    latency_p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,8 @@ class StepStudy:
             reserved=max((step.blocks_reserved for step in run.steps), default=0) / self.num_blocks,
             refused=len(run.outcomes) - len(sent),
             kept_up=sum(each[0] <= last for each in sent) / len(run.outcomes),
+            latency_mean=fmean(run.latencies) if sent else math.nan,
+            latency_p99=percentile(run.latencies, 0.99),
         )
 
     def most_within(
