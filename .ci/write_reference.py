@@ -55,6 +55,7 @@ _METRIC_SECTIONS = {
         "varlen_preemptions",
         "varlen_kv",
         "varlen_prefix",
+        "varlen_grammar",
     ),
     "Memory": ("varlen_weight", "varlen_arena", "varlen_plan", "varlen_cuda"),
     "Response cache": ("varlen_response_cache",),

@@ -1,9 +1,11 @@
 """Setup of all tests: MiniLM folder, GPU skips, cost cache, one core per worker."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _SERVER_TESTS = "tests/server/"
 # These start their own servers; the other files there share one.
 _OWN_SERVERS = ("test_ending.py", "test_gpu.py", "test_second_start.py")
+# Folders of the longest tests: servers, benchmarks, training, a build of the site.
+_LONGEST = (_SERVER_TESTS, "tests/tools/", "tests/ci/")
+# Their tests share no setup, and a few files hold most of them: each test goes wherever a worker is free.
+_SINGLE_TESTS = ("tests/kernels/compiled/", "tests/kernels/triton/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,21 +39,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Distribute tests to free workers; tests that share a server go to one worker.
+    """Give each file to one worker, which sets its models, oracles and servers up once.
 
-    This is what `--dist loadgroup` is for, but pytest-xdist 3.8 finds no groups under pytest 9.2. A machine with a
-    GPU may run its tests without pytest-xdist.
+    The longest files come first, so that short ones at the end keep every worker busy. `--dist loadgroup` would keep
+    tests that share a server together, but pytest-xdist 3.8 finds no groups under pytest 9.2. A machine with a GPU may
+    run its tests without pytest-xdist.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWorkerForTheServer(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shares = nodeid.startswith(_SERVER_TESTS) and not nodeid.partition("::")[0].endswith(
-                _OWN_SERVERS
-            )
-            return _SERVER_TESTS if shares else nodeid
+            file = nodeid.partition("::")[0]
+            if file.startswith(_SERVER_TESTS) and not file.endswith(_OWN_SERVERS):
+                return _SERVER_TESTS
+            return nodeid if file.startswith(_SINGLE_TESTS) else file
 
-    return OneWorkerForTheServer(config, log) if config.getoption("dist") == "loadgroup" else None
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(min(self.workqueue, key=_place), last=False)
+            super()._assign_work_unit(node)
+
+    return ByFile(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def _place(scope: str) -> int:
+    """Return how early these tests run, from 0 (tests of one place keep pytest-xdist's order)."""
+    return next((n for n, folder in enumerate(_LONGEST) if scope.startswith(folder)), len(_LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected out of the garbage collections in tests: half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter release all at its end: libraries report what stays as leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

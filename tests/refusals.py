@@ -58,6 +58,11 @@ def texts(*rows: str | bytes) -> npt.NDArray[np.object_]:
     return np.array([[row.encode() if isinstance(row, str) else row] for row in rows], object)
 
 
+def row(*elements: str | bytes) -> npt.NDArray[np.object_]:
+    """Return texts without a dimension of rows, `[texts]`."""
+    return texts(*elements)[:, 0]
+
+
 def ids(*rows: list[int]) -> npt.NDArray[np.int64]:
     """Return rows of equal length, `[rows, tokens]`."""
     return np.array(rows, np.int64)
@@ -223,11 +228,20 @@ def _combinations() -> list[Refusal]:
             )
             for name in ("attention_mask", "token_type_ids")
         ),
+        *(
+            Refusal(
+                f"{name} for token ids",
+                f"the request has {name} and input_ids; a prompt is put before texts: send text",
+                {"input_ids": row},
+                {name: "query"},
+            )
+            for name in ("prompt_name", "input_type")
+        ),
         Refusal(
-            "a prompt for token ids",
-            "the request has prompt_name and input_ids; a prompt is put before texts: send text",
-            {"input_ids": row},
-            {"prompt_name": "query"},
+            "a prompt by name and by meaning",
+            "the request has both prompt_name and input_type; send one or the other",
+            {"text": word},
+            {"prompt_name": "query", "input_type": "query"},
         ),
         *(
             Refusal(
@@ -249,15 +263,20 @@ def _parameters(model: Model) -> list[Refusal]:
     deadlines = (0, -1, -0.5, True, False, None, "100", [100], float("nan"), float("inf"), 10**400)
     dimensions = (0, -1, model.features + 1, 10**400, True, 2.0, "8", None, [8])
     dtypes = "float32, float16, int8, binary, ubinary"
+    input_types = (
+        "query, passage, search_query, search_document, document, classification, clustering"
+    )
     wrong = (
         ("truncate", flags, "true, false"),
         ("normalize", flags, "true, false"),
         ("truncation_side", ("Left", "", 1, None, ["left"], {"a": 1}), "right, left"),
         ("prompt_name", (3, None), "a string"),
+        ("input_type", ("queries", "Query", 3, None), input_types),
         ("output_dtype", ("fp16",), dtypes),
         ("dimensions", dimensions, f"whole numbers from 1 to {model.features}"),
         ("request_priority", priorities, "whole numbers from 0 to 9"),
         ("deadline_ms", deadlines, "numbers above 0"),
+        ("tenant", ("a" * 129, 3, None, ["a"]), "a string of at most 128 characters"),
     )
     return [
         *(
@@ -291,7 +310,10 @@ def _parameters(model: Model) -> list[Refusal]:
 
 def _names() -> list[Refusal]:
     """Return names that no parameter of embeddings has."""
-    names = "truncate, truncation_side, normalize, prompt_name, dimensions, output_dtype, request_priority"
+    names = (
+        "truncate, truncation_side, normalize, prompt_name, input_type, dimensions, output_dtype,"
+        " operation, add_special_tokens, skip_special_tokens, request_priority"
+    )
     misspelt = {
         "truncate": ("trunc", "Truncate", "truncated"),
         "truncation_side": ("truncation",),
@@ -310,7 +332,7 @@ def _names() -> list[Refusal]:
         *(
             Refusal(
                 f"the misspelt name {name}",
-                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}, deadline_ms',
+                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}, deadline_ms, tenant',
                 {"text": texts("a")},
                 {name: True},
             )

@@ -12,7 +12,7 @@ from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
 from .clients import Client, GrpcClient, HttpClient
-from .serving import add_model, load_all
+from .serving import TIMEOUT_SECONDS, add_model, load_all
 from .task_models import TASK_MODELS, fetch_task_model, save_task_model
 
 # Loaded at start; the others wait for a test to load them.
@@ -22,7 +22,7 @@ LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests in this folder, with a longer timeout for the server's start."""
     item.add_marker(pytest.mark.server)
-    item.add_marker(pytest.mark.timeout(300))
+    item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +85,7 @@ def repository(
 def server(repository: Path) -> Iterator[LocalServer]:
     arguments = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in LOADED)]
     with LocalServer(repository, arguments=arguments) as running:
-        running.wait_ready()
+        running.wait_ready(TIMEOUT_SECONDS)
         yield running
 
 

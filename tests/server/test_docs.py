@@ -2,28 +2,27 @@
 
 import json
 import shlex
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from typer.testing import CliRunner
 
 from tests.docs.pages import Block, blocks, commands
 from varlen_client.cli.main import app
-from varlen_client.gateway.app import create_app
 from varlen_client.gateway.settings import GatewaySettings
-from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port
+from varlen_tools.local_server import LocalServer
 
-from .serving import TIMEOUT_SECONDS, wait_until
+from .local_gateway import local_gateway
+from .serving import TIMEOUT_SECONDS
 
 TASK_PAGES = (
     "embeddings",
     "classification",
     "reranking",
     "tokens",
+    "tokenizer",
     "sparse",
     "late_interaction",
     "masks",
@@ -59,17 +58,8 @@ OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 @pytest.fixture(scope="module")
 def gateway(task_server: LocalServer) -> Iterator[str]:
     """The address of a gateway before the server."""
-    # free again for uvicorn, which shares no port
-    with reserved_port() as port:
-        pass
-    app = create_app(GatewaySettings(url=task_server.grpc_url))
-    running = uvicorn.Server(uvicorn.Config(app, host=LOOPBACK, port=port, log_level="warning"))
-    thread = threading.Thread(target=running.run)
-    thread.start()
-    wait_until(lambda: running.started, "the gateway has started")
-    yield f"{LOOPBACK}:{port}"
-    running.should_exit = True
-    thread.join()
+    with local_gateway(GatewaySettings(url=task_server.grpc_url)) as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)

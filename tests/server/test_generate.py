@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, write_file
+from tests.generation_refusals import generation_refusals
+from tests.refusals import Refusal
 from varlen.generator import Generator
 from varlen_client import AsyncClient, Client, DeadlineMissed, InvalidRequest
 from varlen_tools.local_server import LOOPBACK, LocalServer
@@ -33,15 +36,16 @@ VOCABULARY = 263
 # The random model may end an answer at once.
 GREEDY = {"temperature": 0, "ignore_eos": True}
 STREAMS = 64
+CHAT_TEMPLATE = "{{ messages[0].content }}{% if enable_thinking %} think{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 whose steps take milliseconds, so that a test can interrupt an answer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "gpt2"
-    return save_checkpoint(
-        folder, "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096
-    )
+    save_checkpoint(folder, "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096)
+    write_file(folder, "chat_template.jinja", CHAT_TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +134,70 @@ def test_a_bad_request_is_the_caller_s_fault(
         list(getattr(client, call)(prompt, **options))
 
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("refusal", generation_refusals(), ids=lambda each: each.description)
+def test_each_mistake_has_its_message(client: Client, refusal: Refusal) -> None:
+    [content] = [each[0].decode() for each in refusal.inputs.values()]
+    prompt = json.loads(content) if "messages" in refusal.inputs else content
+
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate(prompt, **refusal.parameters)
+
+    assert refusal.message in str(caught.value)
+
+
+def test_biases_and_bad_words_reach_the_model(
+    client: Client, server: LocalServer, in_process: Generator
+) -> None:
+    options = {"logit_bias": {"70": 80, "71": 79.5}, "bad_words": ["fg"], "max_tokens": 6, **GREEDY}
+    [expected] = in_process.generate(["hello"], **options)
+    assert {*expected.token_ids} <= {70, 71}
+
+    assert client.generate("hello", **options).token_ids == expected.token_ids
+    # the endpoint takes no lists and objects as parameters
+    body = {"text_input": "hello", **options, "logit_bias": '{"70": 80, "71": 79.5}'}
+    body |= {"bad_words": "fg", "exclude_input_in_output": True}
+    status, answer = http_call(server, "POST", "/v2/models/writer/generate", body)
+    assert (status, answer["text_output"]) == (200, expected.text)
+    with pytest.raises(InvalidRequest, match="logit_bias has the token 263; this model generates"):
+        client.generate("hello", logit_bias={"263": 1})
+
+
+def test_the_generate_endpoint_takes_names_of_other_servers(
+    server: LocalServer, in_process: Generator
+) -> None:
+    [expected] = in_process.generate(["hello"], max_tokens=5, bad_words=["f"], **GREEDY)
+    # as the tutorials of TensorRT-LLM's backend have it
+    body = {"text_input": "hello", "max_tokens": 5, "bad_words": "f", "stop_words": "", "pad_id": 2}
+    body |= {"end_id": 262, "temperature": 0, "ignore_eos": True, "exclude_input_in_output": True}
+
+    status, answer = http_call(server, "POST", "/v2/models/writer/generate", body)
+
+    assert (status, answer["text_output"]) == (200, expected.text)
+    status, answer = http_call(
+        server, "POST", "/v2/models/writer/generate", body | {"embedding_bias_words": "a"}
+    )
+    assert status == 400
+    assert "embedding_bias_words is not served; send logit_bias" in answer["error"]
+
+
+def test_a_chat_template_gets_its_variables(client: Client, server: LocalServer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    asked = {"max_tokens": 6, **GREEDY}
+    plain, thinking = client.generate("hello", **asked), client.generate("hello think", **asked)
+    assert plain.token_ids != thinking.token_ids
+
+    assert client.generate(messages, **asked).text == plain.text
+    chosen = client.generate(messages, chat_template_kwargs={"enable_thinking": True}, **asked)
+    assert chosen.text == thinking.text
+    # the endpoint takes no object as a parameter
+    body = {"messages": json.dumps(messages), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body["chat_template_kwargs"] = '{"enable_thinking": true}'
+    status, answer = http_call(server, "POST", "/v2/models/writer/generate", body)
+    assert (status, answer["text_output"]) == (200, thinking.text)
+    with pytest.raises(InvalidRequest, match="has 'think'; the chat template of this model reads"):
+        client.generate(messages, chat_template_kwargs={"think": True})
 
 
 def test_the_generate_endpoint_takes_plain_json(server: LocalServer, in_process: Generator) -> None:
@@ -296,3 +364,42 @@ async def _enumerated(parts: Any) -> Any:
     async for part in parts:
         number += 1
         yield number, part
+
+
+COSTLY = {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}
+
+
+def test_a_grammar_that_cannot_be_served_fails_its_own_request_and_no_other(
+    server: LocalServer, client: Client
+) -> None:
+    """A costly grammar compiles in its process, under its deadline, while others are answered."""
+    with pytest.raises(InvalidRequest, match="requires itself without an end"):
+        client.generate("x", structured_outputs={"json": {"$ref": "#"}})
+    with pytest.raises(InvalidRequest, match="the grammar takes more than"):
+        client.generate("x", structured_outputs={"json": COSTLY})
+    with pytest.raises(InvalidRequest, match="the grammar takes more than"):
+        list(client.stream("x", structured_outputs={"json": COSTLY}))
+    status, answer = http_call(
+        server,
+        "POST",
+        "/v2/models/writer/generate",
+        {
+            "text_input": "x",
+            "sampling_parameters": json.dumps({"structured_outputs": {"choice": ["yes", "no"]}}),
+        },
+    )
+    assert (status, answer["text_output"]) in {(200, "xyes"), (200, "xno")}
+
+    wait_until(
+        lambda: metrics(server, "writer")["varlen_grammars"] == 1, "one grammar has a process"
+    )
+
+
+def test_answers_with_a_grammar_match_beside_answers_without_one(client: Client) -> None:
+    patterns = ["[a-f]{3,9}", "(red|green|blue){1,9}", "[0-9]{1,4}(,[0-9]{1,4}){2}"]
+
+    for pattern in patterns:
+        options = {"structured_outputs": {"regex": pattern}, "max_tokens": 100, "seed": 1}
+        for answer in client.samples("x", 4, **options):
+            assert answer.finish_reason == "stop"
+            assert re.fullmatch(pattern, answer.text)

@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer import modules
 
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
-from varlen_client import Client
+from varlen_client import Client, InvalidRequest
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .serving import add_model, load, unload
@@ -110,11 +110,15 @@ def test_modules_and_prompts_are_those_of_sentence_transformers(
         assert load(server, "dense") is None
         with Client(server.grpc_url, "dense") as client:
             answer = client.embed(texts, prompt_name="query")
+            by_meaning = client.embed(texts, input_type="search_query")
+            with pytest.raises(InvalidRequest, match="has no prompt for it.*: document, query"):
+                client.embed(texts, input_type="clustering")
     finally:
         unload(server, "dense")
 
     expected = made.encode(texts, prompt_name="query")
-    assert_close(answer, expected, roundings=encoder_roundings(folder) + 100)
+    for each in (answer, by_meaning):
+        assert_close(each, expected, roundings=encoder_roundings(folder) + 100)
 
 
 @pytest.mark.parametrize(

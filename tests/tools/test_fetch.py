@@ -577,7 +577,7 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_t
 
     assert str(refusal.value).endswith(
         "org/tiny has pickled weights (pytorch_model.bin), which are not read: a pickle may run code; convert them,"
-        " tensors alone: hf download org/tiny --revision v1 --local-dir DIR"
+        " which reads only tensors: hf download org/tiny --revision v1 --local-dir DIR"
         " && python -m varlen_tools.convert_pickle DIR, then fetch DIR"
     )
     nothing_is_left_over(repository)

@@ -115,7 +115,7 @@ def test_a_server_whose_python_does_not_know_varlen_serves_with_it(
         environment=environment,
         command=kit / "bin/tritonserver",
     ) as server:
-        server.wait_ready(90)
+        server.wait_ready()
         with Client(server.grpc_url, model="tiny") as client:
             vectors = client.embed(["one text", "another one"])
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.server
 
 def test_serves_on_loopback_with_this_environments_python(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
-        server.wait_ready(30)
+        server.wait_ready()
 
         sent = np.arange(6, dtype=np.float32).reshape(2, 3)
         assert np.array_equal(echo(server, sent), sent)
@@ -45,12 +45,12 @@ def test_a_model_that_does_not_load_is_told_with_the_log(repository, backends):
 
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         with pytest.raises(ServerError, match=r"ended with exit code 1\n(.*\n)*.*no luck today"):
-            server.wait_ready(30)
+            server.wait_ready()
 
 
 def test_stop_ends_the_stub_of_a_server_that_was_killed(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
-        server.wait_ready(30)
+        server.wait_ready()
         group = processes_of_group(server.pid)
         assert len(group) >= 2
 
@@ -68,7 +68,7 @@ import sys, time
 from varlen_tools.local_server import LocalServer, end_on_sigterm
 end_on_sigterm()
 with LocalServer(sys.argv[1], arguments=["--backend-directory=" + sys.argv[2]]) as server:
-    server.wait_ready(30)
+    server.wait_ready()
     print(server.pid, flush=True)
     time.sleep(60)
 """
@@ -88,7 +88,7 @@ def test_a_program_that_is_told_to_end_ends_its_server(repository, backends):
 
 def test_perf_analyzer_runs(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
-        server.wait_ready(30)
+        server.wait_ready()
         address = server.http_url.removeprefix("http://")
         command = [find_command("perf_analyzer"), "-m", "echo", "-u", address]
         command += ["--shape=IN:4", "--request-count=50"]

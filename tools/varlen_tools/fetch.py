@@ -196,7 +196,7 @@ def _check_hub_pickles(model: str, revision: str | None, files: Sequence[PurePos
         at = f" --revision {revision}" if revision else ""
         raise FetchError(
             f"{model} has pickled weights ({pickles[0]}), which are not read: a pickle may run code; convert them,"
-            f" tensors alone: hf download {model}{at} --local-dir DIR"
+            f" which reads only tensors: hf download {model}{at} --local-dir DIR"
             f" && python -m varlen_tools.convert_pickle {PurePosixPath('DIR', pickles[0].parent)}, then fetch DIR"
         )
 

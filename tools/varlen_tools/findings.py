@@ -209,7 +209,7 @@ def _roles(late: LateInteraction) -> dict[str, str]:
     for role, most in (("query", late.query_length), ("document", late.document_length)):
         parts = [f"up to {most} tokens"] if most else []
         if role == "query" and late.expansion is not None:
-            reads = "read" if late.expansion.is_read else "do not read"
+            reads = "read" if late.expansion.is_attended else "do not read"
             parts.append(f"expanded to {late.expansion.length}, by tokens that others {reads}")
         if role in late.skipped_roles and late.skipped_words:
             parts.append(f"no vectors of {_count(len(late.skipped_words), 'word')}")

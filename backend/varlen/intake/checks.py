@@ -4,9 +4,10 @@ Requests of the server and in-process calls both pass here. An error says what c
 below trust their inputs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,9 +16,9 @@ import numpy.typing as npt
 from varlen.errors import RequestError, shorten
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
-from varlen.request.draft import Step
+from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
-from varlen.request.row_parameters import TruncationSide
+from varlen.request.row_parameters import InputType, TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -48,7 +49,7 @@ class InputLimits:
 class ChatTemplate(Protocol):
     """Makes the text of a prompt out of chat messages."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object]) -> str:
         """Return the text, special tokens included, or raise RequestError."""
 
 
@@ -88,8 +89,8 @@ class Intake:
             pair_template: pair template of a model that reads pairs as chat messages.
             can_truncate: whether requests may ask for long texts to be cut.
         """
-        self._tokenizer = tokenizer
-        self._limits = limits
+        self.tokenizer = tokenizer
+        self.limits = limits
         self._chat_template = chat_template
         self._roles = roles
         self._mask_token = mask_token
@@ -103,6 +104,7 @@ class Intake:
         *,
         truncate: bool,
         prompt_name: str | None = None,
+        input_type: InputType | None = None,
         special_tokens: bool = True,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of texts or pairs of texts.
@@ -111,14 +113,15 @@ class Intake:
             texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
             prompt_name: name of the role of the texts and of their prompt; None selects the default.
+            input_type: meaning of the role, instead of its name.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
             RequestError: a text is empty, too long, or holds a NUL; the message names the row. Or there is no prompt
-                of that name.
+                of that name or meaning.
         """
-        self._check_texts(texts)
-        role = self._role_of(prompt_name)
+        self.check_texts(texts)
+        role = self.role_of(prompt_name, input_type)
         return self._tokenize(texts, truncate, special_tokens, role=role)
 
     def text_steps(
@@ -128,34 +131,25 @@ class Intake:
         truncate: bool,
         side: TruncationSide = "right",
         prompt_name: str | None = None,
-    ) -> tuple[Step, ...]:
+        input_type: InputType | None = None,
+    ) -> tuple[TokenizationTask, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
 
         Args:
-            texts, truncate, prompt_name: see `texts`.
+            texts, truncate, prompt_name, input_type: see `texts`.
             side: side on which texts that are too long are cut.
 
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
-        sizes = self._check_texts(texts)
-        role = self._role_of(prompt_name)
-        steps = []
-        begin = num_bytes = 0
-        for end, size in enumerate(sizes, start=1):
-            num_bytes += size
-            if num_bytes >= _STEP_BYTES or end == len(sizes):
-                run = partial(
-                    self._tokenize,
-                    texts[begin:end],
-                    truncate,
-                    role=role,
-                    side=side,
-                    first_row=begin,
-                )
-                steps.append(Step(num_bytes, run))
-                begin, num_bytes = end, 0
-        return tuple(steps)
+        sizes = self.check_texts(texts)
+        role = self.role_of(prompt_name, input_type)
+
+        def tokenize(rows: range) -> tuple[Prompt, ...]:
+            part = texts[rows.start : rows.stop]
+            return self._tokenize(part, truncate, role=role, side=side, first_row=rows.start)
+
+        return steps_of(sizes, tokenize)
 
     def token_ids(
         self,
@@ -179,42 +173,71 @@ class Intake:
             for row, ids in enumerate(rows)
         )
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, object] = MappingProxyType({}),
+    ) -> Prompt:
         """Return the prompt of chat messages.
 
         Args:
             messages: objects with the fields that the checkpoint's chat template reads, such as role and content.
+            variables: values of other variables of the template.
 
         Raises:
             RequestError: the checkpoint has no chat template, the template refuses the messages, or see `texts`.
         """
+        (prompt,) = self.texts(
+            [self.chat_text(messages, variables)], truncate=False, special_tokens=False
+        )
+        return prompt
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, object] = MappingProxyType({}),
+    ) -> str:
+        """Return the text of chat messages, special tokens included; see `chat`."""
         if self._chat_template is None:
             raise RequestError(
                 "the request has messages, but the checkpoint has no chat template; send a text"
             )
-        text = self._chat_template.render(messages)
-        (prompt,) = self.texts([text], truncate=False, special_tokens=False)
-        return prompt
+        return self._chat_template.render(messages, variables)
 
-    def chat_step(self, messages: Sequence[Mapping[str, Any]], num_bytes: int) -> Step:
+    def chat_step(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        num_bytes: int,
+        variables: Mapping[str, object] = MappingProxyType({}),
+    ) -> TokenizationTask:
         """Return the step that makes a prompt of chat messages of this length; see `chat`."""
-        return Step(num_bytes, lambda: (self.chat(messages),))
+        return TokenizationTask(num_bytes, lambda: (self.chat(messages, variables),))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token."""
-        return self._tokenizer.token_text(token_id)
+        return self.tokenizer.token_text(token_id)
 
     def term_text(self, term: int) -> str:
         """Return the text of a term, empty if the tokenizer does not have it."""
-        return self._tokenizer.huggingface.id_to_token(term) or ""
+        return self.tokenizer.huggingface.id_to_token(term) or ""
 
     @property
     def reads_sources(self) -> bool:
         """Whether its texts are the sources of translations."""
         return self._target_ids is not None
 
-    def _role_of(self, name: str | None) -> TextRole:
-        """Return what a request names as its prompt."""
+    def role_of(self, name: str | None, input_type: InputType | None) -> TextRole:
+        """Return the role that a request names, or whose meaning it names.
+
+        Raises:
+            RequestError: there is none, or the request names both.
+        """
+        if input_type is not None:
+            if name is not None:
+                raise RequestError(
+                    "the request has both prompt_name and input_type; send one or the other"
+                )
+            return self._role_of_type(input_type)
         if name is None:
             return self._roles.default
         if name not in self._roles.named:
@@ -224,7 +247,16 @@ class Intake:
             )
         return self._roles.named[name]
 
-    def _check_texts(self, texts: Sequence[Text]) -> list[int]:
+    def _role_of_type(self, input_type: InputType) -> TextRole:
+        role = self._roles.of_type(input_type)
+        if role is None:
+            raise RequestError(
+                f"input_type is {input_type}; this model has no prompt for it. Name one of its prompts with"
+                f" prompt_name: {shorten(', '.join(self._roles.named))}"
+            )
+        return role
+
+    def check_texts(self, texts: Sequence[Text]) -> list[int]:
         """Return the length of each row in UTF-8, or raise RequestError."""
         if not texts:
             raise RequestError("text has no rows; send at least one row")
@@ -257,7 +289,7 @@ class Intake:
                 self._pair_prompt(self._pair_template, row, text, truncate, side)
                 for row, text in enumerate(texts, start=first_row)
             )
-        found = self._tokenizer.encode(
+        found = self.tokenizer.encode(
             texts,
             truncate=truncate,
             side=side,
@@ -280,8 +312,8 @@ class Intake:
         if truncate and side == "left":
             raise RequestError("truncation_side is left; allowed with this model: right")
         rendered = template.render(*text)
-        (found,) = self._tokenizer.encode([rendered], truncate=False, special_tokens=False)
-        most = self._limits.max_sequence_tokens
+        (found,) = self.tokenizer.encode([rendered], truncate=False, special_tokens=False)
+        most = self.limits.max_sequence_tokens
         if truncate and len(found.token_ids) > most:
             ending = template.ending[-most:]
             ids = np.concatenate([found.token_ids[: most - len(ending)], ending])
@@ -289,7 +321,7 @@ class Intake:
         return self._prompt(row, found, self._roles.default)
 
     def _prompt(self, row: int, text: Tokenized, role: TextRole, num_unpooled: int = 0) -> Prompt:
-        tokens, most = len(text.token_ids), role.max_tokens or self._limits.max_sequence_tokens
+        tokens, most = len(text.token_ids), role.max_tokens or self.limits.max_sequence_tokens
         if tokens > most:
             count = tokens if text.is_complete else f"more than {most}"
             remedy = " (truncate=true cuts it)" if self._can_truncate else ""
@@ -326,7 +358,7 @@ class Intake:
     def _sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
     ) -> Prompt:
-        limits = self._limits
+        limits = self.limits
         if ids.ndim != 1:
             raise RequestError(f"row {row}: input_ids has shape {list(ids.shape)}; send [tokens]")
         if not len(ids):
@@ -339,7 +371,7 @@ class Intake:
         return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
 
     def _check_arena(self, row: int, tokens: int) -> None:
-        most = self._limits.max_arena_tokens
+        most = self.limits.max_arena_tokens
         if most is not None and tokens > most:
             raise RequestError(
                 f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
@@ -352,9 +384,9 @@ class Intake:
         ids: IntegerArray,
         types: IntegerArray | None,
     ) -> None:
-        _check_range(row, name, ids, self._limits.vocab_size)
+        _check_range(row, name, ids, self.limits.vocab_size)
         if types is not None:
-            _check_range(row, "token_type_ids", types, self._limits.type_vocab_size)
+            _check_range(row, "token_type_ids", types, self.limits.type_vocab_size)
 
     def _check_text(self, row: int, text: str) -> int:
         """Return the length of a text in UTF-8, or raise RequestError."""
@@ -370,11 +402,30 @@ class Intake:
             raise RequestError(
                 f"row {row}: text holds half a surrogate pair; send valid Unicode"
             ) from None
-        if size > self._limits.max_text_bytes:
+        if size > self.limits.max_text_bytes:
             raise RequestError(
-                f"row {row}: text has {size} bytes; this model takes at most {self._limits.max_text_bytes}"
+                f"row {row}: text has {size} bytes; this model takes at most {self.limits.max_text_bytes}"
             )
         return size
+
+
+def steps_of(
+    sizes: Sequence[int], run: Callable[[range], tuple[Prompt, ...]]
+) -> tuple[TokenizationTask, ...]:
+    """Return the steps of rows: short texts share one.
+
+    Args:
+        sizes: length of each row in UTF-8.
+        run: does the work of some rows, and returns their prompts; raises RequestError.
+    """
+    steps = []
+    begin = num_bytes = 0
+    for end, size in enumerate(sizes, start=1):
+        num_bytes += size
+        if num_bytes >= _STEP_BYTES or end == len(sizes):
+            steps.append(TokenizationTask(num_bytes, partial(run, range(begin, end))))
+            begin, num_bytes = end, 0
+    return tuple(steps)
 
 
 def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:

@@ -30,7 +30,7 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
-from varlen.request.draft import Draft, Step
+from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import Prompt, Reply, Request, RequestOptions
 from varlen.telemetry.metrics import Stats
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 # Takes over a request that is ready, or raises an error that its reply gets.
 Accept: TypeAlias = Callable[[Request], None]
 
-_THREADS = 2
+TOKENIZER_THREADS = 2
 _BYTES_PER_SECOND = 100_000
 # Longest time between two questions whether the client of a waiting draft is still there.
 _CANCEL_CHECK_SECONDS = 0.02
@@ -75,7 +75,7 @@ class _Work:
         prompts: prompts of the steps that have run.
     """
 
-    steps: deque[Step]
+    steps: deque[TokenizationTask]
     options: RequestOptions
     reply: Reply
     accept: Accept
@@ -100,7 +100,13 @@ class TokenizerPool:
     """Tokenizes drafts in a few threads. Any thread may call `submit`, the owner the rest."""
 
     def __init__(
-        self, limits: PoolLimits, stats: Stats, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: PoolLimits,
+        stats: Stats,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        threads: int = TOKENIZER_THREADS,
+        name: str = "tokenizer",
     ) -> None:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
@@ -108,6 +114,8 @@ class TokenizerPool:
             limits: bounds of the tokenization queue.
             stats: gets the refusals.
             clock: clock of the engine.
+            threads: number of threads.
+            name: name of the threads in tools that list them.
         """
         self._limits = limits
         self._stats = stats
@@ -120,8 +128,8 @@ class TokenizerPool:
         self._bytes = 0
         self._is_closing = False
         self._threads = [
-            Thread(target=self._loop, name=f"varlen-tokenizer-{number}", daemon=True)
-            for number in range(_THREADS)
+            Thread(target=self._loop, name=f"varlen-{name}-{number}", daemon=True)
+            for number in range(threads)
         ]
 
     def start(self) -> None:
@@ -219,6 +227,8 @@ class TokenizerPool:
         step = work.steps.popleft()
         try:
             self._check_client(work)
+            while not step.wait(_CANCEL_CHECK_SECONDS):
+                self._check_client(work)
             work.prompts += step.run()
         except (
             BaseException

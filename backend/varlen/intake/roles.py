@@ -1,10 +1,10 @@
-"""Roles of texts: what a request's `prompt_name` chooses.
+"""Roles of texts: what a request's `prompt_name` or `input_type` chooses.
 
 A role puts a prompt before texts. Models with a vector for each token have two roles more, queries and documents, which
 differ in length and in the tokens that have vectors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,31 @@ from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Vectors
+from varlen.request.row_parameters import InputType
 from varlen.tasks import PROMPTED_TASKS, Task
 
 # The mask of most tokenizers, where no file names it.
 _MASK_TOKENS = ("[MASK]", "<mask>")
+
+# Names of prompts by their meaning, in lower case with "_" between words. The first name that a checkpoint has counts.
+_QUERIES = ("query", "search_query", "retrieval_query", "s2p_query")
+_DOCUMENTS = (
+    "document",
+    "passage",
+    "corpus",
+    "search_document",
+    "retrieval_document",
+    "retrieval_passage",
+)
+_PROMPT_NAMES: Mapping[InputType, tuple[str, ...]] = {
+    "query": _QUERIES,
+    "search_query": _QUERIES,
+    "document": _DOCUMENTS,
+    "passage": _DOCUMENTS,
+    "search_document": _DOCUMENTS,
+    "classification": ("classification",),
+    "clustering": ("clustering", "separation"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +48,12 @@ class Expansion:
     Attributes:
         length: length to which texts are filled up, in tokens.
         token: token that fills them up.
-        is_read: whether other tokens read the added ones.
+        is_attended: whether other tokens read the added ones.
     """
 
     length: int
     token: int
-    is_read: bool
+    is_attended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +74,12 @@ class TextRole:
     expansion: Expansion | None = None
     skipped: Int32Array | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its texts become prompts as they are."""
+        others = self.max_tokens, self.expansion, self.skipped
+        return not self.prompt and all(each is None for each in others)
+
     def place(self, tokens: Prompt) -> Prompt:
         """Return tokens with those that the role adds, and the places of its vectors."""
         expansion = self.expansion
@@ -60,7 +87,7 @@ class TextRole:
             return tokens
         ids, types, num_keys, kept = tokens.token_ids, tokens.type_ids, None, None
         if expansion is not None and len(ids) < expansion.length:
-            num_keys = None if expansion.is_read else len(ids)
+            num_keys = None if expansion.is_attended else len(ids)
             added = np.full(expansion.length - len(ids), expansion.token, np.int32)
             ids = np.concatenate([ids, added])
             if types is not None:
@@ -82,6 +109,25 @@ class TextRoles:
 
     named: Mapping[str, TextRole]
     default: TextRole = TextRole()
+
+    def of_type(self, input_type: InputType) -> TextRole | None:
+        """Return the role of an input type, None without one.
+
+        A model without prompts takes every input type. Documents of a model with a prompt for queries only have none,
+        as its authors mean it.
+        """
+        if all(role.is_plain for role in self.named.values()):
+            return self.default
+        names = _PROMPT_NAMES[input_type]
+        found = self._first(names)
+        if found is None and names is _DOCUMENTS and self._first(_QUERIES) is not None:
+            return TextRole()
+        return found
+
+    def _first(self, names: Sequence[str]) -> TextRole | None:
+        """Return the role of the first of these names that exists, None without one."""
+        roles = {_words(name): role for name, role in self.named.items()}
+        return next((roles[name] for name in names if name in roles), None)
 
 
 NO_ROLES = TextRoles({})
@@ -149,6 +195,11 @@ def mask_token(checkpoint: Checkpoint, tokenizer: Tokenizer, *, needed_by: str) 
     return token
 
 
+def _words(name: str) -> str:
+    """Return the name of a prompt in the form of `_PROMPT_NAMES`."""
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
 def _expansion(
     checkpoint: Checkpoint, late: LateInteraction, tokenizer: Tokenizer, max_sequence_tokens: int
 ) -> Expansion | None:
@@ -179,7 +230,7 @@ def _expansion(
             f"queries are expanded by the padding token, {token}, which is no position in transformers with model_type"
             f' "{checkpoint.config["model_type"]}"; allowed: another token'
         )
-    return Expansion(expansion.length, token, expansion.is_read)
+    return Expansion(expansion.length, token, expansion.is_attended)
 
 
 def _skipped_tokens(late: LateInteraction, tokenizer: Tokenizer) -> Int32Array | None:

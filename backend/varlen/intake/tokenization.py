@@ -43,6 +43,23 @@ class Tokenized:
     is_complete: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """The tokens of a text, for a client.
+
+    Attributes:
+        token_ids: id of each token.
+        tokens: text of each token as the vocabulary has it, such as `##ing`.
+        is_special: whether the tokenizer added the token.
+        offsets: first character of the text in each token, and the first one behind it.
+    """
+
+    token_ids: list[int]
+    tokens: list[str]
+    is_special: list[bool]
+    offsets: list[tuple[int, int]]
+
+
 class Tokenizer:
     """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
 
@@ -119,6 +136,41 @@ class Tokenizer:
             for text, prefix in zip(texts, prefixes, strict=True)
         ]
 
+    def tokens_of(
+        self,
+        texts: Sequence[str],
+        *,
+        truncate: bool,
+        side: TruncationSide = "right",
+        special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[TextTokens]:
+        """Return the tokens of each text, of any length.
+
+        Args:
+            texts, truncate, side, special_tokens, max_tokens: see `encode`.
+        """
+        tokenizer = self._whole
+        if truncate:
+            tokenizer = self._cutting(max_tokens or self._max_tokens, side)
+        found: list[Encoding] = tokenizer.encode_batch(
+            list(texts), add_special_tokens=special_tokens
+        )
+        return [
+            TextTokens(
+                each.ids,
+                each.tokens,
+                [bool(flag) for flag in each.special_tokens_mask],
+                each.offsets,
+            )
+            for each in found
+        ]
+
+    def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens."""
+        text: str = self._whole.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
     def count_leading(self, text: str) -> int:
         """Return the number of tokens of a text at the start of a longer one.
 
@@ -139,8 +191,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token, special ones included."""
-        text: str = self._whole.decode([token_id], skip_special_tokens=False)
-        return text
+        return self.text_of([token_id], skip_special_tokens=False)
 
     def _cutting(self, limit: int, side: TruncationSide) -> HuggingFaceTokenizer:
         """Return the tokenizer that cuts texts to this length on this side."""

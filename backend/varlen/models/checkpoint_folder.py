@@ -230,9 +230,9 @@ class Checkpoint:
         )
 
     @property
-    def hides_tokens(self) -> bool:
-        """Whether `token_embed` adds tokens that no token reads."""
-        return self.late is not None and self.late.hides_tokens
+    def has_unattended_tokens(self) -> bool:
+        """Whether `token_embed` adds unattended tokens."""
+        return self.late is not None and self.late.has_unattended_tokens
 
     @property
     def num_labels(self) -> int:
@@ -288,7 +288,11 @@ class Checkpoint:
                 f'task "{task}" is not served with a model with a vector for each token;'
                 f" allowed: {', '.join(_LATE_TASKS)}"
             )
-        if task == "token_embed" and self.hides_tokens and not family.has_unread_tokens:
+        if (
+            task == "token_embed"
+            and self.has_unattended_tokens
+            and not family.may_have_unattended_tokens
+        ):
             raise CheckpointError(
                 f"queries are expanded by tokens that others do not read (attend false), which model_type"
                 f' "{self.config["model_type"]}" does not know; allowed: attend true'

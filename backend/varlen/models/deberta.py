@@ -368,5 +368,5 @@ FAMILY = Family(
     tokenizer_class="DebertaV2Tokenizer",
     masked_lm=_masked_lm,
     # its mask hides a token both as a key and as a query
-    has_unread_tokens=False,
+    may_have_unattended_tokens=False,
 )

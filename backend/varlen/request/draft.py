@@ -1,6 +1,6 @@
-"""A request before tokenization: checked where that is cheap, the rest split into steps.
+"""A request before tokenization: checked where that is cheap, the rest split into tasks.
 
-Steps let texts of other requests be tokenized between the rows of a large one.
+Texts of other requests are tokenized between the tasks of a large one.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,18 @@ from varlen.request.request import Prompt, Request, RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A part of the work between a draft and its request.
+class TokenizationTask:
+    """Tokenizes some rows of a request, or prepares an option of it.
 
     Attributes:
         num_bytes: length of the texts in UTF-8, as a measure of the work.
-        run: does it and returns the prompts of some rows; raises RequestError.
+        run: function that returns the prompts of these rows, perhaps none; raises RequestError.
+        wait: function that waits, at most some seconds, for work of a process, and returns whether the task can run.
     """
 
     num_bytes: int
     run: Callable[[], tuple[Prompt, ...]]
+    wait: Callable[[float], bool] = lambda _: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +29,29 @@ class Draft:
     """A request whose texts are checked, but not tokenized.
 
     Attributes:
-        steps: steps in order of the rows.
+        steps: tasks in order of the rows.
         options: options of the request.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TokenizationTask, ...]
     options: RequestOptions
 
     @classmethod
     def of_prompts(cls, prompts: tuple[Prompt, ...], options: RequestOptions) -> "Draft":
         """Return the draft of a request that came with token ids."""
-        return cls((Step(0, lambda: prompts),), options)
+        return cls((TokenizationTask(0, lambda: prompts),), options)
 
     @property
     def num_bytes(self) -> int:
         """Length of the texts in UTF-8; 0 if no work is left."""
         return sum(step.num_bytes for step in self.steps)
 
-    def and_then(self, step: Step) -> "Draft":
-        """Return the draft with one more step."""
+    def and_then(self, step: TokenizationTask) -> "Draft":
+        """Return the draft with one more task."""
         return replace(self, steps=(*self.steps, step))
 
     def complete(self) -> Request:
-        """Run every step, and return the request.
+        """Run every task, and return the request.
 
         Raises:
             RequestError: the request cannot be served.

@@ -15,10 +15,10 @@ from varlen.errors import RequestError
 from varlen.parameter import (
     FLAG,
     MAX_INT32,
-    Parameter,
     check_number_of_tokens,
     parameter_field,
     parameters_of,
+    read_json,
     real_field,
     refuse,
     token_field,
@@ -26,7 +26,17 @@ from varlen.parameter import (
     whole_field,
     word_field,
 )
+from varlen.request.foreign_options import FOREIGN_OPTIONS, ForeignOption
 from varlen.request.structured import STRUCTURED_OUTPUTS, check_grammar, read_grammar
+from varlen.request.token_bias import (
+    LogitBias,
+    bad_words_field,
+    check_bad_words,
+    check_logit_bias,
+    logit_bias_field,
+    read_bad_words,
+    read_logit_bias,
+)
 
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
@@ -73,20 +83,6 @@ _NO_SEARCH = (
     "frequency_penalty",
 )
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-
-# Parameters of vLLM's clients that are not served, each with the only value that asks for nothing.
-_NEUTRAL: Mapping[str, Parameter] = MappingProxyType(
-    {
-        "best_of": Parameter(1, "", lowest=1, highest=1, allowed_text="1"),
-        "detokenize": Parameter(True, "", choices=FLAG, allowed_text="true"),
-        "spaces_between_special_tokens": Parameter(True, "", choices=FLAG, allowed_text="true"),
-        "use_beam_search": Parameter(
-            False, "", choices=FLAG, allowed_text="false; num_beams above 1 is beam search"
-        ),
-    }
-)
-# Hugging Face's names of options.
-_ALIASES: Mapping[str, str] = MappingProxyType({"num_return_sequences": "n"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +146,8 @@ class GenerationOptions:
         False, FLAG, "whether the answer keeps what ended it, a string or the text of a token"
     )
     skip_special_tokens: bool = word_field(True, FLAG, "whether the text leaves out special tokens")
+    logit_bias: LogitBias = logit_bias_field()
+    bad_words: tuple[str, ...] = bad_words_field()
     logprobs: int | None = whole_field(
         None,
         0,
@@ -212,9 +210,11 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name, parameter in OPTIONS.items():
-            if name not in ("stop", "grammar"):
+            if name not in ("stop", "grammar", "logit_bias", "bad_words"):
                 parameter.check(name, getattr(self, name))
         _check_stops(self.stop)
+        check_logit_bias(self.logit_bias)
+        check_bad_words(self.bad_words)
         if self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
         if self.is_search:
@@ -225,6 +225,11 @@ class GenerationOptions:
             check_grammar(self.grammar)
             if self.ignore_eos:
                 refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
+            if self.bad_words:
+                raise RequestError(
+                    "bad_words cannot be combined with structured_outputs; exclude the words in the schema or the"
+                    " regular expression"
+                )
 
     @property
     def is_search(self) -> bool:
@@ -248,30 +253,30 @@ class GenerationOptions:
             RequestError: a name is unknown or a value is not allowed; the message names both, and what is allowed.
         """
         values: dict[str, Any] = {}
+        given_as: dict[str, str] = {}
         for given, value in parameters.items():
-            name = _ALIASES.get(given, given)
-            if name not in OPTION_NAMES and name not in _NEUTRAL:
-                raise RequestError(unknown_parameter(name, _SERVED))
-            if value is None:
+            if given not in PARAMETER_NAMES:
+                raise RequestError(unknown_parameter(given, _SERVED))
+            if value is None or given == "best_of":
                 continue
-            if name in values and values[name] != _value(name, value):
-                raise RequestError(f"the request has both {name} and {given}; send one")
-            if name in STRUCTURED_OUTPUTS:
-                if "grammar" in values:
-                    raise RequestError(
-                        f"the request has both {' and '.join(STRUCTURED_OUTPUTS)}; send one"
-                    )
-                values["grammar"] = read_grammar(name, value)
-            elif name in _NEUTRAL:
-                neutral = _NEUTRAL[name]
-                if neutral.from_json(value) != neutral.default:
-                    refuse(name, value, neutral.allowed)
-            else:
-                values[name] = _value(name, value)
+            foreign = FOREIGN_OPTIONS.get(given, ForeignOption(option=given))
+            if not foreign.option:
+                foreign.check_nothing(given, value)
+                continue
+            field, read = _read(foreign, given, value)
+            # a grammar is checked for one name: equal ones may be written differently
+            if field in values and (field == "grammar" or values[field] != read):
+                raise RequestError(f"the request has both {given_as[field]} and {given}; send one")
+            values[field], given_as[field] = read, given
         options = cls(**{**_fitting_defaults(defaults, values), **values})
         if options.num_beams == 1:
+            if values.get("do_sample") is False and options.temperature > 0:
+                refuse("temperature", options.temperature, "0 with do_sample false")
             given_beams = tuple(name for name in _ONLY_BEAMS if name in values)
             _check_defaults(options, given_beams, "without num_beams above 1")
+        best_of = parameters.get("best_of")
+        if best_of is not None and OPTIONS["n"].from_json(best_of) != options.n:
+            refuse("best_of", best_of, f"n, {options.n}: all answers are sent")
         return options
 
 
@@ -279,14 +284,34 @@ OPTIONS = parameters_of(GenerationOptions)
 
 
 def names_of(field: str) -> tuple[str, ...]:
-    """Return the names of an option in requests: a grammar comes as a structured output."""
-    if field == "grammar":
-        return STRUCTURED_OUTPUTS
-    return (field, *(alias for alias, name in _ALIASES.items() if name == field))
+    """Return the names of an option in requests, ours first."""
+    own = STRUCTURED_OUTPUTS if field == "grammar" else (field,)
+    return (*own, *(name for name, each in FOREIGN_OPTIONS.items() if each.option == own[0]))
 
 
-OPTION_NAMES = tuple(name for field in OPTIONS for name in names_of(field))
+OPTION_NAMES = tuple(
+    name for field in OPTIONS for name in names_of(field) if name not in FOREIGN_OPTIONS
+)
+PARAMETER_NAMES = frozenset({*OPTION_NAMES, *FOREIGN_OPTIONS, "best_of"})
 _SERVED = sorted({*OPTION_NAMES} - {"guided_decoding"})
+
+
+def _read(foreign: ForeignOption, given: str, value: object) -> tuple[str, object]:
+    """Return the field of an option, and its value in the form that `GenerationOptions` checks."""
+    name = foreign.option
+    if foreign.kind:
+        if foreign.kind == "choice" and isinstance(value, str):
+            value = read_json(given, value)
+        return "grammar", read_grammar(name, {foreign.kind: value})
+    if name in STRUCTURED_OUTPUTS:
+        return "grammar", read_grammar(name, value)
+    if name != given:
+        if name == "stop" and value == "":
+            # TensorRT-LLM's clients leave their text empty
+            value = []
+        if name == "stop_token_ids" and not isinstance(value, list):
+            value = [OPTIONS["max_tokens"].from_json(value)]
+    return name, _value(name, value)
 
 
 def _fitting_defaults(
@@ -302,6 +327,9 @@ def _fitting_defaults(
     if values.get("do_sample") is True:
         # a random choice has vLLM's default
         fitting.pop("temperature", None)
+    if values.get("do_sample") is False and "temperature" not in values:
+        # Hugging Face's word for the most likely token
+        fitting["temperature"] = 0.0
     return fitting
 
 
@@ -310,6 +338,10 @@ def _value(name: str, value: object) -> object:
     if name == "stop" and isinstance(value, str):
         # one string needs no list
         return (value,)
+    if name == "logit_bias":
+        return read_logit_bias(value)
+    if name == "bad_words":
+        return read_bad_words(value)
     if name == "logprobs" and isinstance(value, bool):
         # OpenAI's flag of chats
         return 1 if value else None

@@ -51,7 +51,7 @@ class Source(Payload):
     """The ids of the text that `translate` reads; its prompt is how each answer begins."""
 
 
-# Worker processes name a payload by its place here.
+# Worker processes send the index of a payload's type in this tuple.
 PAYLOADS = (Payload, Masks, Vectors, Unpooled, Source)
 _NOTHING = Payload()
 
@@ -115,12 +115,14 @@ class RequestOptions:
         priority: 0 to 9; higher runs sooner.
         deadline_seconds: seconds from arrival after which the answer is useless; None if there is no deadline.
         generation: options of generation; None for tasks that generate none.
+        tenant: name of the client that shares the server equally with others; requests without one share a part.
     """
 
     normalize: bool = False
     priority: int = 0
     deadline_seconds: float | None = None
     generation: GenerationOptions | None = None
+    tenant: str = ""
 
     def deadline(self, arrival: float) -> float:
         """Return the time after which an answer is useless; infinity if there is none."""

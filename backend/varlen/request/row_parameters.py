@@ -17,14 +17,28 @@ from varlen.parameter import (
     whole_field,
     word_field,
 )
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import RequestOptions
 from varlen.request.scores import ScoreFunction
 from varlen.request.vectors import VECTOR_DTYPES, VectorDType
 from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
 
 MAX_PRIORITY = 9
+MAX_TENANT_CHARACTERS = 128
+
+Operation: TypeAlias = Literal["infer", "tokenize", "detokenize"]
 
 TruncationSide: TypeAlias = Literal["right", "left"]
 Activation: TypeAlias = Literal["auto"] | ScoreFunction
+InputType: TypeAlias = Literal[
+    "query",
+    "passage",
+    "search_query",
+    "search_document",
+    "document",
+    "classification",
+    "clustering",
+]
 
 # Parameters whose largest value is the width of the model's output.
 _UP_TO_WIDTH = ("dimensions", "max_active_dims", "top_k")
@@ -61,6 +75,13 @@ class RowParameters:
         allowed_text="a string",
         tasks=PROMPTED_TASKS,
     )
+    input_type: InputType | None = word_field(
+        None,
+        get_args(InputType),
+        "what the texts are for, in the names of Cohere and NVIDIA NIM: chooses the checkpoint's prompt"
+        " [of this meaning](../tasks/embeddings.md#input-types). Not with `prompt_name` or `input_ids`",
+        tasks=PROMPTED_TASKS,
+    )
     dimensions: int | None = parameter_field(
         None,
         "keep only the first features, at most all; scaled to length 1 again if the vector is normalized. For models"
@@ -94,6 +115,28 @@ class RowParameters:
         lowest=1,
         tasks=("fill_mask",),
     )
+    operation: Operation = word_field(
+        "infer",
+        get_args(Operation),
+        "`tokenize` answers the tokens of texts, and `detokenize` the texts of token ids,"
+        " [without running the model](../tasks/tokenizer.md)",
+    )
+    add_special_tokens: bool | None = word_field(
+        None,
+        FLAG,
+        "whether `tokenize` adds special tokens; default: true for texts, false for `messages`",
+    )
+    skip_special_tokens: bool | None = word_field(
+        None, FLAG, "whether `detokenize` leaves special tokens out; default: true"
+    )
+    # the reader of messages checks it: `wire.generate`
+    chat_template_kwargs: str | None = parameter_field(
+        None,
+        "variables of the chat template beside `messages`, such as `enable_thinking`; only with `messages`. A variable"
+        " that the template does not read is refused",
+        allowed_text="a JSON object, or a text that holds one",
+        tasks=("generate",),
+    )
     request_priority: int = whole_field(
         0, 0, MAX_PRIORITY, "larger runs sooner. The server reserves the name `priority`"
     )
@@ -104,6 +147,13 @@ class RowParameters:
         "latest time of the answer, in milliseconds after the request arrives. A request that cannot meet it is"
         " refused as soon as that is known",
         allowed_text="numbers above 0",
+    )
+    tenant: str = parameter_field(
+        "",
+        "name of the client for whom the request is. Each has an equal share of the model, however many requests it"
+        " sends; requests without a name share one part",
+        pattern=rf"(?s).{{0,{MAX_TENANT_CHARACTERS}}}",
+        allowed_text=f"a string of at most {MAX_TENANT_CHARACTERS} characters",
     )
 
     @classmethod
@@ -135,9 +185,39 @@ class RowParameters:
             parameter.check(name, value)
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
 
+    def options(
+        self,
+        deadline_seconds: float | None,
+        *,
+        normalize: bool = False,
+        generation: GenerationOptions | None = None,
+    ) -> RequestOptions:
+        """Return the options of the request.
+
+        Args:
+            deadline_seconds: the earliest of its deadlines, in seconds from now; None is none.
+            normalize, generation: see `RequestOptions`.
+        """
+        return RequestOptions(
+            normalize=normalize,
+            priority=self.request_priority,
+            deadline_seconds=deadline_seconds,
+            generation=generation,
+            tenant=self.tenant,
+        )
+
 
 ROW_PARAMETERS = parameters_of(RowParameters)
-# Parameters of every task.
+# Parameters of every task; `skip_special_tokens` is also an option of generation.
 COMMON_PARAMETERS = MappingProxyType(
-    {name: ROW_PARAMETERS[name] for name in ("request_priority", "deadline_ms")}
+    {
+        name: ROW_PARAMETERS[name]
+        for name in (
+            "operation",
+            "add_special_tokens",
+            "request_priority",
+            "deadline_ms",
+            "tenant",
+        )
+    }
 )

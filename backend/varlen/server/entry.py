@@ -53,6 +53,7 @@ from varlen.telemetry.tracing import load_tracer
 from varlen.wire import generate as wire_generate
 from varlen.wire import rows as wire
 from varlen.wire.outputs import ArrayAnswer, ModelOutputs
+from varlen.wire.tokenizer import TokenizerAnswer
 
 if TYPE_CHECKING:
     from varlen.service.generation import GenerationService
@@ -89,7 +90,11 @@ class _Arrived:
             trace.accept(rows=len(request.prompts), tokens=request.num_tokens)
             request = replace(request, trace=trace)
         self.reply.expect(self.answer_to(request))
-        self.service.submit(request, self.reply)
+        if request.prompts:
+            self.service.submit(request, self.reply)
+        else:
+            # its steps have written the answer
+            self.reply.finish()
 
 
 class TritonPythonModel:
@@ -221,6 +226,8 @@ class TritonPythonModel:
                 requested=request.requested_output_names(),
                 timeout_microseconds=timeout,
             )
+            if isinstance(options, TokenizerAnswer):
+                return draft, lambda _: options
             return draft, partial(ArrayAnswer.to, outputs=outputs, options=options)
         generation = cast("GenerationService", service)
         draft, spec = wire_generate.read_generate_request(
@@ -231,10 +238,12 @@ class TritonPythonModel:
             read_options=generation.options,
             timeout_microseconds=timeout,
         )
+        if isinstance(spec, TokenizerAnswer):
+            return draft, lambda _: spec
         answer_to = partial(
             wire_generate.answer_to, spec=spec, token_text=service.intake.token_text
         )
-        return generation.with_grammar(draft), answer_to
+        return generation.with_bad_words(draft), answer_to
 
     def _snapshot(self) -> MetricsSnapshot:
         requests, num_bytes = self._pool.depth

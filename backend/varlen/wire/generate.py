@@ -9,25 +9,35 @@ Source: src/utils/request.py of triton-inference-server/vllm_backend.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import RequestError
+from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.parameter import read_json, refuse
-from varlen.request.draft import Draft, Step
-from varlen.request.generation import OPTION_NAMES, GenerationOptions
-from varlen.request.request import GeneratedPart, Output, Request, RequestOptions, TokenLogprobs
-from varlen.request.row_parameters import COMMON_PARAMETERS, RowParameters
+from varlen.request.draft import Draft, TokenizationTask
+from varlen.request.generation import OPTION_NAMES, PARAMETER_NAMES, GenerationOptions
+from varlen.request.request import GeneratedPart, Output, Request, TokenLogprobs
+from varlen.request.row_parameters import COMMON_PARAMETERS, ROW_PARAMETERS, RowParameters
 from varlen.tasks import TASKS
 from varlen.wire.parameters import deadline_seconds, read_parameters
 from varlen.wire.rows import Tensors
+from varlen.wire.tokenizer import (
+    ChatText,
+    TokenizerAnswer,
+    chat_draft,
+    check_operation,
+    tokenizer_draft,
+)
 
 PROMPTS = ("text_input", "input_ids", "messages")
+_TEMPLATE_KWARGS = "chat_template_kwargs"
+_MAX_TEMPLATE_CHARACTERS = 65_536
+_MAX_TEMPLATE_DEPTH = 16
 # Outputs beside the text. The input `return_` and its name asks for one.
 _OPTIONAL_OUTPUTS = tuple(tensor.name for tensor in TASKS["generate"].outputs[1:])
 
@@ -65,13 +75,14 @@ def read_generate_request(
         [Mapping[str, object]], GenerationOptions
     ] = GenerationOptions.from_parameters,
     timeout_microseconds: int = 0,
-) -> tuple[Draft, ResponseSpec]:
-    """Return the draft of these tensors and parameters, and what the responses hold.
+) -> tuple[Draft, ResponseSpec | TokenizerAnswer]:
+    """Return the draft of a request, and what its responses hold, or its answer.
 
     Args:
         tensors: tensors by input name; without a dimension of rows.
         parameters: the request's parameters, a JSON object. Parameters of the input `sampling_parameters` come before
-            them. Names that are not ours are ignored here, as frontends add their own, and refused there.
+            them. Names that no server has for generation are ignored here, as frontends add their own, and refused
+            there.
         intake: the checks of this model.
         decoupled: whether the model may send several responses to a request.
         read_options: returns checked options, with the defaults of the model.
@@ -86,16 +97,21 @@ def read_generate_request(
             "stream is true, but this model sends one response per request; send false, or set"
             " model_transaction_policy { decoupled: true } in config.pbtxt"
         )
-    names = (*COMMON_PARAMETERS, *OPTION_NAMES)
-    named = read_parameters(parameters, names)
-    options = {name: named[name] for name in names if name in named}
+    names = (*COMMON_PARAMETERS, _TEMPLATE_KWARGS, *OPTION_NAMES)
+    named = read_parameters(parameters, names, PARAMETER_NAMES)
+    ours = PARAMETER_NAMES.union(names)
+    options = {name: value for name, value in named.items() if name in ours}
     options |= _sampling_parameters(tensors)
+    variables = _template_variables(options.pop(_TEMPLATE_KWARGS, None), tensors)
+    if options.get("operation", "infer") != "infer":
+        return _read_operation(tensors, options, variables, intake, timeout_microseconds)
+    check_operation("infer", [name for name in COMMON_PARAMETERS if name in options])
     common = RowParameters.read(
         {name: options.pop(name) for name in COMMON_PARAMETERS if name in options}, "generate"
     )
     generation = read_options(options)
     returns = frozenset(name for name in _OPTIONAL_OUTPUTS if _flag(tensors, f"return_{name}"))
-    step = _prompt_step(tensors, intake)
+    step = _prompt_step(tensors, intake, variables)
     if generation.is_search or intake.reads_sources:
         _check_returns(
             returns, {"cumulative_logprob", "logprobs"}, "score is that of a beam search"
@@ -106,14 +122,41 @@ def read_generate_request(
             generation = replace(generation, logprobs=0)
     draft = Draft(
         (step,),
-        RequestOptions(
-            priority=common.request_priority,
-            deadline_seconds=deadline_seconds(common.deadline_ms, timeout_microseconds),
-            generation=generation,
+        common.options(
+            deadline_seconds(common.deadline_ms, timeout_microseconds), generation=generation
         ),
     )
     prefix = _prefix(tensors, stream, can_continue=not intake.reads_sources)
     return draft, ResponseSpec(generation.n, stream, prefix, returns)
+
+
+def _read_operation(
+    tensors: Tensors,
+    options: Mapping[str, Any],
+    variables: Mapping[str, object],
+    intake: Intake,
+    timeout_microseconds: int,
+) -> tuple[Draft, TokenizerAnswer]:
+    """Return the draft and the answer of a request that runs no model."""
+    operation = options["operation"]
+    ROW_PARAMETERS["operation"].check("operation", operation)
+    check_operation(operation, options)
+    given = RowParameters.read(options, "generate")
+    prompts = ("text_input", "messages") if operation == "tokenize" else ("text_input",)
+    names = tensors.keys() - {"sampling_parameters"}
+    if names not in [{name} for name in prompts]:
+        raise RequestError(
+            f"the request has {shorten(', '.join(sorted(names))) or 'no prompt'}; the operation {operation} reads only"
+            f" {' or '.join(prompts)}"
+        )
+    deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
+    checked = given.options(deadline)
+    answer = TokenizerAnswer("text_output", has_rows=False)
+    if "messages" in tensors:
+        messages = ChatText(_messages(tensors), variables, len(_only("messages", tensors)))
+        return chat_draft(messages, given, intake, answer, checked), answer
+    text = _string("text_input", tensors)
+    return tokenizer_draft([text], given, intake, answer, checked), answer
 
 
 @dataclass(slots=True)
@@ -224,7 +267,9 @@ def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> Non
         raise RequestError(f"return_{found[0]} is true; {reason}")
 
 
-def _prompt_step(tensors: Tensors, intake: Intake) -> Step:
+def _prompt_step(
+    tensors: Tensors, intake: Intake, variables: Mapping[str, object]
+) -> TokenizationTask:
     """Return the step that makes the prompt."""
     given = [name for name in PROMPTS if name in tensors]
     if len(given) != 1:
@@ -236,9 +281,9 @@ def _prompt_step(tensors: Tensors, intake: Intake) -> Step:
         if ids.ndim != 1:
             raise RequestError(f"input_ids has shape {list(ids.shape)}; send [tokens]")
         prompts = intake.token_ids([ids.astype(np.int64, copy=False)])
-        return Step(0, lambda: prompts)
+        return TokenizationTask(0, lambda: prompts)
     if "messages" in tensors:
-        return intake.chat_step(_messages(tensors), len(_only("messages", tensors)))
+        return intake.chat_step(_messages(tensors), len(_only("messages", tensors)), variables)
     (step,) = intake.text_steps([_string("text_input", tensors)], truncate=False)
     return step
 
@@ -264,6 +309,42 @@ def _messages(tensors: Tensors) -> list[Mapping[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         refuse("messages", messages, "a JSON list of objects with role and content")
     return messages
+
+
+def _template_variables(value: object, tensors: Tensors) -> Mapping[str, object]:
+    """Return the variables of a chat template, given as an object or its JSON text."""
+    if value is None:
+        return {}
+    if "messages" not in tensors:
+        raise RequestError(f"the request has {_TEMPLATE_KWARGS} without messages; send messages")
+    if isinstance(value, str):
+        _check_template_size(len(value))
+        value = read_json(_TEMPLATE_KWARGS, value)
+    if not isinstance(value, dict):
+        refuse(_TEMPLATE_KWARGS, value, ROW_PARAMETERS[_TEMPLATE_KWARGS].allowed)
+    level: list[object] = [value]
+    for _ in range(_MAX_TEMPLATE_DEPTH):
+        level = [inner for each in level for inner in _items(each)]
+    if level:
+        raise RequestError(
+            f"{_TEMPLATE_KWARGS} is nested more than {_MAX_TEMPLATE_DEPTH} deep; send a flatter object"
+        )
+    _check_template_size(len(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _items(value: object) -> Iterable[object]:
+    """Return the elements of a JSON list or object, or nothing."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _check_template_size(characters: int) -> None:
+    if characters > _MAX_TEMPLATE_CHARACTERS:
+        raise RequestError(
+            f"{_TEMPLATE_KWARGS} has {characters} characters; allowed: up to {_MAX_TEMPLATE_CHARACTERS}"
+        )
 
 
 def _sampling_parameters(tensors: Tensors) -> Mapping[str, Any]:

@@ -75,6 +75,10 @@ class ModelOutputs:
         """The tensors, in the order in which a response has them."""
         return output_specs(self.task, self.width)
 
+    def first_of(self, requested: Collection[str]) -> str:
+        """Return the first of the requested outputs, in the order of `specs`."""
+        return next(spec.name for spec in self.specs if spec.name in requested)
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:

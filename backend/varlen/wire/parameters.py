@@ -1,7 +1,7 @@
 """The parameters of a request: a JSON object, and the deadline of the server's protocol."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -19,12 +19,15 @@ _LONGEST_NEAR_MISS = 32
 _SHORT_NAME = 5
 
 
-def read_parameters(parameters: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+def read_parameters(
+    parameters: str, names: tuple[str, ...], foreign: Container[str] = ()
+) -> Mapping[str, Any]:
     """Return the parameters of a request by name.
 
     Args:
         parameters: a JSON object, or nothing.
         names: names of our parameters; other names stay unless they look like a misspelt name of these.
+        foreign: names of other servers, which are no misspelt ones.
 
     Raises:
         RequestError: this is no JSON object, or a name is misspelt.
@@ -40,7 +43,8 @@ def read_parameters(parameters: str, names: tuple[str, ...]) -> Mapping[str, Any
             f"the request parameters are {shorten(repr(options))}; send a JSON object"
         )
     for name in options:
-        if len(name) <= _LONGEST_NEAR_MISS and (meant := _misspelt(name, names)):
+        is_short = len(name) <= _LONGEST_NEAR_MISS and name not in foreign
+        if is_short and (meant := _misspelt(name, names)):
             raise RequestError(
                 f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {", ".join(names)}'
             )

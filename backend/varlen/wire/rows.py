@@ -14,11 +14,12 @@ from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Text
 from varlen.request.draft import Draft
-from varlen.request.request import Prompt, RequestOptions
+from varlen.request.request import Prompt
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters
 from varlen.tasks import Task
 from varlen.wire.outputs import AnswerOptions, ModelOutputs
 from varlen.wire.parameters import deadline_seconds, read_parameters
+from varlen.wire.tokenizer import TokenizerAnswer, check_operation, tokenizer_draft
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -34,8 +35,8 @@ def read_request(
     *,
     requested: Collection[str],
     timeout_microseconds: int = 0,
-) -> tuple[Draft, AnswerOptions]:
-    """Return the draft of these tensors and parameters, and the form of its answer.
+) -> tuple[Draft, AnswerOptions | TokenizerAnswer]:
+    """Return the draft of a request, and the form of its answer, or the answer.
 
     Keeps no reference to a tensor.
 
@@ -54,26 +55,29 @@ def read_request(
     """
     named = read_parameters(parameters, _names_of(outputs.task))
     given = RowParameters.read(named, outputs.task, width=outputs.width)
+    check_operation(given.operation, [name for name in ROW_PARAMETERS if name in named])
+    deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
+    if given.operation != "infer":
+        written = TokenizerAnswer(outputs.first_of(requested), has_rows=True)
+        texts = _only_texts(tensors, given.operation)
+        return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
-    checked = RequestOptions(
-        answer.vectors.normalize,
-        given.request_priority,
-        deadline_seconds(given.deadline_ms, timeout_microseconds),
-    )
-    prompt_name = given.prompt_name
+    checked = given.options(deadline, normalize=answer.vectors.normalize)
     if "text" in tensors:
         steps = intake.text_steps(
             _texts(tensors),
             truncate=given.truncate,
             side=given.truncation_side,
-            prompt_name=prompt_name,
+            prompt_name=given.prompt_name,
+            input_type=given.input_type,
         )
         return Draft(steps, checked), answer
     if "input_ids" in tensors:
-        if prompt_name is not None:
-            raise RequestError(
-                "the request has prompt_name and input_ids; a prompt is put before texts: send text"
-            )
+        for name in ("prompt_name", "input_type"):
+            if getattr(given, name) is not None:
+                raise RequestError(
+                    f"the request has {name} and input_ids; a prompt is put before texts: send text"
+                )
         return Draft.of_prompts(_token_rows(tensors, intake), checked), answer
     raise RequestError(
         f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
@@ -83,6 +87,24 @@ def read_request(
 def _names_of(task: Task) -> tuple[str, ...]:
     """Return the names of a task's parameters."""
     return tuple(name for name, each in ROW_PARAMETERS.items() if task in each.tasks)
+
+
+def _only_texts(tensors: Tensors, operation: str) -> list[str]:
+    # the server wants every input that config.pbtxt requires, such as the pairs of a reranker
+    if tensors.keys() - {"text_pair"} != {"text"}:
+        raise RequestError(
+            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; the operation {operation} reads only text"
+        )
+    texts = _strings("text", tensors["text"])
+    if "text_pair" in tensors:
+        pairs = _strings("text_pair", tensors["text_pair"])
+        _check_rows("text_pair", len(pairs), "text", len(texts))
+        for row, pair in enumerate(pairs):
+            if pair:
+                raise RequestError(
+                    f"row {row}: text_pair is not empty; the operation {operation} reads only text"
+                )
+    return texts
 
 
 def _texts(tensors: Tensors) -> list[Text]:

@@ -18,7 +18,7 @@ from varlen.errors import (
     RequestError,
 )
 from varlen.intake.pool import PoolLimits, TokenizerPool
-from varlen.request.draft import Draft, Step
+from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import RequestOptions
 from varlen.telemetry.metrics import Stats
 
@@ -77,7 +77,7 @@ class Bench:
                     raise dict(errors)[number]
                 return (prompt_of([number + 1]),)
 
-            return Step(size, run)
+            return TokenizationTask(size, run)
 
         steps = tuple(step(number, size) for number, size in enumerate(sizes))
         draft = Draft(steps, RequestOptions(**options))
@@ -230,7 +230,7 @@ def test_a_request_that_has_failed_keeps_no_texts(ends):
     bench = Bench()
     client = Client(QueueFullError("full") if ends == "refused" else None)
     texts = Text()
-    draft = Draft((Step(10, texts),), RequestOptions(deadline_seconds=1.0))
+    draft = Draft((TokenizationTask(10, texts),), RequestOptions(deadline_seconds=1.0))
     bench.pool.submit(draft, client, client.accept, arrival=bench.clock.now)
     if ends == "late":
         bench.clock.now += 2.0
@@ -417,11 +417,16 @@ def test_a_request_in_work_holds_up_no_other():
     quick.accept = lambda request: answered.set()
     bench.pool.start()
     options = RequestOptions()
-    bench.pool.submit(Draft((Step(10, wait),), options), slow, slow.accept, arrival=100.0)
+    bench.pool.submit(
+        Draft((TokenizationTask(10, wait),), options), slow, slow.accept, arrival=100.0
+    )
     assert begun.wait(SECONDS)
 
     bench.pool.submit(
-        Draft((Step(10, lambda: (prompt_of([2]),)),), options), quick, quick.accept, arrival=100.0
+        Draft((TokenizationTask(10, lambda: (prompt_of([2]),)),), options),
+        quick,
+        quick.accept,
+        arrival=100.0,
     )
 
     assert answered.wait(SECONDS)
@@ -429,3 +434,36 @@ def test_a_request_in_work_holds_up_no_other():
     go_on.set()
     bench.pool.close()
     assert slow.ends == ["accepted"]
+
+
+def test_a_request_that_waits_for_a_process_ends_at_its_deadline_or_when_its_client_goes():
+    bench = Bench()
+    asked = []
+
+    def step_of(name):
+        def wait(seconds):
+            asked.append(name)
+            bench.clock.now += seconds
+            if name == "gone" and asked.count(name) == 3:
+                gone.cancelled = True
+            return name == "ready" and asked.count(name) == 3
+
+        return TokenizationTask(5, lambda: (prompt_of([1]),), wait)
+
+    late, gone, ready = Client(), Client(), Client()
+    for name, client, seconds in (
+        ("late", late, 0.05),
+        ("gone", gone, None),
+        ("ready", ready, None),
+    ):
+        options = RequestOptions(deadline_seconds=seconds)
+        draft = Draft((step_of(name),), options)
+        bench.pool.submit(draft, client, client.accept, arrival=bench.clock.now)
+
+    bench.run()
+
+    assert isinstance(late.error, DeadlineError)
+    assert isinstance(gone.error, RequestCancelled)
+    assert ready.ends == ["accepted"]
+    assert asked.count("late") < 10
+    assert bench.pool.depth == (0, 0)

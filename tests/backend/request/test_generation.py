@@ -2,11 +2,16 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.backend.refusals import refused_request as refused
-from varlen.request.generation import GenerationOptions
+from varlen.request.foreign_options import FOREIGN_OPTIONS
+from varlen.request.generation import OPTION_NAMES, GenerationOptions
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def options_of(**parameters):
@@ -130,7 +135,7 @@ def test_logprobs_may_be_the_flag_of_a_chat(sent, used):
         ("stop_token_ids", [True], "stop_token_ids is [true]; allowed: a list"),
         ("stop_token_ids", [-1], "stop_token_ids is [-1]; allowed: a list"),
         ("stop_token_ids", [1] * 257, "stop_token_ids has 257 tokens; allowed: up to 256"),
-        ("best_of", 2, "best_of is 2; allowed: 1"),
+        ("best_of", 2, "best_of is 2; allowed: n, 1: all answers are sent"),
         (
             "use_beam_search",
             True,
@@ -163,6 +168,92 @@ def test_parameters_that_ask_for_nothing_are_accepted():
     assert options_of(best_of=1, detokenize=True, use_beam_search=False) == options_of()
 
 
+@pytest.mark.parametrize("sent", [{"5": 1, "3": "-2.5"}, '{"5": 1, "3": -2.5}', {5: 1, 3: -2.5}])
+def test_a_logit_bias_is_kept_by_token_id(sent):
+    assert options_of(logit_bias=sent).logit_bias == ((3, -2.5), (5, 1))
+    assert options_of(logit_bias={}) == options_of(logit_bias=None) == options_of()
+    with refused("logit_bias has the token 3 twice; send it once"):
+        options_of(logit_bias={"3": 1, 3: 1})
+
+
+def test_one_bad_word_needs_no_list_and_an_empty_one_asks_for_nothing():
+    assert options_of(bad_words="a b").bad_words == ("a b",)
+    assert options_of(bad_words=["a", " b"]).bad_words == ("a", " b")
+    assert options_of(bad_words="") == options_of(bad_words=[]) == options_of()
+
+
+@pytest.mark.parametrize(
+    "foreign, ours",
+    [
+        (
+            {
+                "stop_words": "",
+                "bad_words": "",
+                "pad_id": 2,
+                "end_id": 2,
+                "return_log_probs": False,
+            },
+            {"stop_token_ids": [2]},
+        ),
+        (
+            {"stop_words": "a", "random_seed": "7", "runtime_top_k": 5, "runtime_top_p": 0.5},
+            {"stop": "a", "seed": 7, "top_k": 5, "top_p": 0.5},
+        ),
+        (
+            {"beam_width": 4, "len_penalty": 0.5, "beam_search_diversity_rate": 0.0},
+            {"num_beams": 4, "length_penalty": 0.5},
+        ),
+        ({"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"structured_outputs": {"json": SCHEMA}}),
+        ({"guided_regex": "a|b"}, {"structured_outputs": {"regex": "a|b"}}),
+        ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
+        ({"guided_choice": '["a", "b"]'}, {"structured_outputs": {"choice": ["a", "b"]}}),
+        ({"best_of": 3, "n": 3, "use_beam_search": False}, {"n": 3}),
+        (
+            {"max_new_tokens": 9, "min_new_tokens": 2, "num_return_sequences": 3},
+            {"max_tokens": 9, "min_tokens": 2, "n": 3},
+        ),
+        (
+            {
+                "stop_sequences": ["a"],
+                "eos_token_id": [4, 5],
+                "typical_p": 1.0,
+                "watermark": "False",
+            },
+            {"stop": ["a"], "stop_token_ids": [4, 5]},
+        ),
+        (
+            {"stop": "a", "stop_sequences": ["a"], "truncate": False, "details": False},
+            {"stop": "a"},
+        ),
+    ],
+    ids=str,
+)
+def test_options_of_other_servers_become_ours(foreign, ours):
+    assert options_of(**foreign) == options_of(**ours)
+
+
+@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
+def test_each_option_of_another_server_is_ours_or_has_a_remedy(name):
+    foreign = FOREIGN_OPTIONS[name]
+
+    if foreign.option:
+        assert {foreign.option} <= {*OPTION_NAMES}
+        with refused("; allowed:"):
+            options_of(**{name: [None]})
+    else:
+        with refused(foreign.remedy):
+            options_of(**{name: "unlikely"})
+    assert options_of(**{name: None}) == options_of()
+    assert f"`{name}`" in (DOCS / "start/migration.md").read_text()
+
+
+def test_biases_and_bad_words_go_with_a_search():
+    options = options_of(num_beams=2, logit_bias={"3": 1}, bad_words="a")
+
+    assert (options.logit_bias, options.bad_words) == (((3, 1),), ("a",))
+
+
 def test_an_unknown_name_gets_a_hint():
     with refused('unknown parameter "temprature". Did you mean "temperature"? Allowed: '):
         options_of(temprature=1)
@@ -171,7 +262,7 @@ def test_an_unknown_name_gets_a_hint():
 
 
 def test_a_grammar_has_to_come_as_structured_output():
-    with refused('unknown parameter "grammar"'):
+    with refused("grammar is not served; send structured_outputs"):
         options_of(grammar="start: x")
 
 
@@ -187,6 +278,10 @@ def test_in_process_options_are_checked_too():
         GenerationOptions(stop="end")
     with refused("stop is a set; allowed"):
         GenerationOptions(stop={"end"})
+    with refused("logit_bias is {}; allowed: an object of numbers"):
+        GenerationOptions(logit_bias={})
+    with refused("bad_words is a set; allowed"):
+        GenerationOptions(bad_words={"end"})
 
 
 def test_options_of_beam_search_are_read():
@@ -296,6 +391,15 @@ def test_defaults_of_a_model_hold_where_the_request_says_nothing():
     assert greedy.n == 1
 
 
+def test_do_sample_false_is_greedy_unless_a_temperature_contradicts_it():
+    assert options_of(do_sample=False).temperature == 0
+    assert options_of(do_sample=False, temperature=0).temperature == 0
+    assert options_of(do_sample=True).temperature == 1
+    assert options_of(do_sample=False, num_beams=2).num_beams == 2
+    with refused("temperature is 0.7; allowed: 0 with do_sample false"):
+        options_of(do_sample=False, temperature=0.7)
+
+
 def test_defaults_of_a_model_contradict_no_request():
     defaults = {"num_beams": 4, "n": 4, "min_tokens": 56, "max_tokens": 142, "temperature": 0.0}
 
@@ -307,9 +411,6 @@ def test_defaults_of_a_model_contradict_no_request():
         GenerationOptions.from_parameters({"max_tokens": 20, "min_tokens": 30}, defaults)
     with refused("num_beams is 0; allowed: "):
         GenerationOptions.from_parameters({"num_beams": 0}, defaults)
-
-
-SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 
 
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.backend.fakes.input_limits import input_limits
 from tests.backend.refusals import refused_request as refused
+from tests.generation_refusals import generation_refusals
 from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
@@ -36,10 +37,10 @@ SEARCH_OUTPUTS = ALL_OUTPUTS | {"score"}
 class FakeTemplate:
     """Puts the contents of messages behind each other."""
 
-    def render(self, messages):
+    def render(self, messages, variables):
         if any("content" not in message for message in messages):
             raise RequestError("a message has no content")
-        return " ".join(message["content"] for message in messages)
+        return " ".join([*(message["content"] for message in messages), *variables])
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,19 @@ def test_the_tensors_are_those_of_the_vllm_backend():
     }
 
 
+@pytest.mark.parametrize("refusal", generation_refusals(), ids=lambda each: each.description)
+@pytest.mark.parametrize("in_tensor", [True, False], ids=["sampling_parameters", "parameters"])
+def test_each_mistake_has_its_message(intake, refusal, in_tensor):
+    tensors = dict(refusal.inputs)
+    if in_tensor:
+        tensors["sampling_parameters"] = sampling(**refusal.parameters)
+
+    with pytest.raises(RequestError) as caught:
+        read(intake, {} if in_tensor else refusal.parameters, **tensors)
+
+    assert str(caught.value) == refusal.message
+
+
 def test_reads_a_text(intake):
     request, spec = read(intake, text_input=text("the cat"))
 
@@ -119,6 +133,19 @@ def test_reads_messages_with_the_chat_template_and_adds_no_special_tokens(intake
 
     assert ids_of(request) == [5, 6]
     assert spec.prefix == ""
+
+
+@pytest.mark.parametrize("in_tensor", [True, False])
+@pytest.mark.parametrize("sent", [{"cat": {"a": [1]}}, '{"cat": true}'], ids=str)
+def test_the_chat_template_gets_its_variables(intake, sent, in_tensor):
+    messages = text('[{"role": "user", "content": "the"}]')
+    given = {"chat_template_kwargs": sent}
+    tensors = {"sampling_parameters": sampling(**given)} if in_tensor else {}
+
+    request, _ = read(intake, {} if in_tensor else given, messages=messages, **tensors)
+
+    alone, _ = read(intake, messages=text('[{"role": "user", "content": "the cat"}]'))
+    assert ids_of(request) == ids_of(alone)
 
 
 def test_refuses_messages_without_a_chat_template(small_bert):
@@ -169,12 +196,13 @@ def test_refuses_a_prompt_that_cannot_be_served(intake, tensors, message):
 
 def test_request_parameters_are_sampling_parameters(intake):
     given = {"max_tokens": 3, "temperature": 0.5, "request_priority": 4, "deadline_ms": 250}
+    given["tenant"] = "a"
 
     request, _ = read(intake, given, text_input=text("a"))
 
     options = request.options
     assert (options.generation.max_tokens, options.generation.temperature) == (3, 0.5)
-    assert (options.priority, options.deadline_seconds) == (4, 0.25)
+    assert (options.priority, options.deadline_seconds, options.tenant) == (4, 0.25, "a")
 
 
 def test_the_tensor_of_sampling_parameters_comes_first(intake):
@@ -211,11 +239,22 @@ def test_refuses_an_unknown_sampling_parameter(intake):
 
 
 def test_refuses_a_near_miss_among_request_parameters_and_ignores_what_frontends_add(intake):
-    with refused('unknown parameter "max_new_tokens". Did you mean "max_tokens"?'):
-        read(intake, {"max_new_tokens": 3}, text_input=text("a"))
+    with refused('unknown parameter "max_token". Did you mean "max_tokens"?'):
+        read(intake, {"max_token": 3}, text_input=text("a"))
 
     added = {"triton_enable_empty_final_response": True, "id": "7", "X-Tenant": "a", "model": "m"}
     read(intake, added, text_input=text("a"))
+
+
+@pytest.mark.parametrize("in_tensor", [True, False])
+def test_names_of_other_servers_are_read_wherever_they_come(intake, in_tensor):
+    given = {"max_new_tokens": 3, "stop_words": "x", "pad_id": 2, "end_id": 2, "bad_words": ""}
+    tensors = {"sampling_parameters": sampling(**given)} if in_tensor else {}
+
+    request, _ = read(intake, {} if in_tensor else given, text_input=text("a"), **tensors)
+
+    options = request.options.generation
+    assert (options.max_tokens, options.stop, options.stop_token_ids) == (3, ("x",), (2,))
 
 
 def test_the_sooner_deadline_holds(intake):
@@ -428,7 +467,7 @@ def test_every_served_parameter_may_be_a_parameter_of_the_request(intake):
 
     assert {"max_tokens", "structured_outputs"} <= set(served)
     for name in served:
-        # any string is a stop string
-        wrong = 1.5 if name == "stop" else "?"
+        # any string is a stop string and a word
+        wrong = 1.5 if name in ("stop", "bad_words") else "?"
         with pytest.raises(RequestError, match="allowed:"):
             read(intake, json.dumps({name: wrong}), text_input=text("a"))

@@ -175,6 +175,21 @@ def test_a_named_prompt_is_put_before_texts(small_bert):
         read(intake, '{"prompt_name": "query"}', input_ids=ids(IDS))
 
 
+def test_an_input_type_chooses_a_prompt(small_bert):
+    roles = TextRoles({"Query": TextRole("the ")}, TextRole("a "))
+    intake = Intake(Tokenizer(small_bert, 12), input_limits(), roles=roles)
+
+    def ids_of(**parameters):
+        return rows_of(read(intake, json.dumps(parameters), text=text("cat")))
+
+    assert ids_of(input_type="search_query") == ids_of(prompt_name="Query") == [[2, 5, 6, 3]]
+    assert ids_of(input_type="passage") == [[2, 6, 3]]
+    with refused(
+        "input_type is clustering; this model has no prompt for it. Name one of its prompts with prompt_name: Query"
+    ):
+        ids_of(input_type="clustering")
+
+
 def test_an_answer_has_the_model_s_form_unless_the_request_says(intake):
     requested = frozenset({"num_tokens"})
     assert read_answer(intake) == AnswerOptions(requested, VectorForm(normalize=True), "softmax")
@@ -260,6 +275,12 @@ def test_reads_a_priority(intake, value):
     request = read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
 
     assert request.options.priority == value
+
+
+def test_reads_a_tenant(intake):
+    request = read(intake, json.dumps({"tenant": "a\nb"}), input_ids=ids(IDS))
+
+    assert request.options.tenant == "a\nb"
 
 
 def test_a_request_that_says_nothing_has_the_lowest_priority(intake):

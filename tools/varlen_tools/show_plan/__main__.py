@@ -16,9 +16,7 @@ from varlen_tools.show_plan.picture import draw, in_units, render
 _PAPER = "paper"
 _LENGTHS = ["200", "240"]
 _OUTPUT = [Path("plan.svg"), Path("plan.html")]
-_ARENA_NOTE = (
-    "Planned as the arena plans a batch that runs as a whole: into one chunk, by its shape alone."
-)
+_ARENA_NOTE = "Planned as the arena plans a batch that runs as a whole: into one chunk; only its shape counts."
 _PAPER_NOTE = (
     "The paper's records of BERT-base by its rules: each batch finds the chunks of the one before."
 )

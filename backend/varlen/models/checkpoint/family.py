@@ -68,7 +68,7 @@ class Family(Generic[Model_co]):
         kind: the parts of its models.
         has_token_types: whether its models tell the two texts of a pair apart by token types.
         masked_lm: returns the head of its masked language models; None if it is not served.
-        has_unread_tokens: whether a token that no token reads may read others.
+        may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
     """
 
     architectures: Mapping[str, Task]
@@ -81,7 +81,7 @@ class Family(Generic[Model_co]):
     kind: Kind = "encoder"
     has_token_types: bool = False
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
-    has_unread_tokens: bool = True
+    may_have_unattended_tokens: bool = True
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -47,13 +47,13 @@ class QueryExpansion:
     Attributes:
         length: length to which queries are filled up, in tokens.
         limits: whether it is also the length of the longest query.
-        is_read: whether other tokens read the added ones; these read all tokens of the query in any case.
+        is_attended: whether other tokens read the added ones; these read all tokens of the query in any case.
         token: text of the added token; None is the mask token.
     """
 
     length: int
     limits: bool = True
-    is_read: bool = False
+    is_attended: bool = False
     token: str | None = None
 
 
@@ -84,9 +84,9 @@ class LateInteraction:
         return max(self.query_length or 0, self.document_length or 0)
 
     @property
-    def hides_tokens(self) -> bool:
-        """Whether there are tokens that no token reads."""
-        return self.expansion is not None and not self.expansion.is_read
+    def has_unattended_tokens(self) -> bool:
+        """Whether there are unattended tokens."""
+        return self.expansion is not None and not self.expansion.is_attended
 
 
 def is_pylate(model: Json) -> bool:
@@ -146,7 +146,7 @@ def read_pylate(model: Json, name: str) -> LateInteraction:
     if read_flag(model, "do_query_expansion", default=is_expanded, name=name):
         expansion = QueryExpansion(
             query_length or _PYLATE_QUERY_LENGTH,
-            is_read=read_flag(model, "attend_to_expansion_tokens", default=False, name=name),
+            is_attended=read_flag(model, "attend_to_expansion_tokens", default=False, name=name),
         )
         query_length = None
     has_words = model.get("skiplist_words") is not None

@@ -1,0 +1,202 @@
+"""The wire format of `tokenize` and `detokenize`, which run no model.
+
+The parameter `operation` asks for one of them. The threads that tokenize make a JSON object of each text, and these
+objects are the answer: one BYTES tensor, under the name of an output that the request names (decision 0042).
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import RequestError
+from varlen.intake.checks import Intake, steps_of
+from varlen.intake.roles import TextRole
+from varlen.parameter import read_json, refuse
+from varlen.request.draft import Draft, TokenizationTask
+from varlen.request.request import Output, Prompt, RequestOptions
+from varlen.request.row_parameters import Operation, RowParameters
+
+_EVERY = ("operation", "request_priority", "deadline_ms", "tenant")
+_PARAMETERS: Mapping[Operation, Collection[str]] = {
+    "tokenize": (
+        *_EVERY,
+        "add_special_tokens",
+        "truncate",
+        "truncation_side",
+        "prompt_name",
+        "input_type",
+    ),
+    "detokenize": (*_EVERY, "skip_special_tokens"),
+}
+
+
+@dataclass(slots=True)
+class TokenizerAnswer:
+    """The answer to a request, which its steps write.
+
+    Attributes:
+        output: name of its only tensor.
+        has_rows: whether the shape of the tensor is `[rows, 1]`; else it is `[1]`.
+        rows: JSON text of each row.
+        streams: whether parts are sent as they come.
+    """
+
+    output: str
+    has_rows: bool
+    rows: list[bytes] = field(default_factory=list, init=False)
+    streams: bool = field(default=False, init=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return sum(4 + len(row) for row in self.rows)
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:  # noqa: ARG002
+        """Return the tensor by its name. The engine has no outputs for it."""
+        rows = np.array(self.rows, dtype=np.object_)
+        return {self.output: rows[:, None] if self.has_rows else rows}
+
+
+def check_operation(operation: Operation, names: Collection[str]) -> None:
+    """Refuse parameters that an operation does not read.
+
+    Args:
+        operation: operation of the request; `infer` reads all but the ones of the others.
+        names: names of the parameters that the request has, of ours.
+
+    Raises:
+        RequestError: one is not for the operation.
+    """
+    for name in names:
+        if operation == "infer":
+            owner = "tokenize" if name == "add_special_tokens" else "detokenize"
+            if name in ("add_special_tokens", "skip_special_tokens"):
+                raise RequestError(f"the parameter {name} is for the operation {owner}")
+        elif name not in _PARAMETERS[operation]:
+            raise RequestError(
+                f"the parameter {name} is not for the operation {operation}; leave it out"
+            )
+
+
+def tokenizer_draft(
+    texts: Sequence[str],
+    given: RowParameters,
+    intake: Intake,
+    answer: TokenizerAnswer,
+    options: RequestOptions,
+) -> Draft:
+    """Return the draft of a request, whose steps write the answer.
+
+    Args:
+        texts: texts to tokenize, or JSON lists of token ids to detokenize.
+        given: parameters of the request.
+        intake: the checks of the model.
+        answer: gets the rows.
+        options: priority and deadline of the request.
+
+    Raises:
+        RequestError: a text cannot be read, or there is no such prompt. A step raises it for token ids.
+    """
+    sizes = intake.check_texts(texts)
+    role = intake.role_of(given.prompt_name, given.input_type)
+
+    def run(rows: range) -> tuple[Prompt, ...]:
+        part = texts[rows.start : rows.stop]
+        if given.operation == "tokenize":
+            answer.rows += _token_objects(part, given, intake, role)
+        else:
+            skip = given.skip_special_tokens is not False
+            answer.rows += [
+                _text_object(row, text, intake, skip_special_tokens=skip)
+                for row, text in zip(rows, part, strict=True)
+            ]
+        return ()
+
+    return Draft(steps_of(sizes, run), options)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """Chat messages to tokenize.
+
+    Attributes:
+        messages, variables: see `Intake.chat`.
+        num_bytes: length of the messages, as a measure of the work.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, object]
+    num_bytes: int
+
+
+def chat_draft(
+    chat: ChatText,
+    given: RowParameters,
+    intake: Intake,
+    answer: TokenizerAnswer,
+    options: RequestOptions,
+) -> Draft:
+    """Return the draft of a request that tokenizes chat messages.
+
+    Args:
+        chat: messages to tokenize.
+        given, intake, answer, options: see `tokenizer_draft`.
+    """
+
+    def run() -> tuple[Prompt, ...]:
+        text = intake.chat_text(chat.messages, chat.variables)
+        intake.check_texts([text])
+        answer.rows += _token_objects([text], given, intake, TextRole(), special_tokens=False)
+        return ()
+
+    return Draft((TokenizationTask(chat.num_bytes, run),), options)
+
+
+def _token_objects(
+    texts: Sequence[str],
+    given: RowParameters,
+    intake: Intake,
+    role: TextRole,
+    *,
+    special_tokens: bool = True,
+) -> list[bytes]:
+    """Return the JSON object of the tokens of each text."""
+    if given.add_special_tokens is not None:
+        special_tokens = given.add_special_tokens
+    found = intake.tokenizer.tokens_of(
+        [role.prompt + text for text in texts],
+        truncate=given.truncate,
+        side=given.truncation_side,
+        special_tokens=special_tokens,
+        max_tokens=role.max_tokens,
+    )
+    return [
+        _json(
+            {
+                "token_ids": each.token_ids,
+                "tokens": each.tokens,
+                "special": each.is_special,
+                "offsets": each.offsets,
+                "prompt": role.prompt,
+                "max_tokens": role.max_tokens or intake.limits.max_sequence_tokens,
+            }
+        )
+        for each in found
+    ]
+
+
+def _text_object(row: int, text: str, intake: Intake, *, skip_special_tokens: bool) -> bytes:
+    """Return the JSON object of the text of token ids."""
+    name, size = f"row {row}: text", intake.limits.vocab_size
+    ids = read_json(name, text)
+    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < size for each in ids):
+        refuse(name, ids, f"a JSON list of token ids from 0 to {size - 1}")
+    return _json({"text": intake.tokenizer.text_of(ids, skip_special_tokens=skip_special_tokens)})
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
