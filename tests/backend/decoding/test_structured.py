@@ -307,6 +307,23 @@ def test_compiled_grammars_are_ended_when_they_have_too_much_memory_and_compiled
     assert server.grammars.use().started == 21
 
 
+def test_only_some_grammars_keep_their_processes_without_an_answer():
+    server = Server(byte_level())
+    for index in range(20):
+        server.grammars.check(regex(f"x{index}"))
+    used = []
+    for index in range(18):
+        server.grammars.check(regex(f"y{index}"))
+        used.append(server.grammars.matcher(regex(f"y{index}")))
+        used[-1].advance([1], 1)
+
+    server.grammars.check(regex("z"))
+
+    # answers in progress keep their grammars
+    assert server.grammars.use().grammars == 16 + 18
+    assert not any(each._grammar.error for each in used)
+
+
 def test_a_grammar_that_fits_beside_none_in_use_is_refused_for_now():
     server = Server(byte_level(), max_bytes=1)
 
