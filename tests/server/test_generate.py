@@ -76,6 +76,20 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(1, VOCABULARY, length).tolist()
 
 
+def test_callers_of_different_salts_share_no_prefix(client: Client, server: LocalServer) -> None:
+    name, prompt = "varlen_prefix_cache_hit_tokens_total", prompt_of(200, seed=42)
+    hits, texts = [], []
+    for salt in ("a", "b", "a"):
+        before = metrics(server, "writer")[name]
+        texts.append(client.generate(prompt, max_tokens=2, cache_salt=salt, **GREEDY).text)
+        wait_until_free(server, "writer")
+        hits.append(metrics(server, "writer")[name] - before)
+
+    assert texts == [texts[0]] * 3
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 0
+
+
 def test_a_whole_answer_is_that_of_the_model_in_process(
     client: Client, in_process: Generator
 ) -> None:

@@ -20,7 +20,7 @@ from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import Output, Prompt, RequestOptions
 from varlen.request.row_parameters import Operation, RowParameters
 
-_EVERY = ("operation", "request_priority", "deadline_ms", "tenant")
+_EVERY = ("operation", "request_priority", "deadline_ms", "tenant", "cache_salt")
 _PARAMETERS: Mapping[Operation, Collection[str]] = {
     "tokenize": (
         *_EVERY,

@@ -196,13 +196,14 @@ def test_refuses_a_prompt_that_cannot_be_served(intake, tensors, message):
 
 def test_request_parameters_are_sampling_parameters(intake):
     given = {"max_tokens": 3, "temperature": 0.5, "request_priority": 4, "deadline_ms": 250}
-    given["tenant"] = "a"
+    given |= {"tenant": "a", "cache_salt": "b"}
 
     request, _ = read(intake, given, text_input=text("a"))
 
     options = request.options
     assert (options.generation.max_tokens, options.generation.temperature) == (3, 0.5)
-    assert (options.priority, options.deadline_seconds, options.tenant) == (4, 0.25, "a")
+    assert (options.priority, options.deadline_seconds) == (4, 0.25)
+    assert (options.tenant, options.cache_salt) == ("a", "b")
 
 
 def test_the_tensor_of_sampling_parameters_comes_first(intake):

@@ -277,10 +277,11 @@ def test_reads_a_priority(intake, value):
     assert request.options.priority == value
 
 
-def test_reads_a_tenant(intake):
-    request = read(intake, json.dumps({"tenant": "a\nb"}), input_ids=ids(IDS))
+@pytest.mark.parametrize("name", ["tenant", "cache_salt"])
+def test_reads_the_name_of_a_caller(intake, name):
+    request = read(intake, json.dumps({name: "a\nb"}), input_ids=ids(IDS))
 
-    assert request.options.tenant == "a\nb"
+    assert getattr(request.options, name) == "a\nb"
 
 
 def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
@@ -295,7 +296,7 @@ def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
     shared_memory_offset shared_memory_byte_size triton_enable_empty_final_response traceparent
     tracestate X-Request-ID X-Request-Priority X-Deadline-Ms x-tenant Authorization Content-Type
     User-Agent model model_name stream max_tokens temperature user encoding_format
-    parameters inputs outputs lora_id cache_salt truncate_prompt_tokens normalize_embeddings
+    parameters inputs outputs lora_id truncate_prompt_tokens normalize_embeddings
     """.split(),
 )
 def test_ignores_each_name_that_frontends_use(intake, name):
