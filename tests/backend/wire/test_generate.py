@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.backend.fakes.input_limits import input_limits
 from tests.backend.refusals import refused_request as refused
-from tests.generation_refusals import generation_refusals
+from tests.generation_refusals import generation_refusals, json_refusals
 from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
@@ -159,6 +159,46 @@ def test_refuses_messages_without_a_chat_template(small_bert):
 def test_refuses_messages_that_are_no_list_of_objects(intake, messages):
     with refused("allowed: a JSON list of objects with role and content"):
         read(intake, messages=text(messages))
+
+
+@pytest.mark.parametrize("refusal", json_refusals(), ids=lambda each: each.description)
+def test_options_that_take_long_to_read_are_refused(intake, refusal):
+    with pytest.raises(RequestError) as caught:
+        read(intake, **refusal.inputs)
+
+    assert str(caught.value) == refusal.message
+
+
+def test_options_of_the_largest_size_and_depth_are_read(intake):
+    deep = b'{"structured_outputs":{"json":{"default":' + b"[" * 97 + b"]" * 97 + b"}}}"
+    sampling = deep + b" " * (131_072 - len(deep))
+
+    request, _ = read(intake, text_input=text("a"), sampling_parameters=text(sampling))
+
+    assert request.options.generation.grammar
+
+
+def test_messages_are_read_with_the_tokens_not_in_execute(intake):
+    draft, _ = read_generate_request({"messages": text("[" * 5000)}, "{}", intake, decoupled=True)
+
+    assert draft.num_bytes == 5000
+    with refused("messages is "):
+        draft.complete()
+
+
+def test_refuses_messages_that_are_longer_than_their_text_can_be(intake):
+    with refused("messages has 32001 bytes; allowed: up to 32000"):
+        read_generate_request({"messages": text(b"\xff" * 32_001)}, "{}", intake, decoupled=True)
+
+
+def test_escapes_and_other_fields_do_not_make_messages_too_long(intake):
+    content = json.dumps("the cat" + " " * 3900).replace(" ", "\\u0020")
+    messages = f'[{{"role": "user", "content": {content}, "id": 1}}]'
+
+    request, _ = read(intake, messages=text(messages))
+
+    assert len(messages) > 20_000
+    assert ids_of(request) == ids_of(read(intake, text_input=text("the cat"))[0])[1:-1]
 
 
 def test_refuses_a_request_without_a_prompt(intake):

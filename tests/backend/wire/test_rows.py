@@ -324,11 +324,35 @@ def test_ignores_a_parameter_with_a_name_of_any_length(intake):
     "parameters", ["[]", "3", "null", '"truncate"', "{", "{'a': 1}", "[" * 9999]
 )
 def test_refuses_parameters_that_are_no_json_object(intake, parameters):
-    with refused("send a JSON object") as caught:
+    with refused("; allowed: ") as caught:
         read(intake, parameters, input_ids=ids(IDS))
 
-    assert str(caught.value).startswith("the request parameters are ")
+    assert str(caught.value).startswith("parameters is ")
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"a": "b" * 131_072}, "parameters has 131081 bytes; allowed: up to 131072"),
+        ({"a": "中" * 50_000}, "parameters has 150009 bytes; allowed: up to 131072"),
+        ({"a": [[]] * 60_000}, "parameters has 240007 bytes; allowed: up to 131072"),
+        (
+            {"a": [0] * 20_000},
+            "parameters has 20001 commas and opening brackets; allowed: up to 20000",
+        ),
+        (dict.fromkeys(map(str, range(101)), 1), "the request has 101 parameters; allowed: up to"),
+    ],
+    ids=["text", "characters of three bytes", "lists", "numbers", "names"],
+)
+def test_refuses_parameters_that_take_long_to_read(intake, given, message):
+    with refused(message):
+        read(intake, json.dumps(given, ensure_ascii=False), input_ids=ids(IDS))
+
+
+def test_a_long_text_is_refused_before_it_is_decoded(intake):
+    with refused("row 1: text has 4001 bytes; this model takes at most 4000"):
+        read(intake, text=np.array([[b"the"], [b"\xff" * 4001]], object))
 
 
 @pytest.mark.parametrize("name", ["truncate", "normalize", "request_priority", "deadline_ms"])
