@@ -26,7 +26,7 @@ IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
 _STEP_BYTES = 4096
-# How much longer than a text its chat messages may be, as JSON.
+# How much longer than a text its chat messages may be, as JSON: escapes have up to 6 bytes for one of the text.
 _MESSAGE_FACTOR = 8
 
 
@@ -49,7 +49,7 @@ class InputLimits:
 
     @property
     def max_message_bytes(self) -> int:
-        """Longest JSON text of chat messages, in bytes: escapes have up to 6 for one of a text."""
+        """Longest JSON text of chat messages, in bytes."""
         return _MESSAGE_FACTOR * self.max_text_bytes
 
 
