@@ -43,8 +43,9 @@ class JsonLimits:
     max_marks: int | None = None
 
 
+MAX_JSON_MARKS = 20_000
 # Limits of options. The longest grammar is half as long, without white space, and has fewer values.
-OPTION_JSON = JsonLimits(131_072, 20_000)
+OPTION_JSON = JsonLimits(131_072, MAX_JSON_MARKS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ A place is safe if every one of these steps treats the text before it alike, wha
 * A letter or digit before a space, if words are split at spaces. The space begins a new character for every Unicode
   normalization: nothing composes with it, and it belongs to no cluster of characters that precede it.
 * If words are split at all white space, also a letter or digit of ASCII before a tab or the end of a line. Patterns of
-  words take the end of a line to what precedes it, unless that is a letter or digit. Those of ASCII are that in every
-  version of Unicode.
+  words add the end of a line to what precedes it, unless that is a letter or digit. In every version of Unicode,
+  letters and digits of ASCII are.
 * With the words of BERT, also a place before a punctuation mark or a Chinese character, each a word of its own.
 
 Tokenizers with parts that are not known here have no safe boundaries.
@@ -90,7 +90,7 @@ def safe_boundary(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def safe_start(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern that ends where texts can begin; None if the tokenizer has no such places.
+    """Return a pattern that ends where texts can begin; None without such places.
 
     The tokens of `text[match.end():]` are the last tokens of `text`, special tokens aside.
     """
@@ -159,7 +159,7 @@ def _changes_beginning(part: Part) -> bool:
 
 
 def _reads_before(token: AddedToken) -> bool:
-    """Return whether an added token depends on what precedes a boundary, or takes what follows it."""
+    """Return whether an added token reads across a boundary that begins a text."""
     takes_spaces = token.rstrip and re.search(r"\w$", token.content)
     return bool(takes_spaces or (token.single_word and token.content[:1].isspace()))
 

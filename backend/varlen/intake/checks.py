@@ -16,6 +16,7 @@ import numpy.typing as npt
 from varlen.errors import RequestError, shorten
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
+from varlen.parameter import MAX_JSON_MARKS, JsonLimits
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
 from varlen.request.row_parameters import InputType, TruncationSide
@@ -48,9 +49,11 @@ class InputLimits:
     max_arena_tokens: int | None = None
 
     @property
-    def max_message_bytes(self) -> int:
-        """Longest JSON text of chat messages, in bytes."""
-        return _MESSAGE_FACTOR * self.max_text_bytes
+    def messages(self) -> JsonLimits:
+        """Limits of chat messages as JSON. Their texts may consist of commas."""
+        return JsonLimits(
+            _MESSAGE_FACTOR * self.max_text_bytes, MAX_JSON_MARKS + self.max_text_bytes
+        )
 
 
 class ChatTemplate(Protocol):

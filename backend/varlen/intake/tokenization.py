@@ -180,7 +180,7 @@ class Tokenizer:
         return self.text_of([token_id], skip_special_tokens=False)
 
     def _tokenizer(self, limit: int, cut: TruncationSide | None) -> HuggingFaceTokenizer:
-        """Return the tokenizer that cuts texts to this length on this side; None cuts nothing."""
+        """Return the tokenizer that cuts texts on this side, if on any."""
         return self._whole if cut is None else self._cutting(limit, cut)
 
     def _cutting(self, limit: int, side: TruncationSide) -> HuggingFaceTokenizer:
@@ -201,7 +201,7 @@ class Tokenizer:
     def _encode_part(
         self, text: Text, cut: TruncationSide | None, special_tokens: bool, limit: int
     ) -> Encoding | None:
-        """Return the encoding of a part of a long text; None if the whole text is needed.
+        """Return the encoding of a part of a long text; None if all is needed.
 
         It is as for the whole text, or too long like it.
 
@@ -243,7 +243,7 @@ class Tokenizer:
     def _tokens_of(
         self, text: str, cut: TruncationSide | None, special_tokens: bool, limit: int
     ) -> TextTokens:
-        """Return the tokens of a text, found in a part of it if that has enough."""
+        """Return the tokens of a text, from a part of it if that has enough."""
         tokenizer = self._tokenizer(limit, cut)
         parts = self._parts(text, limit, cut) if cut else ()
         for part in chain(parts, [slice(0, len(text))]):

@@ -58,7 +58,7 @@ class RowParameters:
     truncation_side: TruncationSide = word_field(
         "right",
         get_args(TruncationSide),
-        "which end is cut. `left` tokenizes long texts as a whole, which takes longer",
+        "which end is cut",
         tasks=ONE_SHOT_TASKS,
     )
     normalize: bool | None = word_field(

@@ -314,7 +314,7 @@ def _text_input(tensors: Tensors, intake: Intake) -> str:
 
 def _chat(tensors: Tensors, variables: Mapping[str, object], intake: Intake) -> ChatText:
     """Return chat messages, which the threads that tokenize read: they may be long."""
-    text, limits = _bytes("messages", tensors), JsonLimits(intake.limits.max_message_bytes)
+    text, limits = _bytes("messages", tensors), intake.limits.messages
     check_bytes("messages", len(text), limits.max_bytes)
     return ChatText(partial(_read_messages, text, limits), variables, len(text))
 

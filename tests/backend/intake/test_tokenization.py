@@ -1,4 +1,4 @@
-"""Tokenizing the beginning or the end of a long text gives the result of the whole text.
+"""Tokenizing one end of a long text gives the result of the whole text.
 
 This holds for every kind of tokenizer that has safe boundaries.
 """
@@ -216,7 +216,7 @@ def cutting(folder, side):
 
 
 def check(tokenizers, text):
-    """Check the tokens of a text or a pair, cut on each side and not cut."""
+    """Check the tokens of a text or a pair, cut and not cut."""
     ours, library = tokenizers
     pair = text if isinstance(text, tuple) else (text,)
     [found] = ours.encode([text], truncate=False)

@@ -191,6 +191,16 @@ def test_refuses_messages_that_are_longer_than_their_text_can_be(intake):
         read_generate_request({"messages": text(b"\xff" * 32_001)}, "{}", intake, decoupled=True)
 
 
+def test_refuses_messages_of_more_values_than_their_text_may_have_commas(intake):
+    with refused("messages has 24001 commas and opening brackets; allowed: up to 24000"):
+        read(intake, messages=text("[" + "," * 24_000))
+
+
+def test_the_text_of_messages_may_consist_of_commas(intake):
+    with refused("tokens; this model takes at most 12"):
+        read(intake, messages=text(json.dumps([{"role": "user", "content": "," * 4000}])))
+
+
 def test_escapes_and_other_fields_do_not_make_messages_too_long(intake):
     content = json.dumps("the cat" + " " * 3900).replace(" ", "\\u0020")
     messages = f'[{{"role": "user", "content": {content}, "id": 1}}]'
