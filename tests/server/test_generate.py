@@ -171,11 +171,11 @@ def test_each_mistake_has_its_message(client: Client, refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     "prompt, options, message",
     [
-        ("a", {"stop": ["x" * 10] * 3_000_000}, "sampling_parameters has 42000011 bytes; allowed:"),
+        ("a", {"stop": ["x" * 10] * 3_000_000}, "sampling_parameters has 42000018 bytes; allowed:"),
         (
             [{"role": "user", "content": "a" * 524_288}],
             {},
-            "messages has 524322 bytes; allowed: up to 524288",
+            "messages has 524321 bytes; allowed: up to 524288",
         ),
         (
             [{"role": "user", "content": [0] * 90_000}],
