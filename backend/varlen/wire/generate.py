@@ -81,9 +81,9 @@ def read_generate_request(
 
     Args:
         tensors: tensors by input name; without a dimension of rows.
-        parameters: the request's parameters, a JSON object. Parameters of the input `sampling_parameters` come before
-            them. Names that no server has for generation are ignored here, as frontends add their own, and refused
-            there.
+        parameters: the request's parameters, a JSON object. Options of the input `sampling_parameters` come before
+            them; parameters that every task has come in one of both. Names that no server has for generation are
+            ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
         decoupled: whether the model may send several responses to a request.
         read_options: returns checked options, with the defaults of the model.
@@ -102,7 +102,13 @@ def read_generate_request(
     named = read_parameters(parameters, names, PARAMETER_NAMES)
     ours = PARAMETER_NAMES.union(names)
     options = {name: value for name, value in named.items() if name in ours}
-    options |= _sampling_parameters(tensors)
+    sampling = _sampling_parameters(tensors)
+    if twice := [name for name in COMMON_PARAMETERS if name in options and name in sampling]:
+        # a proxy that sets one of them has the last word
+        raise RequestError(
+            f"{twice[0]} is a parameter of the request and in sampling_parameters; send it once"
+        )
+    options |= sampling
     variables = _template_variables(options.pop(_TEMPLATE_KWARGS, None), tensors)
     if options.get("operation", "infer") != "infer":
         return _read_operation(tensors, options, variables, intake, timeout_microseconds)

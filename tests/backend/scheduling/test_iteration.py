@@ -602,6 +602,38 @@ def test_a_deadline_counts_what_waits():
     bench.submit(prompt_of(4), max_tokens=10, deadline=51)
 
 
+def test_a_deadline_counts_only_what_the_order_puts_first():
+    bench = Bench(running=1)
+    bench.submit(prompt_of(4), max_tokens=8)
+    bench.run_all()
+    for _ in range(10):
+        bench.submit(prompt_of(4), max_tokens=20)
+    bench.step()
+
+    # it takes the place of others, and the tenant has nothing that waits
+    small = bench.submit(prompt_of(1), max_tokens=1, tenant="small", priority=9, deadline=30)
+    bench.run_all()
+
+    assert small.end == "finished"
+
+
+def test_a_large_request_takes_the_blocks_of_several_that_are_behind_it():
+    bench = Bench(policy="optimistic", running=4, num_blocks=20)
+    behind = [
+        bench.submit(prompt_of(6, each), max_tokens=68, tenant=str(each)) for each in range(3)
+    ]
+    bench.step()
+
+    # 16 of 20 blocks, where each of the others holds two and keeps one more while it runs
+    large = bench.submit(prompt_of(64), max_tokens=1, tenant="large", priority=9)
+    bench.step()
+
+    assert bench.scheduler.snapshot().order_preemptions == 2
+    bench.run_all()
+    assert {reply.end for reply in (large, *behind)} == {"finished"}
+    bench.check_idle()
+
+
 @_both_policies
 def test_a_step_that_runs_out_of_memory_runs_again_in_smaller_ones(policy):
     bench = Bench(policy=policy)

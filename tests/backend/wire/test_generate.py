@@ -259,7 +259,7 @@ def test_request_parameters_are_sampling_parameters(intake):
 def test_the_tensor_of_sampling_parameters_comes_first(intake):
     request, _ = read(
         intake,
-        {"max_tokens": 3, "top_p": 0.5, "request_priority": 1},
+        {"max_tokens": 3, "top_p": 0.5},
         text_input=text("a"),
         sampling_parameters=sampling(max_tokens=5, stop=["x"], request_priority=2),
     )
@@ -267,6 +267,18 @@ def test_the_tensor_of_sampling_parameters_comes_first(intake):
     options = request.options
     assert (options.generation.max_tokens, options.generation.top_p) == (5, 0.5)
     assert (options.generation.stop, options.priority) == (("x",), 2)
+
+
+@pytest.mark.parametrize("name", ["tenant", "request_priority", "deadline_ms", "operation"])
+def test_refuses_what_a_proxy_may_have_set_in_sampling_parameters_too(intake, name):
+    value = {"tenant": "a", "operation": "infer"}.get(name, 1)
+    with refused(f"{name} is a parameter of the request and in sampling_parameters; send it once"):
+        read(
+            intake,
+            {name: value},
+            text_input=text("a"),
+            sampling_parameters=sampling(**{name: value}),
+        )
 
 
 @pytest.mark.parametrize("value", ["[]", "3", '"max_tokens"', "null"])
