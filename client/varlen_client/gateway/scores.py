@@ -20,7 +20,7 @@ from varlen_client.gateway.bodies import (
     usage,
 )
 from varlen_client.gateway.models import Gateway
-from varlen_client.gateway.text_fields import TextFields
+from varlen_client.gateway.text_fields import TextFields, given_options
 from varlen_client.tasks import EMBED, RERANK
 from varlen_client.wire import Floats
 
@@ -39,6 +39,7 @@ class ScoreBody(OpenAIBody, TextFields):
     documents: _OneOrMore | None = None
     use_activation: bool | None = None
     """false returns the logits of a reranker."""
+    cache_salt: StrictStr | None = None
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Return the texts of both sides, as many on each.
@@ -56,6 +57,10 @@ class ScoreBody(OpenAIBody, TextFields):
                 f" or as many as in text_2, which has 1 to {MAX_INPUTS}"
             )
         return first, second
+
+    def salt(self) -> dict[str, str]:
+        """Return the client's argument for the salt of the caches."""
+        return given_options(cache_salt=self.cache_salt)
 
     def _side(self, name: str, other: str) -> list[str]:
         given = [each for each in (getattr(self, name), getattr(self, other)) if each is not None]
@@ -75,7 +80,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
         texts = list(dict.fromkeys([*first, *second]))
         place = {text: index for index, text in enumerate(texts)}
         name, vectors, tokens = await gateway.answer(
-            body.model, EMBED, texts, text_fields=body, normalize=True
+            body.model, EMBED, texts, text_fields=body, normalize=True, **body.salt()
         )
         left, right = (vectors[[place[text] for text in side]] for side in (first, second))
         return name, np.sum(left * right, axis=1), tokens
@@ -100,6 +105,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
                 list(zip(first, second, strict=True)),
                 text_fields=body,
                 activation=None if body.use_activation is False else "sigmoid",
+                **body.salt(),
             )
         answer: dict[str, Any] = {
             "id": f"score-{uuid.uuid4().hex}",

@@ -403,6 +403,19 @@ def test_a_known_beginning_is_not_computed_again():
     bench.check_idle()
 
 
+def test_a_beginning_is_known_only_to_requests_of_its_salt():
+    bench = Bench(prefix_cache=True)
+    beginning = prompt_of(12)
+    hits = []
+    for number, salt in enumerate(["", "a", "b", "a", ""]):
+        reply = bench.submit([*beginning, number], max_tokens=2, cache_salt=salt)
+        bench.run_all()
+        assert tokens_of(reply) == {0: answer([*beginning, number], 2)}
+        hits.append(bench.scheduler.snapshot().blocks.prefix_hit_tokens)
+
+    assert hits == [0, 0, 0, 12, 24]
+
+
 def test_sequences_with_a_source_share_no_beginning():
     bench = Bench(prefix_cache=True)
     # what a target stores depends on its source, or that it has none
