@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import typer
@@ -21,17 +20,8 @@ from varlen_bench.gpu_report.encoders import (
     random_batch,
     saved,
 )
-from varlen_bench.gpu_report.figures import (
-    MUST_BE_0,
-    Figure,
-    Seconds,
-    device_time,
-    figure,
-    within,
-    write_figures,
-)
-from varlen_bench.harness.command import Output, Revision
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
 from varlen_bench.peers.checkpoints import EncoderShape
 from varlen_kernels.triton import dependent_launch
@@ -92,18 +82,18 @@ def measure_shape(shape: EncoderShape, grid: EncoderGrid, batches: int) -> Itera
         yield row(shape.name, f"random batches of {batches} whose bits differ", wrong, MUST_BE_0)
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:  # noqa: ARG001  # see `write_figures`
-    """Return all figures until the budget is spent."""
-    shapes = (measure_shape(shape, SERVED, _BATCHES) for shape in SERVED.shapes)
-    return within(budget, chain.from_iterable(shapes))
+def measure_all(_: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
+    for shape in SERVED.shapes:
+        yield from measure_shape(shape, SERVED, _BATCHES)
 
 
-def main(
-    context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
-) -> None:
-    """Compare encoders with dependent launch and without it."""
-    write_figures(context, "dependent_launch", measure_all, budget, output, revision)
-
+main = command(
+    "dependent_launch",
+    measure_all,
+    "Compare encoders with dependent launch and without it.",
+    seconds=60,
+)
 
 if __name__ == "__main__":
     typer.run(main)

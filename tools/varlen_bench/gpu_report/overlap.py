@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 import typer
 
@@ -16,17 +15,8 @@ from varlen_bench.gpu_report.encoders import (
     random_batch,
     saved,
 )
-from varlen_bench.gpu_report.figures import (
-    MUST_BE_0,
-    Figure,
-    Seconds,
-    device_time,
-    figure,
-    within,
-    write_figures,
-)
-from varlen_bench.harness.command import Output, Revision
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
 from varlen_bench.peers.checkpoints import EncoderShape
 
@@ -67,18 +57,13 @@ def _in_flight(runner: CudaRunner, batches: list[_Batch]) -> list[list[Float32Ar
     return found + [answers() for answers in pending]
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:  # noqa: ARG001  # see `write_figures`
-    """Return all figures until the budget is spent."""
-    shapes = (measure_shape(shape, SERVED) for shape in SERVED.shapes)
-    return within(budget, chain.from_iterable(shapes))
+def measure_all(_: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
+    for shape in SERVED.shapes:
+        yield from measure_shape(shape, SERVED)
 
 
-def main(
-    context: typer.Context, budget: Seconds = 20, revision: Revision = "", output: Output = None
-) -> None:
-    """Measure two batches in flight beside one."""
-    write_figures(context, "overlap", measure_all, budget, output, revision)
-
+main = command("overlap", measure_all, "Measure two batches in flight beside one.", seconds=20)
 
 if __name__ == "__main__":
     typer.run(main)
