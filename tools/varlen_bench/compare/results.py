@@ -45,8 +45,8 @@ class Result:
 
     @property
     def speeds(self) -> list[float]:
-        """The speed in each round."""
-        return [each[self.speed] for each in self.rounds]
+        """The speed in each round that has it."""
+        return [each[self.speed] for each in self.rounds if self.speed in each]
 
     def median(self, name: str) -> float | None:
         """Return the median of a figure over the rounds that have it."""
@@ -55,10 +55,11 @@ class Result:
 
     def figures(self) -> dict[str, Cell]:
         """Return the median of each figure, and the 20th and 80th percentile of the speed."""
-        if not self.rounds:
-            return {}
+        names = (name for each in self.rounds for name in each)
+        medians: dict[str, Cell] = {name: self.median(name) for name in dict.fromkeys(names)}
+        if not self.speeds:
+            return medians
         spread = Spread.of(self.speeds)
-        medians: dict[str, Cell] = {name: self.median(name) for name in self.rounds[0]}
         return {**medians, f"{self.speed}_p20": spread.p20, f"{self.speed}_p80": spread.p80}
 
 
