@@ -35,14 +35,11 @@ def config_field(folder: Path, name: str) -> int:
     return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))[name])
 
 
-def save_random_checkpoint(
-    shape: EncoderShape, folder: Path, positions: int, seed: int = 0
-) -> None:
+def save_random_checkpoint(shape: EncoderShape, folder: Path, positions: int) -> None:
     """Save a BertModel with random weights, and an empty tokenizer, which varlen requires."""
     model = random_model(
         "BertModel",
         "BertConfig",
-        seed,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -54,7 +51,7 @@ def save_random_checkpoint(
     (folder / "tokenizer.json").write_text(json.dumps({}), encoding="utf-8")
 
 
-def random_model(kind: str, config: str, seed: int = 0, **fields: Any) -> Any:
+def random_model(kind: str, config: str, **fields: Any) -> Any:
     """Return a model with random weights.
 
     Args:
@@ -65,7 +62,7 @@ def random_model(kind: str, config: str, seed: int = 0, **fields: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return getattr(transformers, kind)(getattr(transformers, config)(**fields))
 
 
@@ -126,14 +123,13 @@ GPT2_SMALL = GeneratorShape("gpt2-small", 768, 12, 12, positions=1024, vocabular
 TRANSFORMER_BASE = GeneratorShape("transformer-base", 512, 6, 8, positions=512, vocabulary=32_000)
 
 
-def save_random_decoder(shape: GeneratorShape, folder: Path, seed: int = 0) -> None:
+def save_random_decoder(shape: GeneratorShape, folder: Path) -> None:
     """Save a GPT2LMHeadModel with random weights, and a tokenizer that splits text into bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model = random_model(
         "GPT2LMHeadModel",
         "GPT2Config",
-        seed,
         vocab_size=shape.vocabulary,
         n_positions=shape.positions,
         n_embd=shape.hidden,
@@ -164,7 +160,7 @@ def save_random_decoder(shape: GeneratorShape, folder: Path, seed: int = 0) -> N
 _NEVER = -100.0
 
 
-def save_random_translator(shape: GeneratorShape, folder: Path, seed: int = 0) -> None:
+def save_random_translator(shape: GeneratorShape, folder: Path) -> None:
     """Save a MarianMTModel with random weights, and a tokenizer whose words are numbers.
 
     Its answers never end: the bias of the end token is too low. Tokens 0 and 1 end and pad.
@@ -173,7 +169,6 @@ def save_random_translator(shape: GeneratorShape, folder: Path, seed: int = 0) -
     model = random_model(
         "MarianMTModel",
         "MarianConfig",
-        seed,
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.positions,
         d_model=shape.hidden,
