@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
-from varlen_bench.harness.summary import percentile
+from varlen_bench.harness.summary import percentile_ms
 
 Ids: TypeAlias = Sequence[int]
 # Gets the number of a prompt, its next tokens, and their moment by time.perf_counter.
@@ -127,11 +127,7 @@ def run_together(
 
 def percentiles_ms(name: str, seconds: Sequence[float]) -> dict[str, Cell]:
     """Return the figures `name`_p50_ms and `name`_p99_ms; None of no samples."""
-    found: dict[str, Cell] = {}
-    for percent in (50, 99):
-        value = percentile(seconds, percent)
-        found[f"{name}_p{percent}_ms"] = None if value is None else 1000 * value
-    return found
+    return {f"{name}_p{percent}_ms": percentile_ms(seconds, percent) for percent in (50, 99)}
 
 
 def _recorder(answers: Sequence[Answer], began: float) -> OnTokens:
