@@ -10,7 +10,8 @@ from typing import TypeVar
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, paired_ratio, rounded
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.tables import csv_table
+from varlen_tools.tables import Table
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +111,7 @@ def tables(
     lists: dict[str, list[Mapping[str, Cell]]] = {_title(row, by): [] for row in rows}
     for row in fastest_first:
         lists[_title(row, by)].append(row)
-    return [Table.of(title, columns, kept) for title, kept in lists.items()]
+    return [csv_table(title, columns, kept) for title, kept in lists.items()]
 
 
 def _title(row: Mapping[str, Cell], by: Iterable[str]) -> str:

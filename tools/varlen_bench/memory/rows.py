@@ -9,8 +9,9 @@ from varlen_bench.compare.systems import System
 from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded, worst
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.tables import csv_table
 from varlen_bench.memory.cases import OURS, PEER
+from varlen_tools.tables import Table
 
 # Rows beside the compared systems: an arena of the exact size, and the processes of a server.
 EXACT, STUB, SERVER = (
@@ -86,7 +87,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
     for title, names in _TABLES.items():
         first, *_ = columns = names.split()
         kept = [row for row in rows if row[first] is not None]
-        found.append(Table.of(title, (*_NAMES, *columns), kept))
+        found.append(csv_table(title, (*_NAMES, *columns), kept))
     return [table for table in found if table.lines]
 
 
