@@ -79,13 +79,6 @@ def test_rounds_hold_every_request_once(count):
     assert count < 20 or {len(numbers) for numbers in rounds} == {10}
 
 
-def test_an_unknown_encoder_is_refused():
-    done = CliRunner().invoke(app, ["--only", "minilm, gpt"])
-
-    assert done.exit_code == 2
-    assert "unknown name 'gpt'" in done.output
-
-
 def test_all_systems_give_the_same_vectors(folder):
     ids = a_case().longest()
 

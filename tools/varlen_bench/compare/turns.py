@@ -86,7 +86,11 @@ def measure_in_turns(
 def noted_failure(
     results: Sequence[Result], report: Progress, *others: type[Exception]
 ) -> Iterator[None]:
-    """Turn an error of a system, or one of `others`, into failed results with its first line."""
+    """Turn an error into failed results of a system, with its first line.
+
+    Args:
+        others: kinds of errors beside the errors of a worker.
+    """
     expected: tuple[type[Exception], ...] = (WorkerError, RuntimeError, ValueError, *others)
     try:
         yield

@@ -12,18 +12,11 @@ from functools import partial
 import numpy as np
 import typer
 
-from varlen_bench.gpu_report.encoders import (
-    SERVED,
-    EncoderGrid,
-    differs,
-    loaded,
-    random_batch,
-    saved,
-)
+from varlen_bench.gpu_report.encoders import SERVED, EncoderGrid, differs, loaded, random_batch
 from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
-from varlen_bench.peers.checkpoints import EncoderShape
+from varlen_bench.peers.checkpoints import EncoderShape, random_checkpoint
 from varlen_kernels.triton import dependent_launch
 
 _PART = "dependent launch"
@@ -54,7 +47,7 @@ def measure_shape(shape: EncoderShape, grid: EncoderGrid, batches: int) -> Itera
     """
     row = partial(figure, _PART)
     with ExitStack() as stack:
-        folder = stack.enter_context(saved(shape, grid))
+        folder = stack.enter_context(random_checkpoint(shape, grid.max_length))
         began = time.perf_counter()
         on = stack.enter_context(loaded(folder, grid))
         yield row(shape.name, "load", time.perf_counter() - began, "s")

@@ -60,12 +60,11 @@ def write_figures(
     output: Path | None,
     revision: str,
 ) -> None:
-    """Measure on this GPU for some seconds; print rows and append them to `output` at once."""
+    """Print rows as they are measured, for some seconds, and append them to `output`."""
     if not finds_gpu(name):
         return
     budget, machine = Budget(seconds), gpu_machine(samples=30)
-    gpu = machine.gpu, machine.driver
-    run = GpuRun(context, f"gpu_report.{name}", gpu, output=output, revision=revision)
+    run = GpuRun(context, f"gpu_report.{name}", machine, output=output, revision=revision)
     count = 0
     for row in within(budget, measure(machine)):
         run.show(" ".join(str(value) for value in row.values()))

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import typer
@@ -24,7 +22,7 @@ from varlen_bench.kernels.encoder import random_prompts
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import WARM, host_time
 from varlen_bench.ops.sequences import attention_varlen
-from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, save_random_checkpoint
+from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, random_checkpoint
 
 _MAX_BATCH_TOKENS = 4096
 _POSITIONS = 512
@@ -50,8 +48,7 @@ def measure_load(
         max_batch_tokens=max_tokens,
         max_sequence_tokens=min(max_tokens, _POSITIONS),
     )
-    with TemporaryDirectory(prefix="varlen-report-") as folder:
-        save_random_checkpoint(shape, Path(folder), _POSITIONS)
+    with random_checkpoint(shape, _POSITIONS) as folder:
         for name in ("first load", "second load"):
             free, began = _free_memory(machine), time.perf_counter()
             with closing(Runner(Checkpoint.open(folder), config)) as runner:

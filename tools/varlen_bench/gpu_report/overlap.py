@@ -7,18 +7,11 @@ import typer
 
 from varlen.execution.cuda.runner import Answers, CudaRunner
 from varlen.request.request import Float32Array, Prompt, RequestOptions
-from varlen_bench.gpu_report.encoders import (
-    SERVED,
-    EncoderGrid,
-    differs,
-    loaded,
-    random_batch,
-    saved,
-)
+from varlen_bench.gpu_report.encoders import SERVED, EncoderGrid, differs, loaded, random_batch
 from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
-from varlen_bench.peers.checkpoints import EncoderShape
+from varlen_bench.peers.checkpoints import EncoderShape, random_checkpoint
 
 _BATCHES = 12
 _PASSES = 5
@@ -28,7 +21,7 @@ _Batch = tuple[list[Prompt], list[RequestOptions]]
 def measure_shape(shape: EncoderShape, grid: EncoderGrid) -> Iterator[Figure]:
     """Yield times by number of batches in flight, and whether the bits differ."""
     row = partial(figure, "overlap")
-    with saved(shape, grid) as folder, loaded(folder, grid) as runner:
+    with random_checkpoint(shape, grid.max_length) as folder, loaded(folder, grid) as runner:
         for name, lengths in grid.batches.items():
             case = f"{shape.name} {name}"
             batches = [random_batch(lengths, shape.vocabulary, seed) for seed in range(_BATCHES)]

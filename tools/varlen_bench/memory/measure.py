@@ -54,7 +54,7 @@ def start(argument: Message) -> Callable[[Message], Message]:
 
 
 def measure_memory(system: LoadedSystem, case: Case) -> list[dict[str, float]]:
-    """Return the figures of a fresh system, and for varlen the figures of an exact arena."""
+    """Return the figures of a fresh system; for varlen also of an exact arena."""
     _settle(system, case)
     device, weights, arena = system.device, system.weight_bytes, system.arena
     held = [arena.use().reserved_bytes] if arena else []

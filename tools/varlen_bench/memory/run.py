@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias
 
 from varlen_bench.compare.results import Result
@@ -17,7 +16,7 @@ from varlen_bench.harness.worker import Message, WorkerError, ask_once
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, POSITIONS, Case
 from varlen_bench.memory.rows import EXACT, STUB, add_ratios, empty_result
 from varlen_bench.memory.soak import Soak, soak
-from varlen_bench.peers.checkpoints import save_random_checkpoint
+from varlen_bench.peers.checkpoints import random_checkpoint
 from varlen_client import VarlenClientError
 from varlen_tools.local_server import ServerError
 
@@ -33,9 +32,7 @@ def measure_cases(
     cases: list[Case], report: Progress, *, device: Device, threads: int
 ) -> Iterator[list[Result]]:
     """Yield the results of each case; all cases are of one encoder."""
-    with TemporaryDirectory(prefix="varlen-bench-") as scratch:
-        folder = Path(scratch)
-        save_random_checkpoint(cases[0].encoder, folder, POSITIONS)
+    with random_checkpoint(cases[0].encoder, POSITIONS) as folder:
         for case in cases:
             ask = partial(ask_worker, folder=folder, device=device, threads=threads)
             yield measure_case(case, device, ask, report)

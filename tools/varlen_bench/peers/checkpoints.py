@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -49,6 +52,14 @@ def save_random_checkpoint(shape: EncoderShape, folder: Path, positions: int) ->
     )
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({}), encoding="utf-8")
+
+
+@contextmanager
+def random_checkpoint(shape: EncoderShape, positions: int) -> Iterator[Path]:
+    """Yield a folder with the checkpoint of `save_random_checkpoint`."""
+    with TemporaryDirectory(prefix="varlen-bench-") as folder:
+        save_random_checkpoint(shape, Path(folder), positions)
+        yield Path(folder)
 
 
 def random_model(kind: str, config: str, **fields: Any) -> Any:
