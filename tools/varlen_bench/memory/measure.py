@@ -71,17 +71,14 @@ def measure_memory(system: LoadedSystem, case: Case) -> list[dict[str, float]]:
             if arena:
                 held.append(arena.use().reserved_bytes)
     planned = arena.layout.plan_seconds - planned_before if arena else 0.0
-    peak, allocated = resident.above, None
+    figures = {"weights_mib": weights / MIB, "peak_mib": resident.above / MIB, "seconds": seconds}
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device) - weights
-        allocated = (torch.cuda.max_memory_allocated(device) - weights) / MIB
-    figures = {
-        "weights_mib": weights / MIB,
-        "peak_mib": peak / MIB,
-        **({} if allocated is None else {"allocated_mib": allocated}),
-        "asked_mib_longest": asked_bytes(system, case.longest()) / MIB,
-        "seconds": seconds,
-    }
+        peaks = {
+            "peak_mib": torch.cuda.max_memory_reserved(device),
+            "allocated_mib": torch.cuda.max_memory_allocated(device),
+        }
+        figures |= {name: (peak - weights) / MIB for name, peak in peaks.items()}
+    figures["asked_mib_longest"] = asked_bytes(system, case.longest()) / MIB
     if arena is None:
         return [figures]
     plans = [arena.layout.plan(dims_of([length] * case.batch)) for length in case.lengths]
