@@ -236,9 +236,9 @@ class Grammars:
         with self._lock:
             for key in [key for key, each in self._grammars.items() if each.error is not None]:
                 del self._grammars[key]
-            while (key := self._surplus()) is not None:
+            while (surplus := self._surplus()) is not None:
                 self._evictions += 1
-                self._grammars.pop(key).end(
+                self._grammars.pop(surplus).end(
                     QueueFullError(
                         f"the grammars of requests in progress take more than {self._max_bytes} bytes of memory;"
                         " try again later"
@@ -246,7 +246,10 @@ class Grammars:
                 )
 
     def _surplus(self) -> bytes | None:
-        """Return the grammar to end: the one that was used longest ago, or the largest if all are in use."""
+        """Return the grammar to end, if any.
+
+        It is the one that was used longest ago, or the largest if all are in use.
+        """
         held = self._grammars
         idle = [key for key, each in held.items() if each.is_compiled and not each.users()]
         if len(idle) > _MAX_IDLE:
