@@ -5,11 +5,10 @@ A process of the sandbox renders it (`varlen.sandbox.template`), since a templat
 
 import json
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import wait
 from threading import Lock
 from types import MappingProxyType
 
-from varlen.errors import CheckpointError, RequestError, shorten
+from varlen.errors import CheckpointError, EngineError, RequestError, shorten
 from varlen.sandbox.process import Sandbox, SandboxProcess
 from varlen.sandbox.protocol import INVALID, REFUSED, TEXT, UNREAD
 
@@ -100,18 +99,30 @@ class ChatTemplate:
         """
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        process = process or self._sandbox.fork("template")
+        if process is not None:
+            try:
+                return self._answer_of(process, order)
+            except EngineError:
+                # it may have been killed since its last prompt
+                pass
+        return self._answer_of(self._sandbox.fork("template"), order)
+
+    def _answer_of(self, process: SandboxProcess, order: bytes) -> bytes:
         try:
             process.send(order)
             while not (answers := process.receive()):
-                wait([process.fileno()])
+                process.wait()
         except EOFError:
             raise process.failure("the chat template of this model takes") from None
+        except BaseException:
+            process.end()
+            raise
         with self._lock:
-            if len(self._idle) < _MAX_IDLE:
+            is_kept = len(self._idle) < _MAX_IDLE
+            if is_kept:
                 self._idle.append(process)
-                return answers[0]
-        process.end()
+        if not is_kept:
+            process.end()
         return answers[0]
 
 

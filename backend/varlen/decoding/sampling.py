@@ -19,7 +19,7 @@ from varlen.decoding.random_numbers import random_key, uniform_numbers
 from varlen.decoding.structured import BoolArray, Grammars, Matcher, wait_for_masks
 from varlen.decoding.token_bias import BadWords, TokenBias, add_to_rows
 from varlen.decoding.token_counts import TokenCounts
-from varlen.errors import EngineError, VarlenError
+from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.sequence import GeneratedSequence, SampledToken
 from varlen_kernels.ops import kernels_for
@@ -241,6 +241,10 @@ class _SamplerState:
         """Set the tokens that its grammar allows next, if its mask has come."""
         if self.matcher is not None:
             self.allowed = self.matcher.allowed_tokens()
+            if self.allowed is not None and not self.allowed.any():
+                raise RequestError(
+                    "structured_outputs cannot be served: no token of this model can go on with the answer"
+                )
 
     def expect(self, token_id: int, length: int) -> None:
         """Start to compute the mask of the next step, after a token that was chosen.

@@ -1,5 +1,6 @@
 """Whole messages over a socket between the engine and a process of the sandbox."""
 
+import select
 import socket
 import struct
 import weakref
@@ -25,10 +26,14 @@ class Frames:
         Raises:
             EOFError: the engine has closed its end.
         """
-        header = self._file.read(_LENGTH.size)
-        if len(header) < _LENGTH.size:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._read(length)
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
             raise EOFError
-        return self._file.read(_LENGTH.unpack(header)[0])
+        return data
 
 
 class QueuedFrames:
@@ -50,6 +55,12 @@ class QueuedFrames:
         """Send a message, now or in later calls of `receive`."""
         self._unsent += _LENGTH.pack(len(message)) + message
         self._flush()
+
+    def wait(self) -> None:
+        """Wait until something has come, or can be sent that is not yet."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll()
 
     def receive(self) -> list[bytes]:
         """Return the messages that have come.

@@ -33,6 +33,10 @@ Serve: TypeAlias = Callable[[Frames, SandboxLimits], None]
 def main() -> None:
     """Load what the processes share, then fork one for each socket that comes."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # whatever the server's process has done with them: children are waited for, and their timers end them
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     control = socket.socket(fileno=int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = json.load(sys.stdin.buffer)
@@ -50,7 +54,7 @@ def main() -> None:
             if "end" in order:
                 _send(control, {"code": _end(children, order["end"])})
             else:
-                _fork(control, children, services[order["fork"]], received[1][0], limits)
+                _fork(control, children, services[order["fork"]], received[1], limits)
     except ConnectionError:
         # the engine has closed its end without reading everything
         pass
@@ -71,6 +75,10 @@ def _load(setup: dict[str, Any]) -> tuple[dict[str, Serve], dict[str, str]]:
             services["grammar"] = GrammarServer(**setup["tokens"]).serve
         except ValueError:
             refused["grammar"] = "the tokens of this model are no parts of texts"
+        except BaseException:
+            # a panic of the library is no Exception
+            sys.stderr.write(traceback.format_exc()[-_MAX_TRACE:])
+            refused["grammar"] = "the grammar library cannot read the tokens of this model"
     else:
         refused["grammar"] = "this model has no end token"
     if setup.get("template"):
@@ -84,9 +92,13 @@ def _fork(
     control: socket.socket,
     children: set[int],
     serve: Serve,
-    descriptor: int,
+    descriptors: list[int],
     limits: SandboxLimits,
 ) -> None:
+    if not descriptors:
+        _send(control, {"error": "no process can be started: too many open files"})
+        return
+    [descriptor] = descriptors
     try:
         pid = os.fork()
     except OSError as error:
@@ -119,9 +131,11 @@ def _serve(serve: Serve, descriptor: int, limits: SandboxLimits) -> None:
         os._exit(status)
 
 
-def _end(children: set[int], pid: int) -> int:
-    """End a process, unless it has ended; return its exit code, negative for a signal."""
-    children.discard(pid)
+def _end(children: set[int], pid: int) -> int | None:
+    """End a process, unless it has ended; return its exit code, negative for a signal; None if it is none of ours."""
+    if pid not in children:
+        return None
+    children.remove(pid)
     ended, status = os.waitpid(pid, os.WNOHANG)
     if not ended:
         os.kill(pid, signal.SIGKILL)

@@ -29,6 +29,9 @@ def limit_memory(num_bytes: int) -> None:
     """Let this process allocate at most this number of bytes from now on."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + num_bytes
+    _, present = resource.getrlimit(resource.RLIMIT_AS)
+    if present != resource.RLIM_INFINITY:
+        most = min(most, present)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

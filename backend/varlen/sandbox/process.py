@@ -34,8 +34,8 @@ _END_SECONDS = 10.0
 _ATTEMPTS = 2
 _UNLOADED = "the model is being unloaded"
 _HOST_ENDED = "the sandbox of grammars and templates ended; the server's log says why"
-# A crash, or an allocation that failed, in a library; or the kernel, out of memory.
-_MEMORY_SIGNALS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL)
+# A crash, or an allocation that failed, in a library.
+_MEMORY_SIGNALS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 class Sandbox:
@@ -81,27 +81,37 @@ class Sandbox:
         Raises:
             EngineError: the host ended and cannot be started again.
         """
-        connection, pid = self._call(lambda host: host.fork(kind))
-        process = SandboxProcess(self, connection, pid)
-        self._processes.add(process)
-        return process
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise EngineError(f"no process can be started: {error.strerror}") from None
+        with theirs:
+            try:
+                return self._call(
+                    lambda host: self._added(
+                        SandboxProcess(self, host, ours, host.fork(kind, theirs))
+                    )
+                )
+            except BaseException:
+                ours.close()
+                raise
 
     def close(self) -> None:
         """End the host and its processes."""
         with self._lock:
             self.is_closed = True
-            for process in self._processes:
+            for process in [*self._processes]:
                 process.close()
             if self._host is not None:
                 self._host.close()
 
-    def end(self, pid: int) -> int | None:
-        """End a process; return its exit code, None if its host has ended."""
+    def end(self, host: "_Host", pid: int) -> int | None:
+        """End a process of a host; return its exit code, None if the host has ended."""
         with self._lock:
-            if self._host is None:
+            if self._host is not host:
                 return None
             try:
-                return self._host.end(pid)
+                return host.end(pid)
             except (EOFError, OSError):
                 return None
 
@@ -118,11 +128,19 @@ class Sandbox:
                     self._host = None
         raise EngineError(_HOST_ENDED)
 
+    def _added(self, process: "SandboxProcess") -> "SandboxProcess":
+        self._processes.add(process)
+        return process
+
     def _started(self) -> "_Host":
         if self.is_closed:
             raise EngineError(_UNLOADED)
         if self._host is None:
-            self._host = _Host({**self._setup(), "limits": asdict(self.limits)})
+            setup = {**self._setup(), "limits": asdict(self.limits)}
+            try:
+                self._host = _Host(setup)
+            except OSError as error:
+                raise EngineError(f"no process can be started: {error.strerror}") from None
         return self._host
 
 
@@ -151,24 +169,24 @@ class _Host:
             self.refused = self._receive()["refused"]
             self._is_ready = True
 
-    def fork(self, kind: Kind) -> tuple[socket.socket, int]:
-        """Return the connection and the process id of a new process."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                socket.send_fds(self._control, [_encoded({"fork": kind})], [theirs.fileno()])
-                answer = self._receive()
-            if "error" in answer:
-                raise EngineError(answer["error"])
-        except BaseException:
-            ours.close()
-            raise
-        return ours, answer["pid"]
+    def fork(self, kind: Kind, connection: socket.socket) -> int:
+        """Return the process id of a new process.
 
-    def end(self, pid: int) -> int:
-        """End a process; return its exit code."""
+        Args:
+            kind: what it does.
+            connection: its end of a socket.
+        """
+        socket.send_fds(self._control, [_encoded({"fork": kind})], [connection.fileno()])
+        answer = self._receive()
+        if "error" in answer:
+            raise EngineError(answer["error"])
+        pid: int = answer["pid"]
+        return pid
+
+    def end(self, pid: int) -> int | None:
+        """End a process; return its exit code, None if it is none of this host."""
         self._control.send(_encoded({"end": pid}))
-        code: int = self._receive()["code"]
+        code: int | None = self._receive()["code"]
         return code
 
     def close(self) -> None:
@@ -185,9 +203,10 @@ class _Host:
 class SandboxProcess(QueuedFrames):
     """A process of a sandbox. Not for two threads at once."""
 
-    def __init__(self, sandbox: Sandbox, connection: socket.socket, pid: int) -> None:
+    def __init__(self, sandbox: Sandbox, host: _Host, connection: socket.socket, pid: int) -> None:
         super().__init__(connection)
         self._sandbox = sandbox
+        self._host = host
         self._pid = pid
         self._has_ended = False
 
@@ -197,7 +216,7 @@ class SandboxProcess(QueuedFrames):
         if self._has_ended:
             return None
         self._has_ended = True
-        return self._sandbox.end(self._pid)
+        return self._sandbox.end(self._host, self._pid)
 
     def failure(self, what: str) -> VarlenError:
         """Return the error of a process that has ended by itself.

@@ -59,8 +59,13 @@ def _needs(node: Schema, root: Schema) -> Iterator[list[object]]:
         properties = node.get("properties")
         properties = properties if isinstance(properties, dict) else {}
         for name in _list(node, "required"):
-            if isinstance(name, str):
-                yield [properties.get(name, node.get("additionalProperties", True))]
+            if not isinstance(name, str):
+                continue
+            if name in properties:
+                yield [properties[name]]
+            elif "patternProperties" not in node:
+                # a pattern may match the name, and the library knows whether it does
+                yield [node.get("additionalProperties", True)]
     elif kinds == ["array"]:
         least = node.get("minItems", 0)
         least = least if isinstance(least, int) else 0

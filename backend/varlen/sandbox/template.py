@@ -47,7 +47,8 @@ class TemplateServer:
                 if template is None:
                     template, read = self._compile()
                 kind, text = self._answer(template, read, json.loads(order))
-            except (TemplateError, SyntaxError) as error:
+            except (TemplateError, SyntaxError, RecursionError) as error:
+                # messages have a limit of depth, so only a template is nested that deeply
                 kind, text = INVALID, str(error)[:_MAX_REASON]
             answer = bytes([kind]) + text.encode(errors="surrogatepass")
             stop_timer()

@@ -339,6 +339,33 @@ def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other():
     assert [token.error is None for token in tokens] == [True, False, True]
 
 
+class EmptyMatcher:
+    """A place in a grammar from which no token of the model goes on."""
+
+    def advance(self, token_ids, begin):
+        pass
+
+    def allowed_tokens(self):
+        return np.zeros(VOCABULARY, np.bool_)
+
+
+class EmptyGrammars:
+    def matcher(self, _):
+        return EmptyMatcher()
+
+
+def test_a_grammar_that_allows_no_token_ends_its_own_sequence():
+    bad_words = BadWords(byte_level(), VOCABULARY, [EOS])
+    sampler = Sampler(VOCABULARY, [EOS], EmptyGrammars(), bad_words, torch.device("cpu"))
+
+    plain, constrained = sampler.sample(
+        random_logits(2), [sequence_of(0), sequence_of(1, grammar='{"regex": "z"}')]
+    )
+
+    assert plain.error is None
+    assert "no token of this model can go on" in str(constrained.error)
+
+
 class SlowMatcher:
     """A place in a grammar whose mask never comes."""
 

@@ -44,6 +44,7 @@ def test_a_schema_that_requires_itself_has_no_finite_answer(schema):
         {"properties": {"a": ITSELF}, "required": ["a"]},
         {**an_object(a=ITSELF), "type": ["object", "null"]},
         {"type": "array", "prefixItems": [{}, ITSELF], "minItems": 1},
+        {**an_object(), "patternProperties": {"a": {}}, "additionalProperties": ITSELF},
         {"$ref": "#/nowhere"},
         {"$ref": "http://localhost/x"},
         {"allOf": "no list", "anyOf": 5, "required": [7], "type": "object", "properties": []},
