@@ -132,7 +132,10 @@ def _serve(serve: Serve, descriptor: int, limits: SandboxLimits) -> None:
 
 
 def _end(children: set[int], pid: int) -> int | None:
-    """End a process, unless it has ended; return its exit code, negative for a signal; None if it is none of ours."""
+    """End a child, unless it has ended; return its exit code.
+
+    The code of a signal is negative. A process that is no child of this one has none.
+    """
     if pid not in children:
         return None
     children.remove(pid)

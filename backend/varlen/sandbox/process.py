@@ -106,7 +106,7 @@ class Sandbox:
                 self._host.close()
 
     def end(self, host: "_Host", pid: int) -> int | None:
-        """End a process of a host; return its exit code, None if the host has ended."""
+        """End a process; return its exit code, None if its host has ended."""
         with self._lock:
             if self._host is not host:
                 return None
@@ -173,8 +173,8 @@ class _Host:
         """Return the process id of a new process.
 
         Args:
-            kind: what it does.
-            connection: its end of a socket.
+            kind: kind of the process.
+            connection: end of a socket for the process.
         """
         socket.send_fds(self._control, [_encoded({"fork": kind})], [connection.fileno()])
         answer = self._receive()
