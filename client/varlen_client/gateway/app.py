@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from varlen_client.errors import ModelNotFound
 from varlen_client.gateway.bodies import json_response
+from varlen_client.gateway.body_route import BodyRoute
 from varlen_client.gateway.chat import add_chat_route
 from varlen_client.gateway.cohere import add_cohere_routes
 from varlen_client.gateway.completions import add_completion_route
@@ -45,6 +46,7 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
         dependencies=[Depends(read_query_model)],
         redoc_url=None,
     )
+    app.router.route_class = BodyRoute
     add_error_handlers(app)
     for add in (
         add_embedding_routes,

@@ -3,34 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
     ConfigDict,
+    GetCoreSchemaHandler,
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
-from pydantic_core import to_json
+from pydantic_core import CoreSchema, PydanticCustomError, to_json
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
+
+_Fields = TypeVar("_Fields", bound="Fields")
+_Item = TypeVar("_Item")
 
 # As many as OpenAI takes.
 MAX_INPUTS = 2048
 # Characters of a query, counted once for each document.
 _MAX_REPEATED = 1 << 26
 
-Texts: TypeAlias = StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+# Fields of one object; no form has as many.
+MAX_FIELDS = 256
 
 
-class Fields(BaseModel):
-    """An object whose unknown fields are refused, and whose nulls are left out."""
+def _ids_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Return token ids as they are, since a look at the types of a list is the fastest check."""
+    return given if _is_ids(given) else check(given)
 
-    model_config = ConfigDict(extra="forbid")
+
+def _rows_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Return rows as they are if they are token ids, or if `rows_of` refuses their number."""
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        return given if len(given) > MAX_INPUTS or all(map(_is_ids, given)) else check(given)
+    return _ids_or_checked(given, check)
+
+
+def _is_ids(row: Any) -> bool:
+    return isinstance(row, list) and set(map(type, row)) == {int}
+
+
+class _FirstErrorOnly:
+    """Annotation of lists whose first wrong element is their only error: they may have very many."""
+
+    # pydantic's FailFast has no hash, which the types of a union need
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}
+
+
+ListOf = Annotated[list[_Item], _FirstErrorOnly()]
+Ids: TypeAlias = Annotated[ListOf[StrictInt], WrapValidator(_ids_or_checked)]
+RowsOfIds: TypeAlias = Annotated[
+    ListOf[StrictInt] | ListOf[ListOf[StrictInt]], WrapValidator(_rows_or_checked)
+]
+Texts: TypeAlias = Annotated[
+    StrictStr | ListOf[StrictStr] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]],
+    WrapValidator(_rows_or_checked),
+]
+
+
+def check_number_of_fields(given: Any, most: int) -> Any:
+    """Return an object; raise PydanticCustomError if it has too many fields, each of which may have an error."""
+    if isinstance(given, dict) and len(given) > most:
+        message = "the object has {fields} fields; allowed: up to {most}"
+        raise PydanticCustomError("too_many_fields", message, {"fields": len(given), "most": most})
+    return given
+
+
+class Object(BaseModel):
+    """An object whose unknown fields are refused; a value of another type is no other spelling of a right one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        return check_number_of_fields(given, MAX_FIELDS)
+
+
+class Fields(Object):
+    """An object whose nulls are left out.
+
+    Attributes:
+        ids_field: name of the field that may have token ids, which are not counted among the values of a body.
+    """
+
+    ids_field: ClassVar[str | None] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -38,9 +105,6 @@ class Fields(BaseModel):
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
-
-
-_Fields = TypeVar("_Fields", bound=Fields)
 
 
 class RequestBody(Fields):
@@ -68,7 +132,8 @@ def checked(form: type[_Fields], body: Any) -> _Fields:
     try:
         return form.model_validate(body)
     except ValidationError as error:
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        found = error.errors(include_url=False, include_input=False)
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in found]
         raise RequestValidationError(errors, body=body) from None
 
 

@@ -25,6 +25,8 @@ MAX_PROMPTS = 128
 class CompletionsBody(SamplingBody):
     """A request to `/v1/completions`."""
 
+    ids_field = "prompt"
+
     prompt: Texts
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0)

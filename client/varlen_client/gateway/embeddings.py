@@ -21,6 +21,8 @@ from varlen_client.wire import Floats
 class EmbeddingsBody(OpenAIBody, TextFields):
     """A request to `/v1/embeddings`."""
 
+    ids_field = "input"
+
     input: Texts
     dimensions: StrictInt | None = Field(default=None, ge=1)
     output_dimension: StrictInt | None = Field(default=None, ge=1)

@@ -88,6 +88,18 @@ def client_error_body(error: VarlenClientError) -> tuple[int, dict[str, Any]]:
     return kind.status, error_body(kind.message or str(error), kind.type, code=kind.code)
 
 
+class BodyRefused(HTTPException):
+    """A body of a wrong form.
+
+    Attributes:
+        param: name of the wrong field; None is the whole body.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(400, message)
+        self.param = param
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error in OpenAI's shape."""
 
@@ -98,8 +110,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_body(_: Request, error: RequestValidationError) -> Response:
-        param, message = _describe(error)
+        param, message = describe(error)
         return error_response(400, message, param=param)
+
+    @app.exception_handler(BodyRefused)
+    async def of_refused_body(_: Request, error: BodyRefused) -> Response:
+        return error_response(400, error.detail, param=error.param)
 
     @app.exception_handler(HTTPException)
     async def of_route(request: Request, error: HTTPException) -> Response:
@@ -115,17 +131,17 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(500, "the gateway failed; its log has the reason", "server_error")
 
 
-def _describe(error: RequestValidationError) -> tuple[str | None, str]:
+def describe(error: RequestValidationError) -> tuple[str | None, str]:
     """Return the first wrong field, and what is wrong with it."""
     errors = error.errors()
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return None, f"the body is not JSON: {first['ctx']['error']}"
     location = first["loc"][1:]
     if not location:
         if isinstance(error.body, bytes):
             # FastAPI reads JSON only with this header; plain `curl -d` sends another
             return None, "the body is not read; send the header Content-Type: application/json"
+        if isinstance(error.body, dict):
+            return None, first["msg"]
         given = "empty" if error.body is None else _shortened.repr(error.body)
         return None, f"the body is {given}; send a JSON object"
     path, value = _wrong_value(error.body, location)

@@ -15,6 +15,7 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
     Fields,
+    ListOf,
     RequestBody,
     check_repeated,
     json_response,
@@ -32,7 +33,7 @@ class Document(Fields):
     text: StrictStr
 
 
-_Documents: TypeAlias = list[StrictStr | Document]
+_Documents: TypeAlias = ListOf[StrictStr | Document]
 
 
 class RankBody(RequestBody, TextFields):

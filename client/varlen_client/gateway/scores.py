@@ -14,6 +14,7 @@ from starlette.responses import Response
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
+    ListOf,
     OpenAIBody,
     check_repeated,
     json_response,
@@ -24,7 +25,7 @@ from varlen_client.gateway.text_fields import TextFields
 from varlen_client.tasks import EMBED, RERANK
 from varlen_client.wire import Floats
 
-_OneOrMore: TypeAlias = StrictStr | list[StrictStr]
+_OneOrMore: TypeAlias = StrictStr | ListOf[StrictStr]
 
 # The two names of each side.
 _SIDES = (("text_1", "queries"), ("text_2", "documents"))

@@ -6,16 +6,18 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import ConfigDict, Field, StrictInt, StrictStr
 from starlette.responses import Response, StreamingResponse
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
     Fields,
+    ListOf,
     RequestBody,
     Texts,
     checked,
@@ -23,6 +25,7 @@ from varlen_client.gateway.bodies import (
     json_response,
     rows_of,
 )
+from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
 from varlen_client.gateway.text_fields import TextFields, given_options
@@ -32,14 +35,14 @@ from varlen_client.wire import Floats, ModelInfo, Pairs
 
 _Body = TypeVar("_Body", bound="_InputsBody")
 _Checked = TypeVar("_Checked", bound=RequestBody)
-_Row: TypeAlias = list[StrictStr]
+_Row: TypeAlias = ListOf[StrictStr]
 
 # Numbers in an answer of `/embed_all`: 256 MiB in fp32.
 MAX_TOKEN_FEATURES = 2**26
 
-# The task of `/embed_all` by the output of the model.
 # Numbers of an answer that are written as JSON in one piece.
 _NUMBERS_AT_ONCE = 1 << 14
+# The task of `/embed_all` by the output of the model.
 _TOKEN_TASKS: Mapping[str, RowTask[list[Floats]]] = {
     "token_embeddings": TOKEN_EMBED,
     "last_hidden_state": HIDDEN,
@@ -72,6 +75,8 @@ class PromptFields(TextFields):
 class SparseBody(_InputsBody, PromptFields):
     """A request to `/embed_sparse` or `/embed_all`."""
 
+    ids_field = "inputs"
+
     inputs: Texts
     parameters: PromptFields = PromptFields()
 
@@ -86,6 +91,8 @@ class EmbedFields(PromptFields):
 class EmbedBody(_InputsBody, EmbedFields):
     """A request to `/embed`."""
 
+    ids_field = "inputs"
+
     inputs: Texts
     parameters: EmbedFields = EmbedFields()
 
@@ -94,7 +101,7 @@ class Sentences(Fields):
     """Sentences that are compared with one."""
 
     source_sentence: StrictStr
-    sentences: list[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS - 1)
+    sentences: ListOf[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS - 1)
 
 
 class SimilarityBody(_InputsBody, PromptFields):
@@ -102,6 +109,14 @@ class SimilarityBody(_InputsBody, PromptFields):
 
     inputs: Sentences
     parameters: PromptFields = PromptFields()
+
+
+class AnyBody(RequestBody):
+    """A request to `/`, whose other fields are checked in the form that they have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    ids_field = "inputs"
 
 
 class PredictFields(TextFields):
@@ -115,7 +130,7 @@ class PredictFields(TextFields):
 class PredictBody(_InputsBody, PredictFields):
     """A request to `/predict`: a text, a pair, or a batch of either."""
 
-    inputs: StrictStr | _Row | list[_Row]
+    inputs: StrictStr | _Row | ListOf[_Row]
     parameters: PredictFields = PredictFields()
 
     def activation(self) -> str:
@@ -201,13 +216,13 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         return await rerank_as_tei(gateway, body)
 
     @app.post("/", tags=tags)
-    async def root(body: dict[str, Any]) -> Response:
+    async def root(given: AnyBody) -> Response:
         """Do what the model is for: embed or classify texts.
 
         A body of `/similarity` or `/rerank` is answered as there.
         """
-        model = body.get("model")
-        info = await gateway.info(model if isinstance(model, str) else None)
+        body = {**(given.model_extra or {}), "model": given.model}
+        info = await gateway.info(given.model)
         inputs = body.get("inputs")
         if isinstance(inputs, dict) and "source_sentence" in inputs:
             return await _call(similarity, SimilarityBody, body)
@@ -224,7 +239,7 @@ async def _call(
     route: Callable[[_Checked], Awaitable[Response]], form: type[_Checked], body: dict[str, Any]
 ) -> Response:
     """Return the answer of a route to a body, which is checked for its form."""
-    return await route(checked(form, body))
+    return await route(await in_thread(partial(checked, form, body)))
 
 
 def _merged(body: _Body) -> _Body:

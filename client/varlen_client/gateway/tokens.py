@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, rows_of
-from varlen_client.gateway.chat import Message
+from varlen_client.gateway.bodies import (
+    MAX_INPUTS,
+    Ids,
+    ListOf,
+    RequestBody,
+    RowsOfIds,
+    json_response,
+    rows_of,
+)
+from varlen_client.gateway.chat import Messages
 from varlen_client.gateway.models import Gateway
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText
 
@@ -19,9 +27,9 @@ from varlen_client.tokenizer_call import Tokenizable, TokenizedText
 class TokenizeBody(RequestBody):
     """A request to `/tokenize`: `inputs` of TEI, or `prompt` or `messages` of vLLM."""
 
-    inputs: StrictStr | list[StrictStr] | None = None
+    inputs: StrictStr | ListOf[StrictStr] | None = None
     prompt: StrictStr | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: StrictBool | None = None
     """By default true, but false for `messages`."""
     prompt_name: StrictStr | None = None
@@ -68,13 +76,17 @@ class TokenizeBody(RequestBody):
 class DetokenizeBody(RequestBody):
     """A request to `/detokenize`."""
 
-    tokens: list[StrictInt]
+    ids_field = "tokens"
+
+    tokens: Ids
 
 
 class DecodeBody(RequestBody):
     """A request to `/decode`."""
 
-    ids: list[StrictInt] | list[list[StrictInt]]
+    ids_field = "ids"
+
+    ids: RowsOfIds
     skip_special_tokens: StrictBool = True
 
 
