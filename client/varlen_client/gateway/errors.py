@@ -123,7 +123,10 @@ def add_error_handlers(app: FastAPI) -> None:
             # of FastAPI: a body that is not even text
             return error_response(400, "the body cannot be read; send JSON in UTF-8")
         what = f"{request.method} {request.url.path}"
-        return error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
+        response = error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
+        # such as Allow, of methods that a path has
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> Response:

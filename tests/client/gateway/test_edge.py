@@ -323,6 +323,9 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
             await client.post("/embed_sparse", json={"model": "embedder", "inputs": ["abc"]})
             await client.post("/embed", json={})
             await client.get("/etc/passwd")
+            for name in ("embedder", "missing"):
+                await client.post(f"/v2/models/{name}/infer", json={})
+                await client.get(f"/v1/models/{name}")
             await client.post("/v1/completions", json={"model": "writer", "prompt": "a"})
             ranked = {"model": "ranker", "query": "q", "texts": ["ab", "c"]}
             await client.post("/rerank", json=ranked)
@@ -333,7 +336,11 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
 
     assert 'varlen_gateway_requests_total{path="/embed",status="200"} 1.0' in page
     assert 'varlen_gateway_requests_total{path="/embed",status="400"} 1.0' in page
-    # names of paths are bounded
+    # names of paths are bounded, and models are no names of paths
+    infer, model = "/v2/models/{name}/infer", "/v1/models/{name}"
+    assert f'varlen_gateway_requests_total{{path="{infer}",status="400"}} 2.0' in page
+    for status in (200, 404):
+        assert f'varlen_gateway_requests_total{{path="{model}",status="{status}"}} 1.0' in page
     assert 'varlen_gateway_requests_total{path="other",status="404"} 1.0' in page
     assert 'varlen_gateway_tokens_total{kind="prompt"} 20.0' in page
     assert 'varlen_gateway_tokens_total{kind="completion"} 4.0' in page
