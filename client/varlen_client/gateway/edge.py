@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -25,6 +26,9 @@ _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 
 # Longest time in which a body comes; until then it holds the place of a request.
 _BODY_SECONDS = 60.0
+# Time in which the rest of a refused body is dropped. Many clients read no answer before they have sent their body, and
+# none from a connection that is closed meanwhile.
+_DROP_SECONDS = 5.0
 # Time to read the end of an answer, behind the time of its request.
 _LAST_SECONDS = 60.0
 
@@ -98,19 +102,23 @@ class Edge:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal is not None:
-            await refusal(scope, receive, _closing(send) if _has_body(scope) else send)
+            await _refuse(refusal, scope, receive, send)
         elif scope["method"] != "POST":
             await self._app(scope, receive, _closing(send) if _has_body(scope) else send)
         else:
-            self._in_flight += 1
-            try:
-                body = await self._body_or_error(receive)
-                if isinstance(body, Response):
-                    await body(scope, receive, _closing(send))
-                else:
-                    await self._run(scope, body, receive, send)
-            finally:
-                self._in_flight -= 1
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body of a request, and run its route."""
+        self._in_flight += 1
+        try:
+            body = await self._body_or_error(receive)
+            if isinstance(body, bytes):
+                await self._run(scope, body, receive, send)
+                return
+        finally:
+            self._in_flight -= 1
+        await _refuse(body, scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return why a request is refused before its body is read, if it is."""
@@ -221,6 +229,31 @@ def _encoded(key: str) -> list[bytes]:
 def _has_body(scope: Scope) -> bool:
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a response, drop the rest of the body for a while, and close the connection."""
+    if not _has_body(scope):
+        await response(scope, receive, send)
+        return
+
+    async def send_and_drop(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with suppress(TimeoutError, _ClientLeft):
+            await with_timeout(_drop_body(receive), _DROP_SECONDS)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    await response(scope, receive, _closing(send_and_drop))
+
+
+async def _drop_body(receive: Receive) -> None:
+    while (message := await receive()).get("more_body", False):
+        pass
+    if message["type"] == "http.disconnect":
+        raise _ClientLeft
 
 
 def _closing(send: Send) -> Send:

@@ -49,7 +49,8 @@ class Exchange:
     """
 
     def __init__(self, path, body=None, *, method="POST", headers=HEADERS, read_messages=None):
-        self.sent, self.received, self._read = [], 0, read_messages
+        self.sent, self._read = [], read_messages
+        self.sent_before_reading = 0
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -70,7 +71,7 @@ class Exchange:
         return self
 
     async def _receive(self):
-        self.received += 1
+        self.sent_before_reading = self.sent_before_reading or len(self.sent)
         if self._messages:
             return {"type": "http.request", "body": self._messages.pop(), "more_body": False}
         return await asyncio.get_running_loop().create_future()

@@ -39,10 +39,10 @@ def test_an_answer_that_never_begins_is_a_timeout(make_app, calls):
 
 
 def test_a_body_that_does_not_come_ends_in_time(make_app):
-    late, seconds = run_virtual(Exchange("/embed").run(make_app()))
+    late, seconds = run_virtual(Exchange("/embed", headers={"Content-Length": "9"}).run(make_app()))
 
     assert (late.status, late.headers["connection"]) == (408, "close")
-    assert seconds == edge._BODY_SECONDS
+    assert seconds == edge._BODY_SECONDS + edge._DROP_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,25 @@ def test_a_body_that_does_not_come_ends_in_time(make_app):
 def test_a_body_that_is_refused_at_its_head_is_not_read(make_app, headers, status, message):
     app = make_app(api_keys=("k",), max_body_bytes=1000)
 
-    refused, _ = run_virtual(Exchange("/embed", EMBED, headers=headers).run(app))
+    refused, seconds = run_virtual(Exchange("/embed", headers=headers).run(app))
 
-    assert (refused.status, refused.received) == (status, 0)
+    assert refused.status == status
     assert message in refused.error
     assert refused.headers["connection"] == "close"
+    # the client has the whole answer, and then some time to send what nobody reads
+    assert refused.sent_before_reading == 2
+    assert len(refused.body) == int(refused.headers["content-length"])
+    assert seconds == edge._DROP_SECONDS
+
+
+def test_a_refused_body_that_comes_to_its_end_is_not_waited_for(make_app):
+    app = make_app(api_keys=("k",))
+
+    refused, seconds = run_virtual(
+        Exchange("/embed", EMBED, headers={"Content-Length": "9"}).run(app)
+    )
+
+    assert (refused.status, seconds) == (401, 0.0)
 
 
 def test_a_length_up_to_the_limit_is_served(make_app):
@@ -103,7 +117,7 @@ def test_a_request_above_the_most_is_refused_without_its_body(make_app):
 
     run_virtual(run())
 
-    assert (inner[0].status, inner[0].received) == (503, 0)
+    assert (inner[0].status, inner[0].sent_before_reading) == (503, 2)
     assert inner[0].headers["connection"] == "close"
     assert inner[0].headers["retry-after"] == "1"
 
@@ -114,7 +128,7 @@ def test_a_body_of_another_method_is_not_read(make_app, method):
 
     refused, _ = run_virtual(Exchange("/embed", method=method, headers=headers).run(make_app()))
 
-    assert (refused.status, refused.received) == (405, 0)
+    assert (refused.status, refused.sent_before_reading) == (405, 0)
     assert (refused.headers["connection"], refused.headers["allow"]) == ("close", "POST")
 
 
