@@ -146,7 +146,7 @@ def generate_request(
     options = {**sampling, **{name: each for name, each in given.items() if each is not None}}
     try:
         json.dumps(options, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the sampling parameters are no JSON: {error}") from None
     return GenerateRequest(_prompt(prompt), options, stream, returns_score)
 
@@ -258,7 +258,7 @@ def _prompt(
     if len(prompt) and all(isinstance(each, Mapping) for each in prompt):
         try:
             return "messages", json.dumps([dict(cast(Mapping[str, Any], each)) for each in prompt])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the messages are no JSON: {error}") from None
     ids = np.asarray(prompt)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":

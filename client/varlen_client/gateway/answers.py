@@ -13,8 +13,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from varlen_client.errors import VarlenClientError
-from varlen_client.gateway.bodies import json_bytes, usage
+from varlen_client.gateway.bodies import usage
 from varlen_client.gateway.errors import client_error_body
+from varlen_client.gateway.json_writing import json_bytes
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.generation import GeneratedPart, Generation
 

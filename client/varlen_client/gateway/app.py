@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from varlen_client.errors import ModelNotFound
-from varlen_client.gateway.bodies import json_response
 from varlen_client.gateway.body_route import BodyRoute
 from varlen_client.gateway.chat import add_chat_route
 from varlen_client.gateway.cohere import add_cohere_routes
@@ -21,6 +20,7 @@ from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.embeddings import add_embedding_routes
 from varlen_client.gateway.errors import add_error_handlers, error_response
 from varlen_client.gateway.info import add_info_route
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.kserve import add_kserve_route
 from varlen_client.gateway.metrics import PathNames
 from varlen_client.gateway.models import Connect, Gateway, read_query_model

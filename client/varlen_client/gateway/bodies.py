@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
@@ -17,8 +16,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, to_json
-from starlette.responses import Response
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from varlen_client.errors import InvalidRequest
 
@@ -166,13 +164,3 @@ def usage(prompt_tokens: int, completion_tokens: int | None = None) -> dict[str,
     return (
         counts if completion_tokens is None else counts | {"completion_tokens": completion_tokens}
     )
-
-
-def json_bytes(content: Mapping[str, Any] | Sequence[Any]) -> bytes:
-    """Return an answer as JSON, which has no NaN and no infinity: they are null."""
-    return to_json(content, inf_nan_mode="null")
-
-
-def json_response(content: Mapping[str, Any] | Sequence[Any]) -> Response:
-    """Return a response with an answer as JSON."""
-    return Response(json_bytes(content), media_type="application/json")

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
-from varlen_client.gateway.bodies import ListOf, Object, json_response
+from varlen_client.gateway.bodies import ListOf, Object
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.generation import GeneratedPart, Generation

@@ -10,8 +10,9 @@ from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf, RequestBody, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf, RequestBody
 from varlen_client.gateway.embeddings import ENCODINGS
+from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import CutEnd, TextFields, given_options
 from varlen_client.row_options import InputType
@@ -91,7 +92,8 @@ def add_cohere_routes(app: FastAPI, gateway: Gateway) -> None:
         if body.embedding_types is not None:
             return json_response(answer | _by_type(vectors, body.embedding_types))
         return json_response(
-            answer | {"response_type": "embeddings_floats", "embeddings": vectors.tolist()}
+            answer
+            | {"response_type": "embeddings_floats", "embeddings": _encoded(vectors, "float")}
         )
 
     @app.post("/v2/embed", tags=["Cohere"])
@@ -103,5 +105,9 @@ def add_cohere_routes(app: FastAPI, gateway: Gateway) -> None:
 
 def _by_type(vectors: Floats, types: list[VectorType]) -> dict[str, Any]:
     """Return the vectors in each of these types."""
-    found = {name: [ENCODINGS[name](vector) for vector in vectors] for name in dict.fromkeys(types)}
+    found = {name: _encoded(vectors, name) for name in dict.fromkeys(types)}
     return {"response_type": "embeddings_by_type", "embeddings": found}
+
+
+def _encoded(vectors: Floats, name: VectorType) -> Rows:
+    return Rows(map(ENCODINGS[name], vectors))

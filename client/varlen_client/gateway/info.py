@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from varlen_client.gateway.bodies import MAX_INPUTS, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.wire import ModelInfo
 

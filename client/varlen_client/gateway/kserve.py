@@ -13,8 +13,9 @@ from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf
 from varlen_client.gateway.body_route import read_body
+from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
 from varlen_client.tasks import EMBED
@@ -77,13 +78,15 @@ def add_kserve_route(app: FastAPI, gateway: Gateway) -> None:
         answer: dict[str, Any] = {
             "model_name": name,
             "model_version": "1",
-            "outputs": [
-                {
-                    "name": _OUTPUT,
-                    "datatype": "FP32",
-                    "shape": list(vectors.shape),
-                    "data": vectors.ravel().tolist(),
-                }
-            ],
+            "outputs": Rows(
+                [
+                    {
+                        "name": _OUTPUT,
+                        "datatype": "FP32",
+                        "shape": list(vectors.shape),
+                        "data": Blocks(vector.tolist() for vector in vectors),
+                    }
+                ]
+            ),
         }
         return json_response(answer if body.id is None else {"id": body.id, **answer})

@@ -17,9 +17,9 @@ from varlen_client.gateway.bodies import (
     ListOf,
     OpenAIBody,
     check_repeated,
-    json_response,
     usage,
 )
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
 from varlen_client.tasks import EMBED, RERANK

@@ -5,13 +5,13 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastapi import FastAPI
 from pydantic import ConfigDict, Field, StrictInt, StrictStr
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
@@ -21,11 +21,10 @@ from varlen_client.gateway.bodies import (
     RequestBody,
     Texts,
     checked,
-    json_bytes,
-    json_response,
     rows_of,
 )
 from varlen_client.gateway.json_reading import in_thread
+from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
 from varlen_client.gateway.text_fields import TextFields, given_options
@@ -161,7 +160,7 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         )
         rows = rows_of(body.inputs, "inputs")
         _, vectors, _ = await gateway.answer(body.model, EMBED, rows, text_fields=body, **options)
-        return json_response(vectors.tolist())
+        return json_response(Rows(vector.tolist() for vector in vectors))
 
     @app.post("/embed_sparse", tags=tags)
     async def embed_sparse(given: SparseBody) -> Response:
@@ -171,7 +170,7 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         _, vectors, _ = await gateway.answer(
             body.model, SPARSE_EMBED, rows_of(body.inputs, "inputs"), text_fields=body, **options
         )
-        return json_response([_terms(vector) for vector in vectors])
+        return json_response(Rows(map(_terms, vectors)))
 
     @app.post("/embed_all", tags=tags)
     async def embed_all(given: SparseBody) -> Response:
@@ -187,7 +186,7 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
                 f"model {info.name!r} gives hidden states, whose texts have no prompt; leave prompt_name out"
             )
         _, arrays, _ = await gateway.answer(body.model, task, rows, text_fields=body, **options)
-        return StreamingResponse(_json_of_rows(arrays), media_type="application/json")
+        return json_response(Rows(Blocks(_blocks(array)) for array in arrays))
 
     @app.post("/similarity", tags=tags)
     async def similarity(given: SimilarityBody) -> Response:
@@ -281,20 +280,11 @@ def _check_size(rows: list[str] | list[list[int]], info: ModelInfo) -> None:
         )
 
 
-async def _json_of_rows(arrays: list[Floats]) -> AsyncGenerator[bytes, None]:
-    """Yield a list of arrays as JSON, some of their rows at a time.
-
-    Lists of all their numbers would fill the memory, and hold up other requests.
-    """
-    for index, array in enumerate(arrays):
-        yield b",[" if index else b"[["
-        rows = max(1, _NUMBERS_AT_ONCE // array.shape[1])
-        for begin in range(0, len(array), rows):
-            block = json_bytes(array[begin : begin + rows].tolist())
-            # without the brackets of its list
-            yield (b"," if begin else b"") + block[1:-1]
-        yield b"]"
-    yield b"]"
+def _blocks(array: Floats) -> Iterator[list[list[float]]]:
+    """Yield the vectors of an array, some at a time."""
+    rows = max(1, _NUMBERS_AT_ONCE // array.shape[1])
+    for begin in range(0, len(array), rows):
+        yield array[begin : begin + rows].tolist()
 
 
 def _terms(vector: SparseVector) -> list[dict[str, int | float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -16,12 +16,16 @@ from varlen_client.gateway.bodies import (
     ListOf,
     RequestBody,
     RowsOfIds,
-    json_response,
     rows_of,
 )
 from varlen_client.gateway.chat import Messages
+from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText
+
+# The answer has many times the bytes of a text.
+MAX_BYTES_OF_TEXT = 1 << 17
+MAX_BYTES_OF_TEXTS = 1 << 20
 
 
 class TokenizeBody(RequestBody):
@@ -98,6 +102,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         """Return the tokens of each of `inputs`, or of vLLM's `prompt` or `messages`."""
         texts = body.texts()
+        _check_bytes(texts)
         model = await gateway.models.get(body.model)
         found = await model.client.tokenize(
             texts,
@@ -108,7 +113,9 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         )
         if body.inputs is not None:
             return json_response(
-                [_tokens(str(text), each) for text, each in zip(texts, found, strict=True)]
+                Rows(
+                    Rows(_tokens(str(text), each)) for text, each in zip(texts, found, strict=True)
+                )
             )
         [only] = found
         answer: dict[str, Any] = {
@@ -145,13 +152,27 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         )
 
 
-def _tokens(text: str, found: TokenizedText) -> list[dict[str, Any]]:
-    """Return TEI's objects of the tokens of a text.
+def _check_bytes(texts: Tokenizable) -> None:
+    """Raise InvalidRequest if the tokens of texts or chats would take long to read."""
+    sizes = [
+        len(row.encode(errors="replace"))
+        if isinstance(row, str)
+        else sum(len(str(each["content"]).encode(errors="replace")) for each in row)
+        for row in texts
+    ]
+    if max(sizes) > MAX_BYTES_OF_TEXT or sum(sizes) > MAX_BYTES_OF_TEXTS:
+        raise InvalidRequest(
+            f"the longest text has {max(sizes)} bytes, and all have {sum(sizes)}; allowed: up to"
+            f" {MAX_BYTES_OF_TEXT} in a text and {MAX_BYTES_OF_TEXTS} in all, so send them in parts"
+        )
+
+
+def _tokens(text: str, found: TokenizedText) -> Iterator[dict[str, Any]]:
+    """Yield TEI's objects of the tokens of a text.
 
     A special token has no place in the text.
     """
     whole = found.prompt + text
-    tokens = []
     for token_id, token, special, (start, stop) in zip(
         found.token_ids, found.tokens, found.special, found.offsets, strict=True
     ):
@@ -159,5 +180,4 @@ def _tokens(text: str, found: TokenizedText) -> list[dict[str, Any]]:
             place = {"text": token, "special": True, "start": None, "stop": None}
         else:
             place = {"text": whole[start:stop], "special": False, "start": start, "stop": stop}
-        tokens.append({"id": token_id, **place})
-    return tokens
+        yield {"id": token_id, **place}
