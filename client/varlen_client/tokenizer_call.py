@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from varlen_client.errors import InvalidRequest, ServerError
-from varlen_client.generation import GenerateRequest, Messages
+from varlen_client.generation import GenerateRequest, Messages, json_text
 from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST, RowCall
 from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
 from varlen_client.tasks import Options, parameters_of
@@ -83,6 +83,7 @@ class TokenizerSender:
         if rows.ids:
             raise InvalidRequest("got token ids; tokenize takes texts or chats")
         parameters = parameters_of("tokenize", TokenizeOptions, options)
+        json_text("the parameters", parameters)
         if "chat_template_kwargs" in parameters and not is_chat:
             raise InvalidRequest("got chat_template_kwargs without chats; leave it out")
         found = await self._send("tokenize", rows, parameters, options, is_chat=is_chat)
@@ -190,14 +191,11 @@ def _chat(row: Any) -> tuple[bytes]:
         raise InvalidRequest(
             "some rows are chats and others are not; send them in calls of their own"
         )
-    try:
-        return (json.dumps(list(row), allow_nan=False).encode(),)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the messages are no JSON: {error}") from None
+    return (json_text("the messages", list(row)).encode(),)
 
 
 async def _after_others(read: Callable[[_T], _Result], given: _T) -> _Result:
-    """Return what is read of a row, after other calls of the event loop: each row may have many tokens."""
+    """Return what is read of a row, which may be large, after other tasks have run."""
     await asyncio.sleep(0)
     return read(given)
 

@@ -33,12 +33,12 @@ MAX_FIELDS = 256
 
 
 def _ids_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Return token ids as they are, since a look at the types of a list is the fastest check."""
+    """Return token ids unchanged: the types of a list are their fastest check."""
     return given if _is_ids(given) else check(given)
 
 
 def _rows_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Return rows as they are if they are token ids, or if `rows_of` refuses their number."""
+    """Return rows of token ids unchanged, and rows whose number `rows_of` refuses."""
     if isinstance(given, list) and given and not isinstance(given[0], int):
         return given if len(given) > MAX_INPUTS or all(map(_is_ids, given)) else check(given)
     return _ids_or_checked(given, check)
@@ -49,7 +49,7 @@ def _is_ids(row: Any) -> bool:
 
 
 class _FirstErrorOnly:
-    """Annotation of lists whose first wrong element is their only error: they may have very many."""
+    """Annotation of a list whose only error is its first wrong element."""
 
     # pydantic's FailFast has no hash, which the types of a union need
     def __get_pydantic_core_schema__(
@@ -70,7 +70,11 @@ Texts: TypeAlias = Annotated[
 
 
 def check_number_of_fields(given: Any, most: int) -> Any:
-    """Return an object; raise PydanticCustomError if it has too many fields, each of which may have an error."""
+    """Return an object unchanged.
+
+    Raises:
+        PydanticCustomError: the object has too many fields; each might have an error of its own.
+    """
     if isinstance(given, dict) and len(given) > most:
         message = "the object has {fields} fields; allowed: up to {most}"
         raise PydanticCustomError("too_many_fields", message, {"fields": len(given), "most": most})
@@ -78,7 +82,7 @@ def check_number_of_fields(given: Any, most: int) -> Any:
 
 
 class Object(BaseModel):
-    """An object whose unknown fields are refused; a value of another type is no other spelling of a right one."""
+    """An object that refuses unknown fields, and values of other JSON types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -1,4 +1,4 @@
-"""Routes whose bodies are parsed and checked within limits, off the event loop where that takes long."""
+"""Routes that parse and check bodies within limits, large ones off the event loop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _read_large(form: type[_Form], body: bytes) -> _Form:
 
 
 def _check_ids(given: Any, name: str, size: JsonSize) -> None:
-    """Raise InvalidRequest unless the values of a body, without the token ids in this field, are few."""
+    """Raise InvalidRequest if a body has too many token ids, or values besides them."""
     ids = _number_of_ids(given.get(name)) if isinstance(given, dict) else 0
     if size.values - ids > MAX_VALUES:
         raise InvalidRequest(

@@ -46,7 +46,7 @@ class LimitedConnection(H11Protocol):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request, and wait for its head as long as that is not whole."""
+        """Take bytes of a request, and wait for the end of its head."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop("_waiting_for_head")

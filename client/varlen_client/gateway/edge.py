@@ -137,7 +137,7 @@ class Edge:
         return None
 
     def _wrong_length(self, headers: Headers) -> Response | None:
-        """Return why the length of a body that its head names is refused, if it is."""
+        """Return why the `Content-Length` of a request is refused, if it is."""
         lengths = set(headers.getlist("content-length"))
         if not lengths:
             return None
@@ -188,7 +188,7 @@ class Edge:
                 return bytes(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the route, and cancel it when the client leaves, or reads its answer too slowly."""
+        """Run the route; cancel it when the client leaves or reads too slowly."""
         messages: list[Message] = [{"type": "http.request", "body": body}]
 
         async def replay() -> Message:
@@ -217,7 +217,7 @@ class Edge:
 
 
 def _encoded(key: str) -> list[bytes]:
-    """Return the bytes of an API key: clients send UTF-8, or Latin-1 where that has the characters."""
+    """Return the bytes of an API key in UTF-8 and, if possible, in Latin-1: clients send either."""
     found = [key.encode()]
     try:
         latin = key.encode("latin-1")
@@ -232,7 +232,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a response, drop the rest of the body for a while, and close the connection."""
+    """Send a response, drop the rest of the body for some seconds, and close."""
     if not _has_body(scope):
         await response(scope, receive, send)
         return
@@ -257,7 +257,7 @@ async def _drop_body(receive: Receive) -> None:
 
 
 def _closing(send: Send) -> Send:
-    """Return a `send` that closes the connection, since the rest of the body is not read."""
+    """Return a `send` that closes the connection: the rest of the body is not read."""
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":

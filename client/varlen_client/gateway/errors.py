@@ -34,6 +34,10 @@ _BUSY = "the server cannot accept the request now; send it later"
 _LATE = "the answer was not complete in time"
 _FAILED = "the server failed; the gateway's log has the reason"
 
+# Characters.
+_MAX_MESSAGE = 2000
+_MAX_PARAM = 200
+
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 60
 
@@ -62,8 +66,15 @@ _KINDS: Mapping[type[VarlenClientError], _Kind] = {
 def error_body(
     message: str, error_type: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error."""
+    """Return the body of an error; the middle of a long message is left out."""
+    message = _cut(message, _MAX_MESSAGE)
+    param = None if param is None else _cut(param, _MAX_PARAM)
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def _cut(text: str, most: int) -> str:
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
 
 
 def error_response(

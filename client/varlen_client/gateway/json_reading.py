@@ -1,4 +1,4 @@
-"""Reads the JSON of bodies within limits, in a thread of its own where it takes long.
+"""Reads the JSON of bodies within limits, and has a thread for large ones.
 
 A small body can ask for much work: two bytes are a value. So the values of a body are counted before they are parsed,
 and what remains is short: no step holds the interpreter's lock for more than a few tens of milliseconds, and other
@@ -73,7 +73,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
 
 
 def size_of(body: bytes) -> JsonSize:
-    """Return the size of a JSON text, in time linear in its bytes whatever they are."""
+    """Return the size of a JSON text, in time linear in its bytes."""
     values = names = 0
     is_in_string = False
     for piece in _pieces(body):

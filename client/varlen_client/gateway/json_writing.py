@@ -1,4 +1,7 @@
-"""Writes answers as JSON, large ones in parts: none holds up other requests, or is in memory as a whole."""
+"""Writes answers as JSON, large ones in parts, between which other requests go on.
+
+A large answer is never in memory as a whole.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ _JSON = "application/json"
 
 # They are no dataclasses, which `to_json` writes as objects where `_pieces` does not find them.
 class Rows:
-    """A list in an answer, whose items are made and written one by one; they may hold such lists."""
+    """A list whose items are made and written one by one; items may hold `Rows` too."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = items
 
 
 class Blocks:
-    """A list in an answer, whose items are made and written one block at a time."""
+    """A list whose items are made and written one block at a time."""
 
     def __init__(self, blocks: Iterable[Sequence[Any]]) -> None:
         self.blocks = blocks
@@ -65,7 +68,7 @@ def _parts(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _pieces(content: Any) -> Iterator[bytes]:
-    """Yield the JSON of an answer in pieces: of each item of `Rows`, and each block of `Blocks`."""
+    """Yield the JSON of an answer in pieces, one for each row and block."""
     if isinstance(content, Mapping):
         yield from _listed(b"{", (_field(*each) for each in content.items()), b"}")
     elif isinstance(content, Rows):

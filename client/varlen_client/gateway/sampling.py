@@ -162,6 +162,10 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
         Raises:
             InvalidRequest: two fields contradict each other, or ask for the same.
         """
+        if self.includes_usage and not self.stream:
+            raise InvalidRequest(
+                "stream_options.include_usage is True without stream: true; send both"
+            )
         if self.best_of not in (None, self.n):
             raise InvalidRequest(f"best_of is {self.best_of}; allowed: n, which is {self.n}")
         given = self.model_dump(include=_PASSED_ON)

@@ -23,6 +23,7 @@ from varlen_client.gateway.bodies import (
     checked,
     rows_of,
 )
+from varlen_client.gateway.info import classifies_texts
 from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
@@ -39,6 +40,8 @@ _Row: TypeAlias = ListOf[StrictStr]
 # Numbers in an answer of `/embed_all`: 256 MiB in fp32.
 MAX_TOKEN_FEATURES = 2**26
 
+# Width of vectors where the model's config leaves it to the checkpoint.
+_LARGEST_WIDTH = 1 << 14
 # Numbers of an answer that are written as JSON in one piece.
 _NUMBERS_AT_ONCE = 1 << 14
 # The task of `/embed_all` by the output of the model.
@@ -227,10 +230,14 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
             return await _call(similarity, SimilarityBody, body)
         if "query" in body:
             return await _call(rerank, RerankBody, body)
-        if "logits" in info.outputs:
+        if classifies_texts(info):
             return await _call(predict, PredictBody, body)
         if "indices" in info.outputs:
             return await _call(embed_sparse, SparseBody, body)
+        if "logits" in info.outputs:
+            raise InvalidRequest(
+                f"model {info.name!r} labels tokens, which TEI has no path for; ask the server itself"
+            )
         return await _call(embed, EmbedBody, body)
 
 
@@ -272,7 +279,9 @@ def _check_size(rows: list[str] | list[list[int]], info: ModelInfo) -> None:
     """Raise InvalidRequest if an answer for each token might be too large."""
     tokens = sum(len(row.encode(errors="replace") if isinstance(row, str) else row) for row in rows)
     width = next(info.outputs[name][-1] for name in _TOKEN_TASKS if name in info.outputs)
-    most = MAX_TOKEN_FEATURES // max(width, 1)
+    if width < 1:
+        width = _LARGEST_WIDTH
+    most = MAX_TOKEN_FEATURES // width
     if tokens > most:
         raise InvalidRequest(
             f"inputs has {tokens} bytes of text or token ids; allowed: up to {most}, since each may have"

@@ -8,7 +8,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes at once where all its tasks wait for a time."""
+    """An event loop whose time passes at once when all its tasks wait."""
 
     def __init__(self):
         self.now = 0.0

@@ -45,7 +45,7 @@ def random_value(rng, level=0):
 
 
 def counted(value):
-    """Return the size of a value: an opening bracket for each container, and commas between its values."""
+    """Return the size of a value: brackets that open, and commas."""
     if not isinstance(value, (list, dict)):
         return JsonSize(0, 0)
     inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
@@ -223,6 +223,42 @@ def test_too_many_fields_and_values_of_other_types_are_refused(refusal, calls, f
 
     assert (status, calls.received) == (400, [])
     assert message in error["message"]
+
+
+LONG = "x" * 50_000
+
+
+@pytest.mark.parametrize(
+    "method, path, body",
+    [
+        ("POST", EMBEDDINGS, {"model": "embedder", "input": "a", LONG: 1}),
+        ("POST", EMBEDDINGS, {"model": LONG, "input": "a"}),
+        ("POST", f"{EMBEDDINGS}?model={LONG}", {"model": "embedder", "input": "a"}),
+        ("POST", EMBEDDINGS, {"model": "embedder", "input": "a", "encoding_format": LONG}),
+        (
+            "POST",
+            "/v2/models/embedder/infer",
+            {
+                "inputs": [
+                    {"name": "text", "datatype": "BYTES", "shape": [1] * 10_000, "data": ["a"]}
+                ]
+            },
+        ),
+        (
+            "POST",
+            f"/v2/models/{LONG}/infer",
+            {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]},
+        ),
+        ("GET", f"/v1/models/{LONG}", None),
+        ("GET", f"/{LONG}", None),
+    ],
+    ids="field model query value shape infer model-path path".split(),
+)
+def test_an_error_does_not_repeat_long_texts_of_the_client(send, method, path, body):
+    response = send(method, path, body)
+
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 5000
 
 
 def test_a_type_of_vectors_that_is_there_twice_is_written_once(post):

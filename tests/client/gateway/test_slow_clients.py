@@ -1,4 +1,4 @@
-"""Clients that send no whole request, or do not read their answer, hold no place for ever."""
+"""Clients that send half a request, or read no answer, hold no place for ever."""
 
 import pytest
 from uvicorn.config import Config
@@ -71,7 +71,7 @@ def test_a_body_that_is_refused_at_its_head_is_not_read(make_app, headers, statu
     assert refused.status == status
     assert message in refused.error
     assert refused.headers["connection"] == "close"
-    # the client has the whole answer, and then some time to send what nobody reads
+    # the client has the whole answer, and then some time to send what is not read
     assert refused.sent_before_reading == 2
     assert len(refused.body) == int(refused.headers["content-length"])
     assert seconds == edge._DROP_SECONDS
