@@ -195,7 +195,7 @@ def _chat(row: Any) -> tuple[bytes]:
 
 
 async def _after_others(read: Callable[[_T], _Result], given: _T) -> _Result:
-    """Return what is read of a row, which may be large, after other tasks have run."""
+    """Return what is read of a row, which may be large, after other tasks ran."""
     await asyncio.sleep(0)
     return read(given)
 

@@ -217,7 +217,7 @@ class Edge:
 
 
 def _encoded(key: str) -> list[bytes]:
-    """Return the bytes of an API key in UTF-8 and, if possible, in Latin-1: clients send either."""
+    """Return the bytes of an API key in UTF-8 and, if possible, in Latin-1."""
     found = [key.encode()]
     try:
         latin = key.encode("latin-1")

@@ -20,7 +20,7 @@ _JSON = "application/json"
 
 # They are no dataclasses, which `to_json` writes as objects where `_pieces` does not find them.
 class Rows:
-    """A list whose items are made and written one by one; items may hold `Rows` too."""
+    """A list whose items are made and written one by one; they may hold `Rows`."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = items

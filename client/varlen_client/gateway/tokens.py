@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI
 from pydantic import StrictBool, StrictStr
@@ -19,13 +20,18 @@ from varlen_client.gateway.bodies import (
     rows_of,
 )
 from varlen_client.gateway.chat import Messages
-from varlen_client.gateway.json_writing import Rows, json_response
+from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText
 
 # The answer has many times the bytes of a text.
 MAX_BYTES_OF_TEXT = 1 << 17
 MAX_BYTES_OF_TEXTS = 1 << 20
+# Tokens of an answer that are written in one piece.
+_TOKENS_AT_ONCE = 1 << 10
+
+# TEI's object of a token.
+_Token: TypeAlias = dict[str, Any]
 
 
 class TokenizeBody(RequestBody):
@@ -114,7 +120,8 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         if body.inputs is not None:
             return json_response(
                 Rows(
-                    Rows(_tokens(str(text), each)) for text, each in zip(texts, found, strict=True)
+                    Blocks(_blocks(_tokens(str(text), each)))
+                    for text, each in zip(texts, found, strict=True)
                 )
             )
         [only] = found
@@ -167,7 +174,13 @@ def _check_bytes(texts: Tokenizable) -> None:
         )
 
 
-def _tokens(text: str, found: TokenizedText) -> Iterator[dict[str, Any]]:
+def _blocks(tokens: Iterator[_Token]) -> Iterator[list[_Token]]:
+    """Yield tokens, some at a time."""
+    while block := list(islice(tokens, _TOKENS_AT_ONCE)):
+        yield block
+
+
+def _tokens(text: str, found: TokenizedText) -> Iterator[_Token]:
     """Yield TEI's objects of the tokens of a text.
 
     A special token has no place in the text.
