@@ -5,7 +5,7 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,7 +29,7 @@ from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
 from varlen_client.gateway.text_fields import TextFields, given_options
-from varlen_client.row_answers import SparseVector
+from varlen_client.row_answers import LabelScore, SparseVector
 from varlen_client.tasks import EMBED, HIDDEN, PREDICT, SPARSE_EMBED, TOKEN_EMBED, RowTask
 from varlen_client.wire import Floats, ModelInfo, Pairs
 
@@ -211,8 +211,8 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         _, found, _ = await gateway.answer(
             body.model, PREDICT, rows, text_fields=body, activation=body.activation(), **options
         )
-        answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
-        return json_response(answer if is_batch else answer[0])
+        rows_of_labels = map(_labels, found)
+        return json_response(Rows(rows_of_labels) if is_batch else next(rows_of_labels))
 
     async def rerank(body: RerankBody) -> Response:
         return await rerank_as_tei(gateway, body)
@@ -294,6 +294,10 @@ def _blocks(array: Floats) -> Iterator[list[list[float]]]:
     rows = max(1, _NUMBERS_AT_ONCE // array.shape[1])
     for begin in range(0, len(array), rows):
         yield array[begin : begin + rows].tolist()
+
+
+def _labels(row: Sequence[LabelScore]) -> list[dict[str, Any]]:
+    return [{"score": each.score, "label": each.label} for each in row]
 
 
 def _terms(vector: SparseVector) -> list[dict[str, int | float]]:

@@ -15,6 +15,7 @@ from varlen_client.errors import (
     ServerUnavailable,
 )
 from varlen_client.gateway import edge, models
+from varlen_client.gateway.chat import MAX_MESSAGES
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
@@ -368,6 +369,21 @@ def test_the_api_page_describes_every_path(send):
         "/v1/embed", "/v2/embed", "/infinity/rerank", "/infinity/embeddings", "/v2/models/{name}/infer",
         "/tokenize", "/detokenize", "/decode",
     }  # fmt: skip
+
+
+def test_the_api_page_describes_the_bodies_that_the_gateway_reads_itself(send):
+    page = send("GET", "/openapi.json").json()
+    forms = page["components"]["schemas"]
+
+    def form_of(path):
+        body = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return forms[body["$ref"].rpartition("/")[2]]["properties"]
+
+    kinds = [each["type"] for each in form_of("/v1/embeddings")["input"]["anyOf"]]
+    assert kinds == ["string", "array", "array", "array"]
+    assert form_of("/v1/chat/completions")["messages"]["maxItems"] == MAX_MESSAGES
+    assert form_of("/v2/rerank")["return_documents"]["default"] is False
+    assert "model" in form_of("/")
 
 
 def test_the_end_of_the_gateway_closes_its_clients(make_app, calls):

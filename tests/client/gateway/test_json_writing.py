@@ -109,10 +109,20 @@ def test_other_requests_go_on_between_the_parts(monkeypatch):
             {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}]},
             lambda answer: answer["outputs"][0]["data"][4:],
         ),
+        (
+            "/predict",
+            {"inputs": [["a"], ["b"]], "model": "classifier"},
+            lambda answer: answer[1][0]["score"],
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "n": 2, "logprobs": 1, "model": "writer"},
+            lambda answer: [len(each["logprobs"]["tokens"]) for each in answer["choices"]],
+        ),
     ],
 )
-def test_large_answers_of_vectors_come_in_parts(make_app, monkeypatch, path, body, found):
-    body = body if "infer" in path else body | {"model": "embedder"}
+def test_large_answers_come_in_parts(make_app, monkeypatch, path, body, found):
+    body = body if "infer" in path else {"model": "embedder", **body}
 
     async def ask():
         async with http_client(make_app()) as client:
