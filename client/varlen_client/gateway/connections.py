@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -30,34 +30,52 @@ class LimitedConnection(H11Protocol):
     """A connection that is closed when its client makes it wait.
 
     Attributes:
-        max_connections: most connections of the process; others are closed as they come.
+        max_connections: most connections of the process; above it, the connection that is idle for the longest time
+            is closed, or the new one if all have a request in progress.
+        idle: connections without a request in progress, those that are idle longest first.
     """
 
     max_connections = default_max_connections()
+    idle: ClassVar[dict[LimitedConnection, None]] = {}
     _waiting_for_head: asyncio.TimerHandle | None = None
     _waiting_for_reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for a head."""
         super().connection_made(transport)
+        self.idle[self] = None
         if len(self.connections) > self.max_connections:
-            transport.abort()
-            return
-        self._wait_for_head()
+            # the last one is this one
+            next(iter(self.idle)).close_now()
+        if not transport.is_closing():
+            self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request, and wait for the end of its head."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop("_waiting_for_head")
+            self.idle.pop(self, None)
         elif self._waiting_for_head is None:
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all waits."""
+        self.idle.pop(self, None)
         self._stop("_waiting_for_head")
         self._stop("_waiting_for_reader")
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Count the connection as idle, unless a next request has come."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.idle[self] = None
+
+    def close_now(self) -> None:
+        """Close the connection, whatever it waits for."""
+        self.idle.pop(self, None)
+        self.transport.abort()
 
     def pause_writing(self) -> None:
         """Start to wait for the reader of the answer."""

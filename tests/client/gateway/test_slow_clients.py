@@ -220,11 +220,11 @@ class Clients:
     def __init__(self, max_connections=10):
         self.timers, self._state = FakeTimers(), ServerState()
         self._config = Config(app=answers_nothing, log_config=None)
-        self._max_connections = max_connections
+        self._max_connections, self.idle = max_connections, {}
 
     def connect(self):
         connection = LimitedConnection(self._config, self._state, app_state={}, _loop=self.timers)
-        connection.max_connections = self._max_connections
+        connection.max_connections, connection.idle = self._max_connections, self.idle
         connection.connection_made(FakeTransport())
         return connection
 
@@ -288,15 +288,39 @@ def test_a_client_that_takes_nothing_of_its_answer_is_closed():
     assert connection.transport.is_aborted
 
 
-def test_no_more_connections_are_open_than_the_most():
+def open_ones(connections):
+    return [not each.transport.is_aborted for each in connections]
+
+
+def test_above_the_most_connections_the_one_that_is_idle_longest_is_closed():
+    clients = Clients(max_connections=3)
+    busy, silent, used = (clients.connect() for _ in range(3))
+    busy.data_received(HEAD)
+    used.data_received(HEAD + b"12345")
+    used.cycle.response_complete = True
+    used.on_response_complete()
+    assert list(clients.idle) == [silent, used]
+
+    connections = [busy, silent, used, clients.connect()]
+    assert open_ones(connections) == [True, False, True, True]
+    silent.connection_lost(OSError())
+
+    connections.append(clients.connect())
+    assert open_ones(connections) == [True, False, False, True, True]
+
+
+def test_requests_in_progress_are_not_closed_for_new_connections():
     clients = Clients(max_connections=2)
-    first, second, third = (clients.connect() for _ in range(3))
-    assert [each.transport.is_aborted for each in (first, second, third)] == [False, False, True]
+    busy = [clients.connect() for _ in range(2)]
+    for each in busy:
+        each.data_received(HEAD)
 
-    third.connection_lost(OSError())
-    first.connection_lost(OSError())
+    new = clients.connect()
 
-    assert not clients.connect().transport.is_aborted
+    assert open_ones([*busy, new]) == [True, True, False]
+    new.connection_lost(OSError())
+    busy[0].connection_lost(OSError())
+    assert open_ones([clients.connect()]) == [True]
 
 
 def test_a_connection_that_is_lost_has_no_timers():
