@@ -53,6 +53,7 @@ _METRIC_SECTIONS = {
         "varlen_prefill",
         "varlen_decode",
         "varlen_preemptions",
+        "varlen_order",
         "varlen_kv",
         "varlen_prefix",
         "varlen_grammar",

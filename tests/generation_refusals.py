@@ -14,7 +14,12 @@ _CHAT = {"messages": row(MESSAGES)}
 
 def generation_refusals() -> list[Refusal]:
     """Return what a model with a chat template refuses, whose vocabulary is small."""
-    return [*_template_variables(), *_biases(), *_bad_words(), *_foreign_names()]
+    return [
+        *_template_variables(),
+        *_biases(),
+        *_bad_words(),
+        *_foreign_names(),
+    ]
 
 
 def _refusals(inputs: Arrays, name: str, messages: dict[str, Any]) -> list[Refusal]:
@@ -23,6 +28,34 @@ def _refusals(inputs: Arrays, name: str, messages: dict[str, Any]) -> list[Refus
         Refusal(f"{name} is {value!r:.20}", message, inputs, {name: value})
         for message, value in messages.items()
     ]
+
+
+def json_refusals() -> list[Refusal]:
+    """Return options whose JSON is too large or too deep."""
+    name = "sampling_parameters"
+    large = {
+        "40 MB of numbers": (b"[" + b"0," * 20_000_000 + b"0]", "has 40000003 bytes"),
+        "a byte too many": (b"{}" + b" " * 131_071, "has 131073 bytes"),
+    }
+    deep = {"an option 101 deep": b'{"stop":' + b"[" * 100 + b"]" * 100 + b"}"}
+    return [
+        *(
+            Refusal(f"{name}: {what}", f"{name} {found}; allowed: up to 131072", _with(text))
+            for what, (text, found) in large.items()
+        ),
+        *(
+            Refusal(
+                f"{name}: {what}",
+                f"{name} is nested more than 100 deep; send a flatter object or list",
+                _with(text),
+            )
+            for what, text in deep.items()
+        ),
+    ]
+
+
+def _with(sampling: bytes) -> Arrays:
+    return {**_PROMPT, "sampling_parameters": row(sampling)}
 
 
 def _biases() -> list[Refusal]:

@@ -277,6 +277,7 @@ def _parameters(model: Model) -> list[Refusal]:
         ("request_priority", priorities, "whole numbers from 0 to 9"),
         ("deadline_ms", deadlines, "numbers above 0"),
         ("tenant", ("a" * 129, 3, None, ["a"]), "a string of at most 128 characters"),
+        ("cache_salt", ("a" * 257, 3, None, ["a"]), "a string of at most 256 characters"),
     )
     return [
         *(
@@ -332,7 +333,8 @@ def _names() -> list[Refusal]:
         *(
             Refusal(
                 f"the misspelt name {name}",
-                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}, deadline_ms, tenant',
+                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}, deadline_ms, tenant,'
+                " cache_salt",
                 {"text": texts("a")},
                 {name: True},
             )

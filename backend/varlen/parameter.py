@@ -6,7 +6,7 @@ docs/reference has tables of them.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -18,12 +18,34 @@ from varlen.errors import RequestError, VarlenError, shorten
 from varlen.tasks import Task
 
 MAX_INT32 = 2**31 - 1
+_MAX_JSON_DEPTH = 100
 # Choices of a flag, as texts. The values are true and false.
 FLAG = ("true", "false")
 
 _MAX_DIGITS = 18  # fit an int64
+# No parameter has a name of this length, nor is a longer one a near miss of one.
+LONGEST_NEAR_MISS = 32
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """Limits of a JSON text.
+
+    Attributes:
+        max_bytes: longest text in UTF-8.
+        max_marks: largest number of commas and opening brackets, at least the number of its values. In texts they count
+            too. None is no limit beside `max_bytes`.
+    """
+
+    max_bytes: int
+    max_marks: int | None = None
+
+
+MAX_JSON_MARKS = 20_000
+# Limits of options. The longest grammar is half as long, without white space, and has fewer values.
+OPTION_JSON = JsonLimits(131_072, MAX_JSON_MARKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +108,11 @@ class Parameter:
 
     def check(self, name: str, value: object, error: type[VarlenError] = RequestError) -> None:
         """Raise an error that names the parameter, unless it may have this value."""
-        if not self.allows(value):
-            refuse(name, value, self.allowed, error)
+        # before the items are looked at
         if isinstance(value, tuple) and self.max_items is not None:
             check_number_of_tokens(name, value, self.max_items)
+        if not self.allows(value):
+            refuse(name, value, self.allowed, error)
 
     def from_text(self, text: str) -> str | int | bool:
         """Return the value of a setting in config.pbtxt.
@@ -179,12 +202,49 @@ def check_number_of_tokens(name: str, tokens: tuple[object, ...], most: int) -> 
         raise RequestError(f"{name} has {len(tokens)} tokens; allowed: up to {most}")
 
 
-def read_json(name: str, text: str) -> object:
-    """Return the value of a JSON text, or raise RequestError."""
+def read_json(name: str, text: str, limits: JsonLimits = OPTION_JSON) -> object:
+    """Return the value of a JSON text from a request.
+
+    The time is linear in the limits, which are checked before the text is parsed.
+
+    Args:
+        name: name of the value, for errors.
+        text: its JSON text.
+        limits: its limits.
+
+    Raises:
+        RequestError: the text is too long or not JSON, or has too many values, or its lists and objects are nested too
+            deeply.
+    """
+    # characters of a text are bytes, or more
+    if len(text) > limits.max_bytes or not text.isascii():
+        check_bytes(name, len(text.encode(errors="surrogatepass")), limits.max_bytes)
+    brackets = text.count("[") + text.count("{")
+    marks = brackets + text.count(",")
+    if limits.max_marks is not None and marks > limits.max_marks:
+        raise RequestError(
+            f"{name} has {marks} commas and opening brackets; allowed: up to {limits.max_marks}"
+        )
     try:
-        return json.loads(text)
+        value: object = json.loads(text)
     except (ValueError, RecursionError):
         refuse(name, text, "JSON")
+    if brackets > _MAX_JSON_DEPTH:
+        _check_depth(name, value)
+    return value
+
+
+def check_bytes(name: str, num_bytes: int, most: int) -> None:
+    """Raise RequestError if a text is too long."""
+    if num_bytes > most:
+        raise RequestError(f"{name} has {num_bytes} bytes; allowed: up to {most}")
+
+
+def items_of(value: object) -> Iterable[object]:
+    """Return the elements of a JSON list or object, or nothing."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def refuse(
@@ -207,9 +267,23 @@ def refuse(
 def unknown_parameter(name: str, allowed: Iterable[str]) -> str:
     """Return the message of an unknown name, with the closest one that is allowed."""
     names = list(allowed)
-    close = get_close_matches(name, names, n=1)
+    close = get_close_matches(name, names, n=1) if len(name) <= LONGEST_NEAR_MISS else []
     hint = f' Did you mean "{close[0]}"?' if close else ""
     return f'unknown parameter "{shorten(name)}".{hint} Allowed: {", ".join(names)}'
+
+
+def _check_depth(name: str, value: object) -> None:
+    """Raise RequestError if lists and objects are nested too deeply."""
+    # lists and objects of one depth
+    level: Sequence[object] = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        inner = (each for outer in level for each in items_of(outer))
+        level = [each for each in inner if isinstance(each, (list, dict))]
+        if not level:
+            return
+    raise RequestError(
+        f"{name} is nested more than {_MAX_JSON_DEPTH} deep; send a flatter object or list"
+    )
 
 
 def _number(value: object, *, is_whole: bool) -> object:

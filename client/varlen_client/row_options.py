@@ -30,6 +30,7 @@ class RowOptions(TypedDict, total=False):
         time. By default no limit.
     priority: 0 to 9, larger runs sooner; by default 0.
     tenant: name of the client for whom the rows are; each has an equal share of the model.
+    cache_salt: the server's caches share entries only between requests of the same salt.
     timeout: seconds for the whole call, retries included; by default no limit.
     on_progress: called with the number of rows answered so far, in the thread of the event loop. It must return
         quickly, and not call a sync client.
@@ -40,6 +41,7 @@ class RowOptions(TypedDict, total=False):
     deadline_ms: float | None
     priority: int | None
     tenant: str | None
+    cache_salt: str | None
     timeout: float | None
     on_progress: Callable[[int], None] | None
 

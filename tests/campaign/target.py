@@ -1,5 +1,6 @@
 """The server that a campaign attacks: its models, its clients, and what it must answer."""
 
+import json
 import random
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from .known import Known, continuations, encoder_answers, translations
 from .models import (
     CACHED,
     CAPPED,
+    CHAT,
     DECODER,
     ENCODER,
     HIDDEN,
@@ -38,6 +40,10 @@ LONGEST, VOCABULARY = 512, len(SPECIAL_TOKENS) + len(WORDS)
 MINILM_LONGEST, MINILM_VOCABULARY = 256, 30522
 _ARGUMENTS = ("--model-control-mode=explicit", "--exit-timeout-secs=60")
 _READY_SECONDS = 180.0
+_SLOW_TEMPLATE = (
+    "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}{% endfor %}"
+    "{{ messages[0].content }}"
+)
 _ONCE = RetryPolicy(max_retries=0)
 # Server 2.51 answers no request that a killed process held: the deadlines of clients end them.
 _HELD_SECONDS = 3.0
@@ -45,12 +51,16 @@ _HELD_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Folders of checkpoints: those that `make setup` prepares, and a random encoder."""
+    """Folders of the checkpoints of all models.
+
+    `make setup` prepares three; a random encoder and a decoder with a chat template are added.
+    """
 
     minilm: Path
     gpt2: Path
     dates: Path
     random: Path
+    chat: Path
 
     @classmethod
     def prepare(cls, repository: Path, scratch: Path) -> "Checkpoints":
@@ -72,7 +82,7 @@ class Checkpoints:
             num_attention_heads=4,
             intermediate_size=256,
         )
-        return cls(minilm, gpt2, dates, made)
+        return cls(minilm, gpt2, dates, made, _with_template(gpt2, scratch / CHAT))
 
     def repository(self, folder: Path, names: Sequence[str] = MODELS) -> Path:
         """Write a repository of these models, and return its folder."""
@@ -83,6 +93,7 @@ class Checkpoints:
             HIDDEN: (self.random, {"task": "hidden"}),
             CAPPED: (self.random, {"max_queued_requests": "1", "max_queued_tokens": "40000"}),
             DECODER: (self.gpt2, {"threads": "1"}),
+            CHAT: (self.chat, {"threads": "1"}),
             TRANSLATOR: (self.dates, {"threads": "1"}),
         }
         for name in names:
@@ -106,6 +117,18 @@ class Checkpoints:
         hidden = encoder_answers(self.random, draw, task="hidden", **size)
         encoders = {ENCODER: minilm, CACHED: vectors, CAPPED: vectors, HIDDEN: hidden}
         return Known(encoders, continuations(self.gpt2), translations(self.dates, draw))
+
+
+def _with_template(checkpoint: Path, folder: Path) -> Path:
+    """Return a new folder with the files of a checkpoint and a slow chat template."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        folder.joinpath(file.name).symlink_to(file.resolve())
+    config = folder / "tokenizer_config.json"
+    content = json.loads(config.read_text()) | {"chat_template": _SLOW_TEMPLATE}
+    config.unlink()
+    config.write_text(json.dumps(content))
+    return folder
 
 
 class Target:

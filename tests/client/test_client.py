@@ -88,7 +88,7 @@ def test_an_empty_input_sends_no_request(client, server):
 
 def test_sends_only_the_parameters_that_were_given(client, server):
     client.embed(["a"])
-    options = {"deadline_ms": 60_000.5, "priority": 9, "tenant": "shop"}
+    options = {"deadline_ms": 60_000.5, "priority": 9, "tenant": "shop", "cache_salt": "x"}
     client.embed(["a"], normalize=False, truncate=True, **options)
 
     bare, full = (received.parameters for received in server.model.requests)
@@ -98,6 +98,7 @@ def test_sends_only_the_parameters_that_were_given(client, server):
     assert full["deadline_ms"] == 60_000.5
     assert full["request_priority"] == 9
     assert full["tenant"] == "shop"
+    assert full["cache_salt"] == "x"
 
 
 @pytest.mark.parametrize("task", ["classify", "rerank", "token_classify", "hidden", "token_embed"])

@@ -76,6 +76,27 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(1, VOCABULARY, length).tolist()
 
 
+def test_callers_of_different_salts_share_no_prefix(
+    client: Client, server: LocalServer, url: str
+) -> None:
+    # each protocol has its own
+    prompt, salts = prompt_of(200, seed=42), [f"{caller} {url}" for caller in "aba"]
+    before = metrics(server, "writer")
+    answers = [client.generate(prompt, max_tokens=2, cache_salt=s, **GREEDY) for s in salts]
+
+    def grown(name: str) -> float:
+        return metrics(server, "writer")[name] - before[name]
+
+    def computed_or_shared() -> float:
+        return grown("varlen_prefill_tokens_total") + grown("varlen_prefix_cache_hit_tokens_total")
+
+    assert [each.text for each in answers] == [answers[0].text] * 3
+    # series are exported now and then
+    wait_until(lambda: computed_or_shared() == 3 * 200, "all prompts are counted")
+    # the second request of a salt shares the prompt's full blocks of 16 tokens
+    assert grown("varlen_prefix_cache_hit_tokens_total") == 192
+
+
 def test_a_whole_answer_is_that_of_the_model_in_process(
     client: Client, in_process: Generator
 ) -> None:
@@ -145,6 +166,30 @@ def test_each_mistake_has_its_message(client: Client, refusal: Refusal) -> None:
         client.generate(prompt, **refusal.parameters)
 
     assert refusal.message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ("a", {"stop": ["x" * 10] * 60_000}, "sampling_parameters has 840018 bytes; allowed:"),
+        (
+            [{"role": "user", "content": "a" * 524_288}],
+            {},
+            "messages has 524321 bytes; allowed: up to 524288",
+        ),
+        (
+            [{"role": "user", "content": [0] * 90_000}],
+            {},
+            "messages has 90003 commas and opening brackets; allowed: up to 85536",
+        ),
+    ],
+    ids=["long options", "long messages", "messages of many objects"],
+)
+def test_json_that_takes_long_to_read_is_refused(
+    client: Client, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        client.generate(prompt, **options)
 
 
 def test_biases_and_bad_words_reach_the_model(

@@ -51,13 +51,20 @@ def test_long_texts_cost_other_clients_no_answer_and_little_memory(
     assert metrics(server, "minilm")["varlen_queued_text_bytes"] == 0
 
 
-def test_long_texts_that_are_cut_get_the_answer_of_their_beginning(grpc_client: GrpcClient) -> None:
-    truncate = {"truncate": True}
-    long = texts(*["word1 word2 " * (NUM_BYTES // 12)] * 8, "word3")
+@pytest.mark.parametrize("space", [" ", "\n"], ids=["words", "lines"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_long_texts_that_are_cut_get_the_answer_of_their_kept_end(
+    grpc_client: GrpcClient, side: str, space: str
+) -> None:
+    truncate = {"truncate": True, "truncation_side": side}
+    kept, cut = f"word1{space}word2{space}", f"word4{space}word5{space}"
+    parts = [kept * 300, cut * (NUM_BYTES // len(cut) - 400)]
+    text = "".join(parts if side == "right" else reversed(parts))
+    long = texts(*[text] * 8, "word3")
 
     answer = grpc_client.infer("encoder", long, truncate)
 
-    shorter = grpc_client.infer("encoder", texts("word1 word2 " * 300), truncate)
+    shorter = grpc_client.infer("encoder", texts(kept * 300), truncate)
     for row in answer[:8]:
         np.testing.assert_allclose(row, shorter[0], rtol=1e-4, atol=1e-5)
 

@@ -107,6 +107,19 @@ def test_what_the_answer_depends_on_is_in_the_key(cached: str, client: Client) -
         np.testing.assert_array_equal(client.infer(cached, inputs, parameters), expected)
 
 
+def test_callers_of_different_salts_share_no_answer(
+    cached: str, server: LocalServer, url: str
+) -> None:
+    watch = Watch(server, cached)
+    with VarlenClient(url, cached) as client:
+        answers = [client.embed(["word1"], cache_salt=salt) for salt in ("a", "b", "a", None)]
+
+    for each in answers:
+        np.testing.assert_array_equal(each, answers[0])
+    grown = watch.grown()
+    assert (grown["misses"], grown["hits"]) == (3, 1)
+
+
 def test_an_error_is_not_kept(
     cached: str, server: LocalServer, client: Client, roundings: dict[str, int]
 ) -> None:

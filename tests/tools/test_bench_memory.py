@@ -79,13 +79,6 @@ def test_rounds_hold_every_request_once(count):
     assert count < 20 or {len(numbers) for numbers in rounds} == {10}
 
 
-def test_an_unknown_encoder_is_refused():
-    done = CliRunner().invoke(app, ["--only", "minilm, gpt"])
-
-    assert done.exit_code == 2
-    assert "unknown name 'gpt'" in done.output
-
-
 def test_all_systems_give_the_same_vectors(folder):
     ids = a_case().longest()
 
@@ -175,7 +168,8 @@ def test_the_whole_benchmark_on_a_tiny_encoder(monkeypatch, tmp_path):
     assert re.findall(r"(\w+)=", last) == keys.split()
     found = read_csv(output)
     assert list(found[0]) == committed_columns("memory")
-    assert [row["system"] for row in found] == [OURS, NO_ARENA, PEER, EXACT]
+    systems = (OURS, NO_ARENA, PEER, EXACT)
+    assert [row["system"] for row in found] == [system.name for system in systems]
     assert [row["requests"] for row in found] == ["12", "4", "12", "12"]
     assert [row["note"] for row in found] == [""] * 4
     assert 1 <= float(found[0]["footprint_vs_bound"]) < 1.25
@@ -222,8 +216,9 @@ def test_a_soak_samples_memory_between_parts_of_its_requests(monkeypatch, tmp_pa
 
     assert [len(part) for part in sent] == [3, 4, 1]
     assert all(5 <= length <= 9 for part in sent for length in part)
-    assert (stub.rss_least_mib, stub.rss_median_mib, stub.rss_most_mib) == (10, 30, 50)
-    assert (process.rss_least_mib, process.peak_mib, stub.rss_flatness) == (20, 60, 40 / 30)
+    names = ("rss_least_mib", "rss_median_mib", "rss_most_mib", "peak_mib", "rss_flatness")
+    assert [stub.median(name) for name in names] == [10, 30, 50, 50, 40 / 30]
+    assert (process.median("rss_least_mib"), process.median("peak_mib")) == (20, 60)
 
 
 @pytest.mark.server
@@ -240,13 +235,16 @@ def test_a_served_model_is_sampled_between_requests(kit, encoder, tmp_path):
 
     assert (stub.system, server.system) == (STUB, SERVER)
     assert stub.requests == 60
-    assert 1 < stub.rss_least_mib <= stub.rss_median_mib <= stub.rss_most_mib <= stub.peak_mib
-    assert server.rss_least_mib > 1
-    assert 0 <= stub.rss_flatness < 1
+    least, median, most, peak = (
+        stub.median(f"{name}_mib") for name in ("rss_least", "rss_median", "rss_most", "peak")
+    )
+    assert 1 < least <= median <= most <= peak
+    assert server.median("rss_least_mib") > 1
+    assert 0 <= stub.median("rss_flatness") < 1
 
 
 def test_a_server_that_cannot_start_is_a_note(tmp_path):
-    (row,) = measure_server(Soak(tmp_path / "none", "tiny"), lambda _: None)
+    (stub,) = measure_server(Soak(tmp_path / "none", "tiny"), lambda _: None)
 
-    assert row.note.startswith("did not run: ")
-    assert row.rss_flatness is None
+    assert stub.note.startswith("did not run: ")
+    assert stub.median("rss_flatness") is None

@@ -17,7 +17,7 @@ from tests.closeness import assert_close
 from varlen_bench.harness import command, resident, rows, summary
 from varlen_bench.harness.accuracy import cosines
 from varlen_bench.harness.resident import MIB, resident_peak, sampled_memory
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.tables import csv_table
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
 
 from .conftest import read_csv
@@ -150,7 +150,7 @@ def test_a_table_shows_the_cells_of_the_csv_in_columns_that_have_some():
     cells = [("a", 1.23456789, ""), ("b", None, None)]
     columns = ["name", "speed_p20", "note"]
 
-    table = Table.of("fast", columns, [dict(zip(columns, row, strict=True)) for row in cells])
+    table = csv_table("fast", columns, [dict(zip(columns, row, strict=True)) for row in cells])
 
     assert table.lines == [["a", "1.23457"], ["b", ""]]
     assert [str(column.header) for column in table.__rich__().columns] == ["name", "speed\np20"]

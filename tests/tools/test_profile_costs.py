@@ -16,7 +16,7 @@ from varlen_tools.model_source import find_source
 from varlen_tools.profile_costs.__main__ import main
 from varlen_tools.profile_costs.picture import draw, render
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import BATCH_HEADINGS, batch_rows, three_digits
+from varlen_tools.profile_costs.tables import batch_table, three_digits
 
 from .commands import run_command
 
@@ -98,7 +98,7 @@ def test_measured_batches_are_shown_beside_their_prediction(profile):
     model = MEASUREMENT.model("packed")
 
     assert [batch.shape.tokens for batch, _ in profile.batches] == [8, 14, 16, 32, 58]
-    for (batch, predicted), row in zip(profile.batches, batch_rows(profile), strict=True):
+    for (batch, predicted), row in zip(profile.batches, batch_table(profile).lines, strict=True):
         assert predicted == model.seconds(batch.shape)
         assert row[-1] == f"{predicted / batch.seconds - 1:+.1%}"
     assert 0 < profile.median_error() < 0.5
@@ -136,9 +136,10 @@ def test_the_page_lists_measured_batches_and_their_circumstances(costs):
     assert "&lt;b&gt;&amp;nasty" in page
     assert "A &lt;CPU&gt; &amp; more" in page
     assert "cut short after 20 s" in page
-    assert len(batch_rows(profile)) == 5
-    for row in batch_rows(profile):
-        assert len(row) == len(BATCH_HEADINGS)
+    table = batch_table(profile)
+    assert len(table.lines) == 5
+    for row in table.lines:
+        assert len(row) == len(table.headings)
         assert "".join(f"<td>{cell}</td>" for cell in row) in page
 
 

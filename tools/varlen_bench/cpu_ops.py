@@ -17,7 +17,7 @@ import typer
 from varlen_bench.harness.command import Output, Quick, Run, csv_path
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, rounded, worst
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.tables import csv_table
 from varlen_bench.ops.call import Inputs, OpCall
 from varlen_bench.ops.rows import activate
 from varlen_bench.ops.sequences import attention_varlen
@@ -121,7 +121,7 @@ def main(
             rows.append(compare(case, 1 if quick else rounds))
             report(f"{case.op} {case.name} {case.dtype}: {rows[-1]['speedup']}")
             run.append(rows[-1:])
-    run.show(Table.of("Compiled ops of CPUs beside torch", _COLUMNS, rows))
+    run.show(csv_table("Compiled ops of CPUs beside torch", _COLUMNS, rows))
     least = worst(
         min, (float(str(row["speedup"])) for row in rows if row["op"] == "attention_varlen")
     )

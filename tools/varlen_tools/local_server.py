@@ -194,10 +194,10 @@ class LocalServer:
         """Return everything the server has printed so far."""
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
-    def log_tail(self, lines: int = 25) -> str:
-        """Return the last lines the server has printed, without its tables of options."""
+    def log_tail(self) -> str:
+        """Return the last 25 lines the server has printed, without its tables of options."""
         messages = [line for line in self.log().splitlines() if line and line[0] not in "+|"]
-        return "\n".join(messages[-lines:])
+        return "\n".join(messages[-25:])
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -6,7 +6,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def last_lines(text: str, count: int = 3) -> str:
-    """Return the last non-empty lines of a command's output, indented."""
+def last_lines(text: str) -> str:
+    """Return the last three non-empty lines of a command's output, indented."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return "\n  ".join(lines[-count:]) or "no output"
+    return "\n  ".join(lines[-3:]) or "no output"

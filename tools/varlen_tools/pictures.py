@@ -119,14 +119,14 @@ OutputOption: TypeAlias = Annotated[
 ]
 
 
-def write_outputs(paths: Iterable[Path], draw: Draw, render_page: Callable[[], str]) -> None:
+def write_outputs(paths: Iterable[Path] | None, draw: Draw, render_page: Callable[[], str]) -> None:
     """Write a page to each .html and a picture to each .svg; print the paths.
 
     Raises:
         typer.Exit: matplotlib is not installed; the error is printed.
     """
     try:
-        for path in paths:
+        for path in paths or ():
             if path.suffix == ".html":
                 path.write_text(render_page(), encoding="utf-8")
                 print(path)

@@ -10,7 +10,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from varlen.errors import ConfigError, VarlenError
 from varlen.execution.cpu.calibration import Calibration
@@ -18,6 +17,7 @@ from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
 from varlen.models.loading import load_encoder
 from varlen_tools.model_source import SourceArgument, find_source
+from varlen_tools.tables import Table
 
 
 def main(
@@ -66,16 +66,17 @@ def read_texts(path: Path) -> list[str]:
 def _table(calibration: Calibration) -> Table:
     quality, errors = calibration.quality, [layer.error for layer in calibration.layers]
     kept = [index for index, error in enumerate(errors) if error > MAX_LAYER_ERROR]
-    table = Table("int8", "")
-    table.add_row("cosine to fp32, mean", f"{quality.cosine_mean:.4f}")
-    table.add_row("cosine to fp32, least", f"{quality.cosine_min:.4f}")
-    table.add_row("Spearman of similarities", f"{quality.spearman:.4f}")
-    table.add_row("texts", str(quality.texts))
-    table.add_row("activations", f"0 to {calibration.levels}")
-    table.add_row("linear layers in int8", f"{len(errors) - len(kept)} of {len(errors)}")
-    table.add_row("layers kept in fp32", ", ".join(map(str, kept)) or "none")
-    table.add_row("largest error of a layer", f"{max(errors, default=0):.4f}")
-    return table
+    rows = {
+        "cosine to fp32, mean": f"{quality.cosine_mean:.4f}",
+        "cosine to fp32, least": f"{quality.cosine_min:.4f}",
+        "Spearman of similarities": f"{quality.spearman:.4f}",
+        "texts": str(quality.texts),
+        "activations": f"0 to {calibration.levels}",
+        "linear layers in int8": f"{len(errors) - len(kept)} of {len(errors)}",
+        "layers kept in fp32": ", ".join(map(str, kept)) or "none",
+        "largest error of a layer": f"{max(errors, default=0):.4f}",
+    }
+    return Table("", ("int8", ""), [*rows.items()])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 
 # Mixes by name: ranges of lengths in tokens, and how often each of these lengths counts. In `mixed` nine in ten are
@@ -104,6 +105,12 @@ def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
     """
     numbers = random.Random(seed)
     return sorted(numbers.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
+
+
+def next_poisson_times(count: int, rate: float, seed: int) -> list[float]:
+    """Return the first `count` times of a Poisson process of `rate` arrivals per second."""
+    numbers = random.Random(seed)
+    return list(accumulate(numbers.expovariate(rate) for _ in range(count)))
 
 
 def token_ids(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
@@ -216,11 +223,8 @@ def read_generation_trace(path: Path) -> list[Arrival]:
 
 def with_poisson_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
     """Return the arrivals at the times of a Poisson process of 1 per second."""
-    numbers, at, moved = random.Random(seed), 0.0, []
-    for arrival in arrivals:
-        at += numbers.expovariate(1.0)
-        moved.append(replace(arrival, at=at))
-    return moved
+    times = next_poisson_times(len(arrivals), 1.0, seed)
+    return [replace(arrival, at=at) for arrival, at in zip(arrivals, times, strict=True)]
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:

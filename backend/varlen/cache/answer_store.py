@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from varlen.request.request import Float32Array, Prompt
+from varlen.request.request import Float32Array, Prompt, RequestOptions
 
 # Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
 ENTRY_BYTES = 512
@@ -98,8 +98,8 @@ class AnswerStore:
         self.held_bytes -= self._entries.pop(key).answer.size
 
 
-def answer_key(prompt: Prompt, normalize: bool) -> bytes:
-    """Return a digest of everything that decides the answer to a prompt."""
+def answer_key(prompt: Prompt, options: RequestOptions) -> bytes:
+    """Return a digest of everything that decides the answer to a prompt, with the salt."""
     ids, types = prompt.token_ids, prompt.type_ids
     # no types are types of zero
     if types is not None and not types.any():
@@ -110,7 +110,7 @@ def answer_key(prompt: Prompt, normalize: bool) -> bytes:
         struct.pack(
             "<Q??Qq",
             len(ids),
-            normalize,
+            options.normalize,
             types is not None,
             payload.count or 0,
             -1 if payload.tokens is None else len(payload.tokens),
@@ -120,4 +120,6 @@ def answer_key(prompt: Prompt, normalize: bool) -> bytes:
     for numbers in (ids, types, payload.tokens):
         if numbers is not None:
             digest.update(numbers.astype(np.int32, copy=False).tobytes())
+    # JSON may hold half a surrogate pair
+    digest.update(options.cache_salt.encode(errors="surrogatepass"))
     return digest.digest()

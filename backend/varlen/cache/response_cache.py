@@ -2,7 +2,8 @@
 
 The unit is one prompt, so a request of many rows may find some of them here and run the rest. The key is a digest
 of everything that tells the outputs of one engine apart: all parts of a prompt, and `normalize`. Task, model and
-version are the same for all outputs of an engine, and each engine has its own cache.
+version are the same for all outputs of an engine, and each engine has its own cache. The key has the `cache_salt` of
+the request too: requests with different salts share no answer.
 
 Equal prompts that are in flight at one time run once: the first request leads the flight, later ones join it.
 Joining never makes a request wait longer or fail for another one's reasons:
@@ -100,7 +101,7 @@ class ResponseCache:
         # a part of it that runs later, or again, has come with it
         request = replace(request, arrival=request.arrived(now))
         deadline = request.deadline(now)
-        keys = [answer_key(prompt, request.options.normalize) for prompt in request.prompts]
+        keys = [answer_key(prompt, request.options) for prompt in request.prompts]
         pending = Pending(request, reply, keys, deadline)
         error, others = self._start(pending, range(len(keys)), is_new=True)
         self._restart(others)

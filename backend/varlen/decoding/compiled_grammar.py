@@ -47,6 +47,7 @@ class CompiledGrammar:
     def new_sequence(self) -> int:
         """Return the number of a new answer."""
         with self._lock:
+            self._release_forgotten()
             self._number += 1
             self._users += 1
             return self._number
@@ -59,19 +60,13 @@ class CompiledGrammar:
                 self._process.send(order)
 
     def forget(self, number: int) -> None:
-        """Release an answer, now or later."""
+        """Release an answer, at the latest when the next one begins."""
         self._forgotten.append(number)
 
     def users(self) -> int:
         """Return the number of answers that use the grammar."""
         with self._lock:
-            while self._forgotten:
-                number = self._forgotten.popleft()
-                self._users -= 1
-                self._masks.pop(number, None)
-                self._errors.pop(number, None)
-                if self.error is None:
-                    self._process.send(HEAD.pack(FORGET, number))
+            self._release_forgotten()
             return self._users
 
     def take_mask(self, number: int) -> bytes | None:
@@ -110,6 +105,15 @@ class CompiledGrammar:
                 self.error = error
                 self.num_bytes = 0
                 self._process.end()
+
+    def _release_forgotten(self) -> None:
+        while self._forgotten:
+            number = self._forgotten.popleft()
+            self._users -= 1
+            self._masks.pop(number, None)
+            self._errors.pop(number, None)
+            if self.error is None:
+                self._process.send(HEAD.pack(FORGET, number))
 
     def _read(self, message: bytes) -> bool:
         """Read an answer; return whether it says how much memory the process has."""

@@ -94,10 +94,17 @@ class Sampler:
             chosen = [token_ids[row] for row in reported]
             for row, logprobs in zip(reported, _logprobs(raw, chosen, wanted), strict=True):
                 tokens[row] = SampledToken(token_ids[row], logprobs)
-        for row, state in enumerate(states):
+        # samples of a prompt get their first tokens in one step: one whose mask is late holds back the others
+        held = {
+            sequence.first_sample
+            for sequence, state, length in zip(sequences, states, lengths, strict=True)
+            if state.is_pending and not length
+        }
+        for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+            is_held = not lengths[row] and sequence.first_sample in held
             if state.error is not None:
                 tokens[row] = SampledToken(token_ids[row], error=state.error)
-            elif state.is_pending:
+            elif state.is_pending or is_held:
                 tokens[row] = SampledToken(token_ids[row], is_pending=True)
             else:
                 with state.guard():

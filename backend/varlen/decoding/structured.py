@@ -21,6 +21,8 @@ from varlen.sandbox.process import Sandbox
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
+# Grammars without an answer in progress that keep their process.
+_MAX_IDLE = 16
 # Refused grammars whose reason is kept: clients often send the same one again.
 _MAX_REFUSED = 1024
 # Longest wait for the answer of a process, which another thread may have read meanwhile.
@@ -230,22 +232,31 @@ class Grammars:
                     self._refused.popitem(last=False)
 
     def _trim(self) -> None:
-        """End processes while all together have too much memory: unused ones first, then the largest."""
+        """End processes while too many are unused, or all together have too much memory."""
         with self._lock:
             for key in [key for key, each in self._grammars.items() if each.error is not None]:
                 del self._grammars[key]
-            while sum(each.num_bytes for each in self._grammars.values()) > self._max_bytes:
-                key = next(
-                    (key for key, each in self._grammars.items() if not each.users()),
-                    max(self._grammars, key=lambda key: self._grammars[key].num_bytes),
-                )
+            while (surplus := self._surplus()) is not None:
                 self._evictions += 1
-                self._grammars.pop(key).end(
+                self._grammars.pop(surplus).end(
                     QueueFullError(
                         f"the grammars of requests in progress take more than {self._max_bytes} bytes of memory;"
                         " try again later"
                     )
                 )
+
+    def _surplus(self) -> bytes | None:
+        """Return the grammar to end, if any.
+
+        It is the one that was used longest ago, or the largest if all are in use.
+        """
+        held = self._grammars
+        idle = [key for key, each in held.items() if each.is_compiled and not each.users()]
+        if len(idle) > _MAX_IDLE:
+            return idle[0]
+        if sum(each.num_bytes for each in held.values()) <= self._max_bytes:
+            return None
+        return idle[0] if idle else max(held, key=lambda key: held[key].num_bytes)
 
 
 def wait_for_masks(matchers: Sequence[Matcher], seconds: float) -> None:

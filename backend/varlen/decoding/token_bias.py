@@ -1,7 +1,7 @@
 """Logits that a request changes: `logit_bias`, and the tokens of `bad_words`.
 
-A word is tokenized with and without a space before it, as vLLM does. Its last token is forbidden where the answer ends
-with its other tokens.
+A word is tokenized with and without a space before it; each form is forbidden, also where vLLM, which has the same
+option, forbids only the first. The last token of a form is forbidden where the answer ends with its other tokens.
 """
 
 from __future__ import annotations
@@ -130,19 +130,14 @@ class BadWords:
         return forbidden
 
     def _forms(self, word: str) -> list[list[int]]:
-        """Return the tokens of a word, without and perhaps with a space before it.
-
-        The form with a space counts if it has as many tokens and another first one.
-        """
+        """Return the tokens of a word, without and with a space before it."""
         bare, spaced = (
             self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids
             for space in ("", " ")
         )
         if not bare:
             raise RequestError(f"bad_words has {shorten(repr(word))}, which has no tokens")
-        if len(spaced) == len(bare) and spaced[0] != bare[0]:
-            return [bare, spaced]
-        return [bare]
+        return [bare, spaced] if spaced != bare else [bare]
 
 
 class TokenBias:

@@ -1,15 +1,23 @@
 """Places in a text that no token crosses.
 
-The tokens of a text up to such a place are the first tokens of the whole text.
+The tokens of a text up to such a place are the first tokens of the whole text. With most tokenizers the tokens from
+there on are its last ones.
 
 A tokenizer finds added tokens such as [MASK], normalizes, splits the text into words and finds the tokens of each word.
 A place is safe if every one of these steps treats the text before it alike, whatever comes after it:
 
 * A letter or digit before a space, if words are split at spaces. The space begins a new character for every Unicode
   normalization: nothing composes with it, and it belongs to no cluster of characters that precede it.
+* If words are split at all white space, also a letter or digit of ASCII before a tab or the end of a line. Patterns of
+  words add the end of a line to what precedes it, unless that is a letter or digit. In every version of Unicode,
+  letters and digits of ASCII are.
 * With the words of BERT, also a place before a punctuation mark or a Chinese character, each a word of its own.
 
 Tokenizers with parts that are not known here have no safe boundaries.
+
+The tokens that follow a place are the last ones if every step also treats the text behind it alike, whatever comes
+before it. A step that changes the beginning of a text does not: it strips spaces there, or puts something before it.
+Metaspace and a prefix space are no such steps where the text begins with a space.
 """
 
 import json
@@ -25,6 +33,7 @@ Part: TypeAlias = Mapping[str, Any]
 
 # A letter or digit that forms no cluster with a character after it: U+0D4E does, and some above U+FFFF.
 _LETTER = r"[^\W_\u0d4e\U00010000-\U0010ffff]"
+_ASCII_LETTER = "[A-Za-z0-9]"
 _METASPACE = "\u2581"
 _SPACE_WITHIN = re.compile(rf"\S[\s{_METASPACE}]")
 _CHINESE = "\u4e00-\u9fff"
@@ -77,6 +86,36 @@ def safe_boundary(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     )
     if not is_safe:
         return None
+    return _pattern(normalizer, splitter, added, has_lines=_splits_at_lines(normalizer, splitter))
+
+
+def safe_start(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Return a pattern that ends where texts can begin; None without such places.
+
+    The tokens of `text[match.end():]` are the last tokens of `text`, special tokens aside.
+    """
+    added = list(tokenizer.get_added_tokens_decoder().values())
+    normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+    if (
+        safe_boundary(tokenizer) is None
+        or any(map(_changes_beginning, _parts(normalizer)))
+        or any(map(_reads_before, added))
+    ):
+        return None
+    has_prefix = any(part.get("add_prefix_space") for part in _parts(splitter))
+    has_lines = _splits_at_lines(normalizer, splitter) and not has_prefix
+    return _pattern(normalizer, splitter, added, has_lines=has_lines)
+
+
+def _pattern(
+    normalizer: Part, splitter: Part, added: list[AddedToken], *, has_lines: bool
+) -> re.Pattern[str]:
+    """Return the pattern of a tokenizer with safe boundaries.
+
+    Args:
+        normalizer, splitter, added: parts of the tokenizer.
+        has_lines: whether tabs and the ends of lines are boundaries too.
+    """
     normalizers = {part["type"] for part in _parts(normalizer)}
     before, after = _LETTER, " "
     if splitter["type"] == "BertPreTokenizer" and "Replace" not in normalizers:
@@ -85,7 +124,8 @@ def safe_boundary(tokenizer: Tokenizer) -> re.Pattern[str] | None:
             before, after = f"(?:{_LETTER}|[{marks}])", f" {marks}"
         if normalizer.get("handle_chinese_chars") and not _mixes_with_chinese(added):
             after += _CHINESE
-    return re.compile(f"{before}(?=[{after}])")
+    lines = rf"|{_ASCII_LETTER}(?=[\t\n\r])" if has_lines else ""
+    return re.compile(f"{before}(?=[{after}]){lines}")
 
 
 def _state(part: Any) -> Part:
@@ -111,6 +151,26 @@ def _is_safe_normalizer(part: Part) -> bool:
         return True
     # a space stays one, or becomes the space of SentencePiece
     return (part["content"] == " " and pattern in _SPACES) or _is_metaspace(part)
+
+
+def _changes_beginning(part: Part) -> bool:
+    """Return whether a normalizer treats the beginning of a text in another way."""
+    return part["type"] == "Prepend" or bool(part["type"] == "Strip" and part["strip_left"])
+
+
+def _reads_before(token: AddedToken) -> bool:
+    """Return whether an added token reads across a boundary that begins a text."""
+    takes_spaces = token.rstrip and re.search(r"\w$", token.content)
+    return bool(takes_spaces or (token.single_word and token.content[:1].isspace()))
+
+
+def _splits_at_lines(normalizer: Part, splitter: Part) -> bool:
+    """Return whether a tokenizer that splits at spaces does so at the ends of lines."""
+    # a table of characters may leave them out
+    if any(part["type"] == "Precompiled" for part in _parts(normalizer)):
+        return False
+    kinds: list[str] = [part["type"] for part in _parts(splitter)]
+    return next(kind for kind in kinds if kind not in _NEUTRAL_SPLITTERS) != "Metaspace"
 
 
 def _is_metaspace(part: Part) -> bool:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from varlen.errors import RequestError, shorten
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
+from varlen.parameter import MAX_JSON_MARKS, JsonLimits
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
 from varlen.request.row_parameters import InputType, TruncationSide
@@ -26,6 +27,8 @@ IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
 _STEP_BYTES = 4096
+# How much longer than a text its chat messages may be, as JSON: escapes have up to 6 bytes for one of the text.
+_MESSAGE_FACTOR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,13 @@ class InputLimits:
     vocab_size: int
     type_vocab_size: int
     max_arena_tokens: int | None = None
+
+    @property
+    def messages(self) -> JsonLimits:
+        """Limits of chat messages as JSON. Their texts may consist of commas."""
+        return JsonLimits(
+            _MESSAGE_FACTOR * self.max_text_bytes, MAX_JSON_MARKS + self.max_text_bytes
+        )
 
 
 class ChatTemplate(Protocol):
@@ -206,12 +216,18 @@ class Intake:
 
     def chat_step(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        read: Callable[[], Sequence[Mapping[str, Any]]],
         num_bytes: int,
         variables: Mapping[str, object] = MappingProxyType({}),
     ) -> TokenizationTask:
-        """Return the step that makes a prompt of chat messages of this length; see `chat`."""
-        return TokenizationTask(num_bytes, lambda: (self.chat(messages, variables),))
+        """Return the step that makes a prompt of chat messages.
+
+        Args:
+            read: function that returns the messages, or raises RequestError; it may take long.
+            num_bytes: length of their text.
+            variables: see `chat`.
+        """
+        return TokenizationTask(num_bytes, lambda: (self.chat(read(), variables),))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token."""
@@ -269,6 +285,13 @@ class Intake:
             parts = text if isinstance(text, tuple) else (text,)
             sizes.append(sum(self._check_text(row, part) for part in parts))
         return sizes
+
+    def check_text_bytes(self, row: int, size: int) -> None:
+        """Raise RequestError if a text of this length in UTF-8 is too long."""
+        if size > self.limits.max_text_bytes:
+            raise RequestError(
+                f"row {row}: text has {size} bytes; this model takes at most {self.limits.max_text_bytes}"
+            )
 
     def _tokenize(
         self,
@@ -392,6 +415,9 @@ class Intake:
         """Return the length of a text in UTF-8, or raise RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
+        # characters are bytes, or more: a text that is much too long is only counted
+        if len(text) > self.limits.max_text_bytes:
+            self.check_text_bytes(row, len(text.encode(errors="surrogatepass")))
         if not text.strip():
             raise RequestError(f"row {row}: text is empty; send at least one word")
         if "\0" in text:
@@ -402,10 +428,7 @@ class Intake:
             raise RequestError(
                 f"row {row}: text holds half a surrogate pair; send valid Unicode"
             ) from None
-        if size > self.limits.max_text_bytes:
-            raise RequestError(
-                f"row {row}: text has {size} bytes; this model takes at most {self.limits.max_text_bytes}"
-            )
+        self.check_text_bytes(row, size)
         return size
 
 

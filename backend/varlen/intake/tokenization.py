@@ -1,11 +1,13 @@
 """Text to token ids, with the checkpoint's own `tokenizer.json`.
 
-The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. A text
-that is much too long is tokenized only up to a safe boundary (`text_boundaries`): the result equals the whole text's.
+The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. Of a
+text that is much too long, only the part up to a safe boundary (`boundaries`) is tokenized, or the part from one on if
+its beginning is cut: the result equals the whole text's.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
@@ -15,16 +17,16 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from varlen.errors import CheckpointError
-from varlen.intake.boundaries import safe_boundary
+from varlen.intake.boundaries import safe_boundary, safe_start
 from varlen.request.request import Int32Array
 from varlen.request.row_parameters import TruncationSide
 
 Text: TypeAlias = str | tuple[str, str]
 
 
-# Characters of the first prefix of a long text, per token of the limit: most texts have fewer per token.
+# Characters of the first part of a long text, per token of the limit: most texts have fewer per token.
 _CHARACTERS_PER_TOKEN = 6
-# How much longer the next prefix is, if the last one has too few tokens.
+# How much longer the next part is, if the last one has too few tokens.
 _GROWTH = 4
 
 
@@ -92,6 +94,7 @@ class Tokenizer:
         self._max_tokens = max_sequence_tokens
         self._cutting(max_sequence_tokens, "right")
         self._boundary = safe_boundary(self._whole)
+        self._start = safe_start(self._whole)
 
     @property
     def huggingface(self) -> HuggingFaceTokenizer:
@@ -113,27 +116,23 @@ class Tokenizer:
             texts: checked: not empty.
             truncate: cut sequences longer than max_tokens, the longer text of a pair first. Otherwise some tokens
                 beyond that number may be missing.
-            side: side on which they are cut. On the left, long texts are tokenized as a whole.
+            side: side on which they are cut.
             special_tokens: whether to add special tokens.
             max_tokens: None is max_sequence_tokens.
         """
         limit = max_tokens or self._max_tokens
+        cut = side if truncate else None
         # one that is much too long is not tokenized as a whole
-        has_prefixes = not truncate or side == "right"
-        prefixes = [
-            self._encode_prefix(text, truncate, special_tokens, limit) if has_prefixes else None
-            for text in texts
-        ]
-        others = [text for text, prefix in zip(texts, prefixes, strict=True) if prefix is None]
-        tokenizer = self._cutting(limit, side) if truncate else self._whole
-        whole = iter(_encode(tokenizer, others, special_tokens))
+        parts = [self._encode_part(text, cut, special_tokens, limit) for text in texts]
+        others = [text for text, part in zip(texts, parts, strict=True) if part is None]
+        whole = iter(_encode(self._tokenizer(limit, cut), others, special_tokens))
         return [
             Tokenized(
-                np.array((encoding := prefix or next(whole)).ids, dtype=np.int32),
+                np.array((encoding := part or next(whole)).ids, dtype=np.int32),
                 self._type_ids(text, encoding),
-                is_complete=truncate or prefix is None,
+                is_complete=truncate or part is None,
             )
-            for text, prefix in zip(texts, prefixes, strict=True)
+            for text, part in zip(texts, parts, strict=True)
         ]
 
     def tokens_of(
@@ -150,21 +149,8 @@ class Tokenizer:
         Args:
             texts, truncate, side, special_tokens, max_tokens: see `encode`.
         """
-        tokenizer = self._whole
-        if truncate:
-            tokenizer = self._cutting(max_tokens or self._max_tokens, side)
-        found: list[Encoding] = tokenizer.encode_batch(
-            list(texts), add_special_tokens=special_tokens
-        )
-        return [
-            TextTokens(
-                each.ids,
-                each.tokens,
-                [bool(flag) for flag in each.special_tokens_mask],
-                each.offsets,
-            )
-            for each in found
-        ]
+        limit, cut = max_tokens or self._max_tokens, side if truncate else None
+        return [self._tokens_of(text, cut, special_tokens, limit) for text in texts]
 
     def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of tokens."""
@@ -193,6 +179,10 @@ class Tokenizer:
         """Return the text of a token, special ones included."""
         return self.text_of([token_id], skip_special_tokens=False)
 
+    def _tokenizer(self, limit: int, cut: TruncationSide | None) -> HuggingFaceTokenizer:
+        """Return the tokenizer that cuts texts on this side, if on any."""
+        return self._whole if cut is None else self._cutting(limit, cut)
+
     def _cutting(self, limit: int, side: TruncationSide) -> HuggingFaceTokenizer:
         """Return the tokenizer that cuts texts to this length on this side."""
         with self._loading:
@@ -208,48 +198,89 @@ class Tokenizer:
             return None
         return np.array(encoding.type_ids, dtype=np.int32)
 
-    def _encode_prefix(
-        self, text: Text, truncate: bool, special_tokens: bool, limit: int
+    def _encode_part(
+        self, text: Text, cut: TruncationSide | None, special_tokens: bool, limit: int
     ) -> Encoding | None:
-        """Return the encoding of a prefix; None if the whole text is needed.
+        """Return the encoding of a part of a long text; None if all is needed.
 
         It is as for the whole text, or too long like it.
+
+        Args:
+            text: text or pair of texts.
+            cut: side on which it is cut; None cuts nothing.
+            special_tokens, limit: see `encode`.
         """
         if isinstance(text, tuple):
-            return self._encode_pair_prefix(text, truncate, special_tokens, limit)
-        tokenizer = self._cutting(limit, "right") if truncate else self._whole
-        for prefix in self._prefixes(text, limit):
-            (encoding,) = _encode(tokenizer, [prefix], special_tokens)
-            if len(encoding.ids) >= limit + (not truncate):
+            return self._encode_pair_part(text, cut, special_tokens, limit)
+        tokenizer = self._tokenizer(limit, cut)
+        for part in self._parts(text, limit, cut or "right"):
+            (encoding,) = _encode(tokenizer, [text[part]], special_tokens)
+            if len(encoding.ids) >= limit + (cut is None):
                 return encoding
         return None
 
-    def _encode_pair_prefix(
-        self, pair: tuple[str, str], truncate: bool, special_tokens: bool, limit: int
+    def _encode_pair_part(
+        self, pair: tuple[str, str], cut: TruncationSide | None, special_tokens: bool, limit: int
     ) -> Encoding | None:
-        """Return the encoding of a pair with a prefix of its longer text."""
+        """Return the encoding of a pair with a part of its longer text."""
         longer = int(len(pair[1]) > len(pair[0]))
         other = 1 - longer
         # of two long texts, each has to be known whole: truncation begins with the longer one, in tokens
         if len(pair[other]) > limit * _CHARACTERS_PER_TOKEN:
             return None
-        for prefix in self._prefixes(pair[longer], limit):
-            shortened = (pair[0], prefix) if longer else (prefix, pair[1])
+        for part in self._parts(pair[longer], limit, cut or "right"):
+            shorter = pair[longer][part]
+            shortened = (pair[0], shorter) if longer else (shorter, pair[1])
             (encoding,) = _encode(self._whole, [shortened], special_tokens)
-            if not truncate and len(encoding.ids) > limit:
+            if cut is None and len(encoding.ids) > limit:
                 return encoding
             # truncation depends on the length of the shorter text only, in tokens
             sequences = encoding.sequence_ids
-            if truncate and sequences.count(longer) > max(limit, sequences.count(other)):
-                return _encode(self._cutting(limit, "right"), [shortened], special_tokens)[0]
+            if cut and sequences.count(longer) > max(limit, sequences.count(other)):
+                return _encode(self._cutting(limit, cut), [shortened], special_tokens)[0]
         return None
 
-    def _prefixes(self, text: str, limit: int) -> Iterator[str]:
-        """Yield longer and longer prefixes of a long text, up to safe boundaries."""
+    def _tokens_of(
+        self, text: str, cut: TruncationSide | None, special_tokens: bool, limit: int
+    ) -> TextTokens:
+        """Return the tokens of a text, from a part of it if that has enough."""
+        tokenizer = self._tokenizer(limit, cut)
+        parts = self._parts(text, limit, cut) if cut else ()
+        for part in chain(parts, [slice(0, len(text))]):
+            [encoding] = tokenizer.encode_batch([text[part]], add_special_tokens=special_tokens)
+            if len(encoding.ids) >= limit:
+                break
+        return _text_tokens(encoding, part.start)
+
+    def _parts(self, text: str, limit: int, side: TruncationSide) -> Iterator[slice]:
+        """Yield longer and longer parts of a long text.
+
+        Args:
+            text: tokens of the parts are tokens of it, without the special ones.
+            limit: number of tokens that are kept.
+            side: side on which the other tokens are.
+        """
+        pattern = self._boundary if side == "right" else self._start
         size = limit * _CHARACTERS_PER_TOKEN
-        while self._boundary and len(text) > size and (end := self._boundary.search(text, size)):
-            yield text[: end.end()]
-            size = end.end() * _GROWTH
+        while pattern and len(text) > size:
+            found = pattern.search(text, size if side == "right" else len(text) - size)
+            if found is None and side == "right":
+                return
+            if found is not None:
+                part = slice(0, found.end()) if side == "right" else slice(found.end(), len(text))
+                size = max(size, part.stop - part.start)
+                yield part
+            size *= _GROWTH
+
+
+def _text_tokens(encoding: Encoding, start: int) -> TextTokens:
+    """Return the tokens of the part of a text that begins at this character."""
+    is_special = [bool(flag) for flag in encoding.special_tokens_mask]
+    offsets = [
+        (begin, end) if special else (start + begin, start + end)
+        for (begin, end), special in zip(encoding.offsets, is_special, strict=True)
+    ]
+    return TextTokens(encoding.ids, encoding.tokens, is_special, offsets)
 
 
 def _encode(

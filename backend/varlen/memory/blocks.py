@@ -181,13 +181,17 @@ class BlockPool:
         self._references[source] -= 1
         return source, block_ids[-1]
 
-    def find_prefix(self, token_ids: Sequence[int]) -> list[int]:
+    def find_prefix(self, token_ids: Sequence[int], *, salt: str = "") -> list[int]:
         """Return stored blocks of the longest known beginning, which leaves out at least one token.
 
         They are not part of a block table before `reserve` shares them.
+
+        Args:
+            token_ids: all tokens of the sequence.
+            salt: blocks that were stored with another salt are not found.
         """
         found: list[int] = []
-        key = b""
+        key = _root(salt)
         for begin in range(0, len(token_ids) - self.block_size, self.block_size):
             key = _key(key, token_ids[begin : begin + self.block_size])
             block = self._block_of.get(key)
@@ -197,7 +201,13 @@ class BlockPool:
         return found
 
     def store(
-        self, token_ids: Sequence[int], block_ids: Sequence[int], *, begin: int, end: int
+        self,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        *,
+        begin: int,
+        end: int,
+        salt: str = "",
     ) -> None:
         """Let other sequences share the blocks that a sequence has filled.
 
@@ -205,18 +215,28 @@ class BlockPool:
             token_ids: all its tokens.
             block_ids: its block table.
             begin, end: its tokens from `begin` to `end` have been computed since the last call.
+            salt: sequences with another salt do not share the blocks.
         """
         if not self._prefix_cache:
             return
         size = self.block_size
         for index in range(begin // size, end // size):
-            parent = self._key_of[block_ids[index - 1]] if index else b""
+            parent = self._key_of[block_ids[index - 1]] if index else _root(salt)
             key = _key(parent, token_ids[index * size : (index + 1) * size])
             self._key_of[block_ids[index]] = key
             self._block_of.setdefault(key, block_ids[index])
 
     def _forget_key(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
+
+
+def _root(salt: str) -> bytes:
+    """Return what stands for the block before the first one."""
+    if not salt:
+        return b""
+    # JSON may hold half a surrogate pair
+    text = salt.encode(errors="surrogatepass")
+    return blake2b(text, digest_size=_KEY_BYTES, person=b"cache_salt").digest()
 
 
 def _key(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from varlen.errors import RequestError
 from varlen.parameter import FLAG, MAX_INT32, Parameter, refuse
+from varlen.tasks import TASKS, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +64,20 @@ def _number(value: float, remedy: str) -> ForeignOption:
     return ForeignOption(nothing=only, remedy=remedy)
 
 
+def _input(tensor: Tensor) -> ForeignOption:
+    remedy = f"it is an input of the model: send the tensor {tensor.name}"
+    is_request = tensor.name == "stream" or tensor.name.startswith("return_")
+    return _flag(False, remedy) if is_request else _refused(remedy)
+
+
 _PADDING = ForeignOption(
     nothing=Parameter(None, "", lowest=-1, highest=MAX_INT32), remedy="there is no padding"
 )
 _CUT = "generation does not truncate: send a shorter prompt"
 _LENGTH = "servers count the prompt or leave it out"
 _DRAFT = "speculative decoding and adapters are not served"
+_DECAY = "top_p is the same for all tokens of an answer"
+_CODE = "code of a client does not run here"
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
     {
@@ -79,6 +88,7 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "runtime_top_k": _same("top_k"),
         "runtime_top_p": _same("top_p"),
         "len_penalty": _same("length_penalty"),
+        "request_output_len": _same("max_tokens"),
         "end_id": _same("stop_token_ids"),
         "pad_id": _PADDING,
         "embedding_bias_words": _refused("send logit_bias, by token id"),
@@ -93,6 +103,13 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "prompt_embedding_table": _refused("prompts are texts, token ids or messages"),
         "draft_input_ids": _refused(_DRAFT),
         "lora_task_id": _refused(_DRAFT),
+        "lora_config": _refused(_DRAFT),
+        "lora_weights": _refused(_DRAFT),
+        "stop_words_list": _refused("send stop, as texts"),
+        "bad_words_list": _refused("send bad_words, as texts"),
+        "top_p_decay": _refused(_DECAY),
+        "top_p_min": _refused(_DECAY),
+        "top_p_reset_ids": _refused(_DECAY),
         # vLLM, and OpenAI's clients of it
         "guided_json": _grammar("json"),
         "guided_regex": _grammar("regex"),
@@ -108,6 +125,15 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "truncate_prompt_tokens": _refused(_CUT),
         "max_completion_tokens": _same("max_tokens"),
         "top_logprobs": _refused("send logprobs with this number"),
+        "guided_whitespace_pattern": _refused("send structured_outputs with a regex"),
+        "structural_tag": _refused("send structured_outputs with json, regex or choice"),
+        "logits_processors": _refused(_CODE),
+        "extra_args": _refused(_CODE),
+        "vllm_xargs": _refused(_CODE),
+        "thinking_token_budget": _number(-1, "thinking has no limit of its own: send max_tokens"),
+        "echo": _flag(False, "send exclude_input_in_output: false"),
+        "suffix": _refused("texts are not filled in"),
+        "tools": _refused("tools are not served"),
         # TGI, and Hugging Face's `generate`
         "max_new_tokens": _same("max_tokens"),
         "min_new_tokens": _same("min_tokens"),
@@ -134,5 +160,13 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "guidance_scale": _number(1, "classifier-free guidance is not served"),
         "epsilon_cutoff": _number(0, "send min_p"),
         "eta_cutoff": _number(0, "send min_p"),
+        "top_h": _refused("send top_p or min_p"),
+        "renormalize_logits": _flag(False, "scores are of the logits as they are"),
+        "max_time": _refused("send deadline_ms"),
+        "exponential_decay_length_penalty": _refused("send length_penalty with num_beams"),
+        "forced_decoder_ids": _refused("only forced_bos_token_id of the checkpoint is served"),
+        "constraints": _refused("send structured_outputs"),
+        # inputs, which a client may send as parameters
+        **{tensor.name: _input(tensor) for tensor in TASKS["generate"].inputs},
     }
 )

@@ -345,7 +345,8 @@ def _value(name: str, value: object) -> object:
     if name == "logprobs" and isinstance(value, bool):
         # OpenAI's flag of chats
         return 1 if value else None
-    return _vllm_number(name, OPTIONS[name].from_json(value))
+    value = OPTIONS[name].from_json(value)
+    return value if isinstance(value, tuple) else _vllm_number(name, value)
 
 
 def _vllm_number(name: str, value: object) -> object:

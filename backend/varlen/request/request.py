@@ -116,6 +116,7 @@ class RequestOptions:
         deadline_seconds: seconds from arrival after which the answer is useless; None if there is no deadline.
         generation: options of generation; None for tasks that generate none.
         tenant: name of the client that shares the server equally with others; requests without one share a part.
+        cache_salt: text that separates the cache entries of callers.
     """
 
     normalize: bool = False
@@ -123,6 +124,7 @@ class RequestOptions:
     deadline_seconds: float | None = None
     generation: GenerationOptions | None = None
     tenant: str = ""
+    cache_salt: str = ""
 
     def deadline(self, arrival: float) -> float:
         """Return the time after which an answer is useless; infinity if there is none."""

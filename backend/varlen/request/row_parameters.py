@@ -25,6 +25,7 @@ from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
 
 MAX_PRIORITY = 9
 MAX_TENANT_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 256
 
 Operation: TypeAlias = Literal["infer", "tokenize", "detokenize"]
 
@@ -57,7 +58,7 @@ class RowParameters:
     truncation_side: TruncationSide = word_field(
         "right",
         get_args(TruncationSide),
-        "which end is cut. `left` tokenizes long texts as a whole, which takes longer",
+        "which end is cut",
         tasks=ONE_SHOT_TASKS,
     )
     normalize: bool | None = word_field(
@@ -155,6 +156,13 @@ class RowParameters:
         pattern=rf"(?s).{{0,{MAX_TENANT_CHARACTERS}}}",
         allowed_text=f"a string of at most {MAX_TENANT_CHARACTERS} characters",
     )
+    cache_salt: str = parameter_field(
+        "",
+        "requests share entries of the [prefix cache](../tasks/generation.md#memory) and of the response cache only"
+        " with requests of the same salt, as with vLLM. Requests without one share with each other",
+        pattern=rf"(?s).{{0,{MAX_SALT_CHARACTERS}}}",
+        allowed_text=f"a string of at most {MAX_SALT_CHARACTERS} characters",
+    )
 
     @classmethod
     def read(
@@ -204,6 +212,7 @@ class RowParameters:
             deadline_seconds=deadline_seconds,
             generation=generation,
             tenant=self.tenant,
+            cache_salt=self.cache_salt,
         )
 
 
@@ -218,6 +227,7 @@ COMMON_PARAMETERS = MappingProxyType(
             "request_priority",
             "deadline_ms",
             "tenant",
+            "cache_salt",
         )
     }
 )

@@ -24,7 +24,9 @@ def read_grammar(name: str, value: object) -> str:
         refuse(name, value, f"an object with one of {', '.join(_KINDS)}")
     # clients send all fields of their object: null and false ask for nothing, and the library is ours to choose
     given = {
-        key: each for key, each in value.items() if each not in (None, False) and key != "backend"
+        key: each
+        for key, each in value.items()
+        if each is not None and each is not False and key != "backend"
     }
     if len(given) != 1 or not given.keys() <= set(_KINDS):
         raise RequestError(

@@ -34,8 +34,8 @@ def bad_words_field() -> tuple[str, ...]:
     """Return the field of `bad_words`."""
     return parameter_field(
         (),
-        "words that the answer does not contain. The last token of a word is forbidden after its other tokens, if these"
-        " are tokens of the answer",
+        "words that the answer does not contain, in the tokens that the tokenizer gives them. The last token of a word"
+        " is forbidden after its other tokens, if these are tokens of the answer",
         allowed_text=f"a string, or up to {MAX_BAD_WORDS} of at most {MAX_BAD_WORD_CHARACTERS} characters",
     )
 

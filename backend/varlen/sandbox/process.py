@@ -32,6 +32,7 @@ _ENVIRONMENT = {
 }
 _END_SECONDS = 10.0
 _ATTEMPTS = 2
+_UNLOADED = "the model is being unloaded"
 _HOST_ENDED = "the sandbox of grammars and templates ended; the server's log says why"
 # A crash, or an allocation that failed, in a library; or the kernel, out of memory.
 _MEMORY_SIGNALS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL)
@@ -44,6 +45,7 @@ class Sandbox:
 
     Attributes:
         limits: limits of each process.
+        is_closed: whether it was closed.
     """
 
     def __init__(self, setup: Callable[[], Mapping[str, object]], limits: SandboxLimits) -> None:
@@ -58,7 +60,7 @@ class Sandbox:
         self._lock = Lock()
         self._host: _Host | None = None
         self._processes: weakref.WeakSet[SandboxProcess] = weakref.WeakSet()
-        self._is_closed = False
+        self.is_closed = False
 
     def start(self) -> None:
         """Start the host, and return while it still loads."""
@@ -87,7 +89,7 @@ class Sandbox:
     def close(self) -> None:
         """End the host and its processes."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             for process in self._processes:
                 process.close()
             if self._host is not None:
@@ -117,8 +119,8 @@ class Sandbox:
         raise EngineError(_HOST_ENDED)
 
     def _started(self) -> "_Host":
-        if self._is_closed:
-            raise EngineError("the model is being unloaded")
+        if self.is_closed:
+            raise EngineError(_UNLOADED)
         if self._host is None:
             self._host = _Host({**self._setup(), "limits": asdict(self.limits)})
         return self._host
@@ -208,6 +210,8 @@ class SandboxProcess(QueuedFrames):
             return RequestError(f"{what} more than {limits.seconds:g} s of processor time")
         if code == OUT_OF_MEMORY or code in _MEMORY_SIGNALS:
             return RequestError(f"{what} more than {limits.num_bytes} bytes of memory")
+        if self._sandbox.is_closed:
+            return EngineError(_UNLOADED)
         _log.error("a process of the sandbox ended with code %s", code)
         return EngineError(_HOST_ENDED)
 

@@ -113,14 +113,14 @@ class Admission:
         # sums of floats do not return to zero by themselves
         self._seconds = max(0.0, self._seconds) if self._requests else 0.0
 
-    def _wait_seconds(self, now: float) -> float:
+    def _wait_seconds(self, now: float, part_before: float = 1.0) -> float:
         in_flight = sum(max(0.0, end - now) for end in self._ends.values())
-        return (in_flight + self._seconds) / self.slots
+        return (in_flight + part_before * self._seconds) / self.slots
 
     def _check_deadline(self, allowed: float, forecast: Forecast, now: float) -> None:
         if allowed == math.inf:
             return
-        wait = self._wait_seconds(now)
+        wait = self._wait_seconds(now, forecast.part_before)
         # later requests may fill up its batch
         alone = max(forecast.seconds + min(wait, forecast.batch_seconds), forecast.least_seconds)
         expected = wait + alone

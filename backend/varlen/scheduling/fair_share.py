@@ -35,6 +35,9 @@ class _Backlog:
     work: int = 0
 
 
+_NO_BACKLOG = _Backlog()
+
+
 class FairShare:
     """The work of all tenants that waits, and that was served.
 
@@ -58,16 +61,33 @@ class FairShare:
             own: size of the request.
             weight: factor by which the competitors count less.
         """
+        rank = RANK_UNIT * (self._served + own) + self._before(tenant, own, weight)
         mine = self._backlogs.setdefault(tenant, _Backlog())
-        others, theirs = len(self._backlogs) - 1, self._waiting - mine.work
-        own_rank, patience = RANK_UNIT * own, RANK_UNIT * self._patience
-        before = min(mine.requests * own_rank // weight, patience * mine.work)
-        between = min(others * (before + own_rank) // weight, patience * theirs)
-        rank = RANK_UNIT * self._served + before + between + own_rank
         mine.requests += 1
         mine.work += own
         self._waiting += own
         return rank
+
+    def part_before(self, tenant: str, own: int, weight: int = 1) -> float:
+        """Return the part of the waiting work that is served before a request.
+
+        It is at most 1. Any thread may call it.
+
+        Args:
+            tenant, own, weight: see `enter`.
+        """
+        waiting = RANK_UNIT * self._waiting
+        return min(1.0, self._before(tenant, own, weight) / waiting) if waiting else 1.0
+
+    def _before(self, tenant: str, own: int, weight: int) -> int:
+        """Return the work that is served before a request, in `RANK_UNIT`."""
+        mine = self._backlogs.get(tenant, _NO_BACKLOG)
+        others = len(self._backlogs) - (mine is not _NO_BACKLOG)
+        own_rank, patience = RANK_UNIT * own, RANK_UNIT * self._patience
+        before = min(mine.requests * own_rank // weight, patience * mine.work)
+        return before + min(
+            others * (before + own_rank) // weight, patience * (self._waiting - mine.work)
+        )
 
     def serve(self, tenant: str, work: int) -> None:
         """Count work that waits no longer: it is served, or is needed no more."""

@@ -176,7 +176,11 @@ class GroupMemory:
         """
         first, blocks = group.first, self.blocks
         # keys and values of a decoder depend on the source text too
-        shared = [] if group.source_tokens else blocks.find_prefix(first.token_ids)
+        shared = (
+            []
+            if group.source_tokens
+            else blocks.find_prefix(first.token_ids, salt=first.options.cache_salt)
+        )
         source, needed = blocks.blocks_of(group.source_tokens), self._first_need(group)
         keep = 0 if self.reserves else keep
         if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):
@@ -228,7 +232,11 @@ class GroupMemory:
             return
         for branch in group.branches:
             self.blocks.store(
-                branch.token_ids, branch.block_ids, begin=begin, end=branch.num_computed
+                branch.token_ids,
+                branch.block_ids,
+                begin=begin,
+                end=branch.num_computed,
+                salt=group.first.options.cache_salt,
             )
 
     def follow(self, group: Group, parents: Sequence[int], token_ids: Sequence[int]) -> None:

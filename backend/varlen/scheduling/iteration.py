@@ -32,7 +32,8 @@ from varlen.config import KvPolicy
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.memory.blocks import BlockCounts, BlockPool
-from varlen.request.request import Request
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Prompt, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
 from varlen.scheduling.fair_share import RANK_UNIT, FairShare
@@ -153,10 +154,14 @@ class IterationScheduler:
         assert options is not None
         for row, prompt in enumerate(request.prompts):
             check_fits(row, prompt, options, self._limits, self._memory)
+        work = max(_work(prompt, options) for prompt in request.prompts)
         forecast = self._cost.forecast(
             request,
             max_step_tokens=self._limits.max_step_tokens,
             max_running_sequences=self._max_running,
+            part_before=self._share.part_before(
+                request.options.tenant, work, 1 + request.options.priority
+            ),
         )
         self._admission.enter(request, forecast, now)
         return forecast
@@ -170,9 +175,9 @@ class IterationScheduler:
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
         options, number = request.request.options, next(self._numbers)
         generation = sequences[0].generation
-        samples, branches = generation.n, max(generation.n, generation.num_beams)
+        samples = generation.n
         for row in range(0, len(sequences), samples):
-            tokens = sequences[row].prompt.num_tokens + branches * generation.max_tokens
+            tokens = _work(sequences[row].prompt, generation)
             rank = self._share.enter(options.tenant, tokens, 1 + options.priority)
             claim = Claim(options.tenant, tokens)
             group = Group((rank, number, row), sequences[row : row + samples], claim)
@@ -317,16 +322,14 @@ class IterationScheduler:
         A preempted group runs its tokens again. Counted as tokens of the waiting group, they may not move it behind
         the preempted one, so what is lost is at most as much as what is served.
         """
-        memory, rank = self._memory, group.order[0]
-        needed = memory.least_available(group, keep=self._num_running)
-        slots, blocks = self._max_running - self._num_running, self._blocks.available
-        tokens = self._free_step_tokens()
-        if blocks + sum(map(memory.held, self._running)) < needed:
+        memory, rank, running = self._memory, group.order[0], self._num_running
+        blocks, tokens = self._blocks.available, self._free_step_tokens()
+        if blocks + sum(map(memory.held, self._running)) < memory.least_available(group, keep=0):
             return False
         last_first, behind = reversed(self._running), list[Group]()
         while (
-            slots < group.max_branches
-            or blocks < needed
+            running + group.max_branches > self._max_running
+            or blocks < memory.least_available(group, keep=running)
             # what is larger than a step runs when nothing else does
             or (tokens < group.least_tokens and len(behind) < len(self._running))
         ):
@@ -337,7 +340,7 @@ class IterationScheduler:
             if rank >= other.order[0]:
                 return False
             behind.append(other)
-            slots += other.max_branches
+            running -= other.max_branches
             blocks += memory.freed(other)
             tokens += other.least_tokens
         for other in behind:
@@ -460,3 +463,8 @@ class IterationScheduler:
                 del self._new[request]
                 requests += 1
         return Work(requests, tokens, seconds)
+
+
+def _work(prompt: Prompt, options: GenerationOptions) -> int:
+    """Return the most tokens that a prompt and its answers run."""
+    return prompt.num_tokens + max(options.n, options.num_beams) * options.max_tokens

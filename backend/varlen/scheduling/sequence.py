@@ -37,11 +37,13 @@ class Forecast:
         seconds: the sum over its sequences of their part of a full batch.
         batch_seconds: a full batch of sequences like its longest, which may have to run before the answer.
         least_seconds: its run time if nothing else runs, where that is longer than `seconds`.
+        part_before: part of the waiting work that runs before it.
     """
 
     seconds: float = 0.0
     batch_seconds: float = 0.0
     least_seconds: float = 0.0
+    part_before: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -180,6 +182,11 @@ class GeneratedSequence(SequenceState):
         options = self.options.generation
         assert options is not None
         return options
+
+    @property
+    def first_sample(self) -> tuple[RequestState, int]:
+        """The request, and the row of the first sample of its prompt."""
+        return self.request, self.row - self.sample
 
     @property
     def num_generated(self) -> int:

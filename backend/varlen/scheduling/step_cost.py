@@ -33,7 +33,12 @@ class StepCost:
         return steps * self.base + tokens * self.per_token
 
     def forecast(
-        self, request: Request, *, max_step_tokens: int, max_running_sequences: int
+        self,
+        request: Request,
+        *,
+        max_step_tokens: int,
+        max_running_sequences: int,
+        part_before: float = 1.0,
     ) -> Forecast:
         """Return the run time of a request whose answers all have `max_tokens`.
 
@@ -51,7 +56,7 @@ class StepCost:
             # in full steps, sequences divide the constant part among them
             share += self.seconds(0, prompt.num_tokens + branches * tokens)
             share += self.seconds(steps, 0) * branches / max_running_sequences
-        return Forecast(share, least_seconds=alone)
+        return Forecast(share, least_seconds=alone, part_before=part_before)
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Learn from a step."""

@@ -9,8 +9,9 @@ Source: src/utils/request.py of triton-inference-server/vllm_backend.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
-from varlen.parameter import read_json, refuse
+from varlen.parameter import OPTION_JSON, JsonLimits, check_bytes, items_of, read_json, refuse
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import OPTION_NAMES, PARAMETER_NAMES, GenerationOptions
 from varlen.request.request import GeneratedPart, Output, Request, TokenLogprobs
@@ -80,9 +81,9 @@ def read_generate_request(
 
     Args:
         tensors: tensors by input name; without a dimension of rows.
-        parameters: the request's parameters, a JSON object. Parameters of the input `sampling_parameters` come before
-            them. Names that no server has for generation are ignored here, as frontends add their own, and refused
-            there.
+        parameters: the request's parameters, a JSON object. Options of the input `sampling_parameters` come before
+            them; parameters that every task has come in one of both. Names that no server has for generation are
+            ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
         decoupled: whether the model may send several responses to a request.
         read_options: returns checked options, with the defaults of the model.
@@ -101,7 +102,13 @@ def read_generate_request(
     named = read_parameters(parameters, names, PARAMETER_NAMES)
     ours = PARAMETER_NAMES.union(names)
     options = {name: value for name, value in named.items() if name in ours}
-    options |= _sampling_parameters(tensors)
+    sampling = _sampling_parameters(tensors)
+    if twice := [name for name in COMMON_PARAMETERS if name in options and name in sampling]:
+        # a proxy that sets one of them has the last word
+        raise RequestError(
+            f"{twice[0]} is a parameter of the request and in sampling_parameters; send it once"
+        )
+    options |= sampling
     variables = _template_variables(options.pop(_TEMPLATE_KWARGS, None), tensors)
     if options.get("operation", "infer") != "infer":
         return _read_operation(tensors, options, variables, intake, timeout_microseconds)
@@ -126,7 +133,7 @@ def read_generate_request(
             deadline_seconds(common.deadline_ms, timeout_microseconds), generation=generation
         ),
     )
-    prefix = _prefix(tensors, stream, can_continue=not intake.reads_sources)
+    prefix = _prefix(tensors, stream, intake)
     return draft, ResponseSpec(generation.n, stream, prefix, returns)
 
 
@@ -153,9 +160,9 @@ def _read_operation(
     checked = given.options(deadline)
     answer = TokenizerAnswer("text_output", has_rows=False)
     if "messages" in tensors:
-        messages = ChatText(_messages(tensors), variables, len(_only("messages", tensors)))
-        return chat_draft(messages, given, intake, answer, checked), answer
-    text = _string("text_input", tensors)
+        chat = _chat(tensors, variables, intake)
+        return chat_draft(chat, given, intake, answer, checked), answer
+    text = _text_input(tensors, intake)
     return tokenizer_draft([text], given, intake, answer, checked), answer
 
 
@@ -283,17 +290,18 @@ def _prompt_step(
         prompts = intake.token_ids([ids.astype(np.int64, copy=False)])
         return TokenizationTask(0, lambda: prompts)
     if "messages" in tensors:
-        return intake.chat_step(_messages(tensors), len(_only("messages", tensors)), variables)
-    (step,) = intake.text_steps([_string("text_input", tensors)], truncate=False)
+        chat = _chat(tensors, variables, intake)
+        return intake.chat_step(chat.read, chat.num_bytes, variables)
+    (step,) = intake.text_steps([_text_input(tensors, intake)], truncate=False)
     return step
 
 
-def _prefix(tensors: Tensors, stream: bool, *, can_continue: bool) -> str:
+def _prefix(tensors: Tensors, stream: bool, intake: Intake) -> str:
     """Return the text that the answer begins with, by default the prompt unless streamed.
 
     A translation never starts with its source text.
     """
-    can_include = "text_input" in tensors and not stream and can_continue
+    can_include = "text_input" in tensors and not stream and not intake.reads_sources
     if _flag(tensors, "exclude_input_in_output", default=not can_include):
         return ""
     if not can_include:
@@ -301,11 +309,24 @@ def _prefix(tensors: Tensors, stream: bool, *, can_continue: bool) -> str:
             "exclude_input_in_output is false; only a request with text_input, without stream, to a model that"
             " continues text gets its input back"
         )
-    return _string("text_input", tensors)
+    return _text_input(tensors, intake)
 
 
-def _messages(tensors: Tensors) -> list[Mapping[str, Any]]:
-    messages = read_json("messages", _string("messages", tensors))
+def _text_input(tensors: Tensors, intake: Intake) -> str:
+    text = _bytes("text_input", tensors)
+    intake.check_text_bytes(0, len(text))
+    return _decoded("text_input", text)
+
+
+def _chat(tensors: Tensors, variables: Mapping[str, object], intake: Intake) -> ChatText:
+    """Return chat messages, which the threads that tokenize read: they may be long."""
+    text, limits = _bytes("messages", tensors), intake.limits.messages
+    check_bytes("messages", len(text), limits.max_bytes)
+    return ChatText(partial(_read_messages, text, limits), variables, len(text))
+
+
+def _read_messages(text: bytes, limits: JsonLimits) -> list[Mapping[str, Any]]:
+    messages = read_json("messages", _decoded("messages", text), limits)
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         refuse("messages", messages, "a JSON list of objects with role and content")
     return messages
@@ -324,20 +345,13 @@ def _template_variables(value: object, tensors: Tensors) -> Mapping[str, object]
         refuse(_TEMPLATE_KWARGS, value, ROW_PARAMETERS[_TEMPLATE_KWARGS].allowed)
     level: list[object] = [value]
     for _ in range(_MAX_TEMPLATE_DEPTH):
-        level = [inner for each in level for inner in _items(each)]
+        level = [inner for each in level for inner in items_of(each)]
     if level:
         raise RequestError(
             f"{_TEMPLATE_KWARGS} is nested more than {_MAX_TEMPLATE_DEPTH} deep; send a flatter object"
         )
     _check_template_size(len(json.dumps(value, ensure_ascii=False)))
     return value
-
-
-def _items(value: object) -> Iterable[object]:
-    """Return the elements of a JSON list or object, or nothing."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _check_template_size(characters: int) -> None:
@@ -350,15 +364,22 @@ def _check_template_size(characters: int) -> None:
 def _sampling_parameters(tensors: Tensors) -> Mapping[str, Any]:
     if "sampling_parameters" not in tensors:
         return {}
-    sampling = read_json("sampling_parameters", _string("sampling_parameters", tensors))
+    text = _bytes("sampling_parameters", tensors)
+    # before it is decoded
+    check_bytes("sampling_parameters", len(text), OPTION_JSON.max_bytes)
+    sampling = read_json("sampling_parameters", _decoded("sampling_parameters", text))
     if not isinstance(sampling, dict):
         refuse("sampling_parameters", sampling, "a JSON object")
     return sampling
 
 
-def _string(name: str, tensors: Tensors) -> str:
+def _bytes(name: str, tensors: Tensors) -> bytes:
+    return bytes(_only(name, tensors))
+
+
+def _decoded(name: str, text: bytes) -> str:
     try:
-        return bytes(_only(name, tensors)).decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name} is not UTF-8 at byte {error.start}; send UTF-8") from None
 

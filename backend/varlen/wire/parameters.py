@@ -1,20 +1,20 @@
 """The parameters of a request: a JSON object, and the deadline of the server's protocol."""
 
-import json
 from collections.abc import Container, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from varlen.errors import RequestError, shorten
+from varlen.errors import RequestError
+from varlen.parameter import LONGEST_NEAR_MISS, read_json, refuse
 
 # A shorter `timeout` of the server's protocol is a number in another unit: passing the request to this
 # process and its response back takes about half of this.
 _MIN_TIMEOUT_MICROSECONDS = 1000
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
-# No name of ours is this long, nor a near miss of one.
-_LONGEST_NEAR_MISS = 32
+# Each name that is not ours is compared with all that are.
+_MAX_NAMES = 100
 # A name of ours with so few letters is another one with any other letter: top_k and top_n.
 _SHORT_NAME = 5
 
@@ -30,20 +30,17 @@ def read_parameters(
         foreign: names of other servers, which are no misspelt ones.
 
     Raises:
-        RequestError: this is no JSON object, or a name is misspelt.
+        RequestError: this is no JSON object, or too long; or it has too many names, or a misspelt one.
     """
-    try:
-        options = json.loads(parameters) if parameters else {}
-    except (ValueError, RecursionError):
-        raise RequestError(
-            f"the request parameters are {shorten(repr(parameters))}; send a JSON object"
-        ) from None
+    options = read_json("parameters", parameters) if parameters else {}
     if not isinstance(options, dict):
+        refuse("parameters", options, "a JSON object")
+    if len(options) > _MAX_NAMES:
         raise RequestError(
-            f"the request parameters are {shorten(repr(options))}; send a JSON object"
+            f"the request has {len(options)} parameters; allowed: up to {_MAX_NAMES}"
         )
     for name in options:
-        is_short = len(name) <= _LONGEST_NEAR_MISS and name not in foreign
+        is_short = len(name) <= LONGEST_NEAR_MISS and name not in foreign
         if is_short and (meant := _misspelt(name, names)):
             raise RequestError(
                 f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {", ".join(names)}'

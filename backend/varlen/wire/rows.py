@@ -59,13 +59,13 @@ def read_request(
     deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
     if given.operation != "infer":
         written = TokenizerAnswer(outputs.first_of(requested), has_rows=True)
-        texts = _only_texts(tensors, given.operation)
+        texts = _only_texts(tensors, given.operation, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
     checked = given.options(deadline, normalize=answer.vectors.normalize)
     if "text" in tensors:
         steps = intake.text_steps(
-            _texts(tensors),
+            _texts(tensors, intake),
             truncate=given.truncate,
             side=given.truncation_side,
             prompt_name=given.prompt_name,
@@ -89,15 +89,15 @@ def _names_of(task: Task) -> tuple[str, ...]:
     return tuple(name for name, each in ROW_PARAMETERS.items() if task in each.tasks)
 
 
-def _only_texts(tensors: Tensors, operation: str) -> list[str]:
+def _only_texts(tensors: Tensors, operation: str, intake: Intake) -> list[str]:
     # the server wants every input that config.pbtxt requires, such as the pairs of a reranker
     if tensors.keys() - {"text_pair"} != {"text"}:
         raise RequestError(
             f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; the operation {operation} reads only text"
         )
-    texts = _strings("text", tensors["text"])
+    texts = _strings("text", tensors["text"], intake)
     if "text_pair" in tensors:
-        pairs = _strings("text_pair", tensors["text_pair"])
+        pairs = _strings("text_pair", tensors["text_pair"], intake)
         _check_rows("text_pair", len(pairs), "text", len(texts))
         for row, pair in enumerate(pairs):
             if pair:
@@ -107,25 +107,28 @@ def _only_texts(tensors: Tensors, operation: str) -> list[str]:
     return texts
 
 
-def _texts(tensors: Tensors) -> list[Text]:
+def _texts(tensors: Tensors, intake: Intake) -> list[Text]:
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         if name in tensors:
             raise RequestError(f"the request has both text and {name}; send one or the other")
-    texts = _strings("text", tensors["text"])
+    texts = _strings("text", tensors["text"], intake)
     if "text_pair" not in tensors:
         return list(texts)
-    pairs = _strings("text_pair", tensors["text_pair"])
+    pairs = _strings("text_pair", tensors["text_pair"], intake)
     _check_rows("text_pair", len(pairs), "text", len(texts))
     return list(zip(texts, pairs, strict=True))
 
 
-def _strings(name: str, tensor: npt.NDArray[Any]) -> list[str]:
+def _strings(name: str, tensor: npt.NDArray[Any], intake: Intake) -> list[str]:
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise RequestError(f"{name} has shape {list(tensor.shape)}; send [rows, 1]")
     texts = []
     for row, element in enumerate(tensor[:, 0]):
+        text = bytes(element)
+        # before it is decoded
+        intake.check_text_bytes(row, len(text))
         try:
-            texts.append(bytes(element).decode("utf-8"))
+            texts.append(text.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise RequestError(
                 f"row {row}: {name} is not UTF-8 at byte {error.start}; send UTF-8"

@@ -5,7 +5,7 @@ objects are the answer: one BYTES tensor, under the name of an output that the r
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,12 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.intake.checks import Intake, steps_of
 from varlen.intake.roles import TextRole
-from varlen.parameter import read_json, refuse
+from varlen.parameter import JsonLimits, read_json, refuse
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import Output, Prompt, RequestOptions
 from varlen.request.row_parameters import Operation, RowParameters
 
-_EVERY = ("operation", "request_priority", "deadline_ms", "tenant")
+_EVERY = ("operation", "request_priority", "deadline_ms", "tenant", "cache_salt")
 _PARAMETERS: Mapping[Operation, Collection[str]] = {
     "tokenize": (
         *_EVERY,
@@ -124,11 +124,12 @@ class ChatText:
     """Chat messages to tokenize.
 
     Attributes:
-        messages, variables: see `Intake.chat`.
+        read: function that returns the messages; see `Intake.chat_step`.
+        variables: see `Intake.chat`.
         num_bytes: length of the messages, as a measure of the work.
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    read: Callable[[], Sequence[Mapping[str, Any]]]
     variables: Mapping[str, object]
     num_bytes: int
 
@@ -148,7 +149,7 @@ def chat_draft(
     """
 
     def run() -> tuple[Prompt, ...]:
-        text = intake.chat_text(chat.messages, chat.variables)
+        text = intake.chat_text(chat.read(), chat.variables)
         intake.check_texts([text])
         answer.rows += _token_objects([text], given, intake, TextRole(), special_tokens=False)
         return ()
@@ -192,7 +193,7 @@ def _token_objects(
 def _text_object(row: int, text: str, intake: Intake, *, skip_special_tokens: bool) -> bytes:
     """Return the JSON object of the text of token ids."""
     name, size = f"row {row}: text", intake.limits.vocab_size
-    ids = read_json(name, text)
+    ids = read_json(name, text, JsonLimits(intake.limits.max_text_bytes))
     if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < size for each in ids):
         refuse(name, ids, f"a JSON list of token ids from 0 to {size - 1}")
     return _json({"text": intake.tokenizer.text_of(ids, skip_special_tokens=skip_special_tokens)})

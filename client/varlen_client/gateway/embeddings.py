@@ -32,6 +32,7 @@ class EmbeddingsBody(OpenAIBody, TextFields):
     normalize: bool | None = None
     prompt_name: StrictStr | None = None
     input_type: InputType | None = None
+    cache_salt: StrictStr | None = None
     modality: Literal["text"] = "text"
 
     def options(self) -> dict[str, Any]:
@@ -49,6 +50,7 @@ class EmbeddingsBody(OpenAIBody, TextFields):
             normalize=self.normalize,
             prompt_name=self.prompt_name,
             input_type=self.input_type,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -103,6 +103,7 @@ class ServerFields(OpenAIBody):
     num_beams: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    cache_salt: str | None = None
 
 
 class FixedFields(OpenAIBody):

@@ -21,7 +21,7 @@ from varlen_client.gateway.bodies import (
 )
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
-from varlen_client.gateway.text_fields import TextFields
+from varlen_client.gateway.text_fields import TextFields, given_options
 from varlen_client.tasks import EMBED, RERANK
 from varlen_client.wire import Floats
 
@@ -40,6 +40,7 @@ class ScoreBody(OpenAIBody, TextFields):
     documents: _OneOrMore | None = None
     use_activation: bool | None = None
     """false returns the logits of a reranker."""
+    cache_salt: StrictStr | None = None
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Return the texts of both sides, as many on each.
@@ -57,6 +58,10 @@ class ScoreBody(OpenAIBody, TextFields):
             check_repeated(one, first[0], len(second))
             first = first * len(second)
         return first, second
+
+    def salt(self) -> dict[str, str]:
+        """Return the client's argument for the salt of the caches."""
+        return given_options(cache_salt=self.cache_salt)
 
     def _side(self, *names: str) -> tuple[str, list[str]]:
         """Return the name of a side that the request has, and its texts."""
@@ -78,7 +83,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
         texts = list(dict.fromkeys([*first, *second]))
         place = {text: index for index, text in enumerate(texts)}
         name, vectors, tokens = await gateway.answer(
-            body.model, EMBED, texts, text_fields=body, normalize=True
+            body.model, EMBED, texts, text_fields=body, normalize=True, **body.salt()
         )
         left, right = (vectors[[place[text] for text in side]] for side in (first, second))
         return name, np.sum(left * right, axis=1), tokens
@@ -103,6 +108,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
                 list(zip(first, second, strict=True)),
                 text_fields=body,
                 activation=None if body.use_activation is False else "sigmoid",
+                **body.salt(),
             )
         answer: dict[str, Any] = {
             "id": f"score-{uuid.uuid4().hex}",

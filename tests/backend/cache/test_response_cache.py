@@ -246,6 +246,21 @@ def test_tokens_that_are_read_and_vectors_that_are_returned_tell_keys_apart(benc
     assert bench.engine.runs == len(requests)
 
 
+def test_requests_share_answers_only_with_requests_of_their_salt(bench):
+    salts = ["", "a", "b", "\0", "\ud800"]
+    runs = {salt: bench.get([5, 6], [5, 6], cache_salt=salt).runs for salt in salts}
+
+    assert runs == {salt: [run, run] for run, salt in enumerate(salts, start=1)}
+    assert {salt: bench.get([5, 6], [5, 6], cache_salt=salt).runs for salt in salts} == runs
+
+
+def test_a_request_does_not_join_an_equal_one_of_another_salt(bench):
+    bench.ask([5, 6], cache_salt="a")
+    bench.ask([5, 6], cache_salt="b")
+
+    assert len(bench.engine.flights) == 2
+
+
 def test_types_of_zero_are_no_types(bench):
     bench.get([5, 6])
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from varlen.decoding import sampling
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.structured import wait_for_masks
 from varlen.decoding.token_bias import BadWords
@@ -19,7 +20,7 @@ from varlen.sandbox.limits import SandboxLimits
 
 from ..refusals import refused_request as refused
 from .sandboxes import new_grammars
-from .sequences import RandomModel, sequence_of
+from .sequences import RandomModel, sequence_of, sequences_of
 from .small_tokenizers import END, PAD, byte_fallback, byte_level, metaspace
 
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
@@ -306,6 +307,23 @@ def test_compiled_grammars_are_ended_when_they_have_too_much_memory_and_compiled
     assert server.grammars.use().started == 21
 
 
+def test_only_some_grammars_keep_their_processes_without_an_answer():
+    server = Server(byte_level())
+    for index in range(20):
+        server.grammars.check(regex(f"x{index}"))
+    used = []
+    for index in range(18):
+        server.grammars.check(regex(f"y{index}"))
+        used.append(server.grammars.matcher(regex(f"y{index}")))
+        used[-1].advance([1], 1)
+
+    server.grammars.check(regex("z"))
+
+    # answers in progress keep their grammars
+    assert server.grammars.use().grammars == 16 + 18
+    assert not any(each._grammar.error for each in used)
+
+
 def test_a_grammar_that_fits_beside_none_in_use_is_refused_for_now():
     server = Server(byte_level(), max_bytes=1)
 
@@ -386,6 +404,46 @@ def test_all_processes_end_with_the_sandbox():
     assert host.poll() == 0
     with pytest.raises(ProcessLookupError):
         os.kill(grammar._process._pid, 0)
+
+
+def test_samples_of_a_prompt_get_their_first_tokens_in_one_step(one_server, monkeypatch):
+    options = one_server.sequence({"regex": "[ab]{10}"}, temperature=1.0, seed=1).generation
+    fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    samples = sequences_of(1, 2, **fields | {"n": 2})
+    waits = iter([(0,), (1,), (0, 1), ()])
+    await_masks = sampling._await_masks
+
+    def one_is_late(states):
+        late = next(waits)
+        await_masks([state for row, state in enumerate(states) if row not in late])
+
+    monkeypatch.setattr(sampling, "_await_masks", one_is_late)
+    monkeypatch.setattr(sampling, "_MASK_SECONDS", 60)
+    monkeypatch.setattr(sampling, "_ALL_MASKS_SECONDS", 60)
+    logits = one_server.model.logits(samples)
+    steps = [one_server.sampler.sample(logits.clone(), samples) for _ in range(4)]
+
+    # each has been ready while the other was not, and keeps its mask
+    pending = [[token.is_pending for token in step] for step in steps]
+    assert not any(pending[-1])
+    assert all(any(step) == all(step) for step in pending)
+    [grammar] = [
+        each for each in one_server.grammars._grammars.values() if each.users() and each.is_compiled
+    ][-1:]
+    assert {sample.sampler_state.matcher._grammar for sample in samples} == {grammar}
+    assert grammar.users() == 2
+
+
+def test_answers_that_ended_are_released_when_another_begins():
+    server = Server(byte_level())
+    for _ in range(3):
+        server.answers([server.sequence({"choice": ["a"]}, seed=1)])
+    [grammar] = server.grammars._grammars.values()
+
+    server.answers([server.sequence({"choice": ["a"]}, seed=1)])
+
+    # the last one waits for the next
+    assert len(grammar._forgotten) <= 1
 
 
 def test_a_step_that_chose_another_token_before_it_was_repeated_does_no_harm(one_server):

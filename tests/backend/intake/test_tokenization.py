@@ -1,4 +1,4 @@
-"""Tokenizing a prefix of a long text gives the result of the whole text.
+"""Tokenizing one end of a long text gives the result of the whole text.
 
 This holds for every kind of tokenizer that has safe boundaries.
 """
@@ -17,11 +17,12 @@ from tokenizers import (
     trainers,
 )
 
-from varlen.intake.boundaries import safe_boundary
+from varlen.intake.boundaries import safe_boundary, safe_start
 from varlen.intake.tokenization import Tokenizer as OurTokenizer
 
 # A text of more than 36 characters is long.
 MAX_TOKENS = 6
+SIDES = ("right", "left")
 EXAMPLES = 20
 WORDS = "the cat's river runs to 42 seas, and he said: don't stop at 3.14! the thermal catfish ran".split()
 CORPUS = [" ".join(WORDS[start:]) for start in range(len(WORDS))] * 3
@@ -186,33 +187,62 @@ UNSAFE = {
 }
 
 
-@pytest.fixture(scope="module", params=SAFE, ids=str)
-def pair_of_tokenizers(request, tmp_path_factory):
-    """Return a tokenizer of ours and the library's, which truncates."""
-    return load(SAFE[request.param](), tmp_path_factory.mktemp("tokenizer"))
+# Tokenizers that change the beginning of a text.
+NO_STARTS = ("T5", "Metaspace after a replaced space")
 
 
-def load(tokenizer, folder):
+@pytest.fixture(scope="module", params=(*SAFE, "MiniLM"), ids=str)
+def pair_of_tokenizers(request, tmp_path_factory, minilm):
+    """Return a tokenizer of ours and the library's, which truncates on each side."""
+    if request.param == "MiniLM":
+        return load(minilm)
+    return save(SAFE[request.param](), tmp_path_factory.mktemp("tokenizer"))
+
+
+def save(tokenizer, folder):
     tokenizer.save(str(folder / "tokenizer.json"))
-    cut = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    cut.enable_truncation(MAX_TOKENS)
-    return OurTokenizer(folder, MAX_TOKENS), cut
+    return load(folder)
+
+
+def load(folder):
+    return OurTokenizer(folder, MAX_TOKENS), {side: cutting(folder, side) for side in SIDES}
+
+
+def cutting(folder, side):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(MAX_TOKENS, direction=side)
+    return tokenizer
 
 
 def check(tokenizers, text):
     """Check the tokens of a text or a pair, cut and not cut."""
     ours, library = tokenizers
     pair = text if isinstance(text, tuple) else (text,)
-    [cut] = ours.encode([text], truncate=True)
     [found] = ours.encode([text], truncate=False)
 
-    expected, whole = library.encode(*pair), ours.huggingface.encode(*pair)
-    assert cut.token_ids.tolist() == expected.ids
+    whole = ours.huggingface.encode(*pair)
     assert (len(found.token_ids) > MAX_TOKENS) == (len(whole.ids) > MAX_TOKENS)
     if found.is_complete:
         assert found.token_ids.tolist() == whole.ids
-    if isinstance(text, tuple):
-        assert cut.type_ids.tolist() == expected.type_ids
+    for side in SIDES:
+        [cut] = ours.encode([text], truncate=True, side=side)
+        expected = library[side].encode(*pair)
+        assert cut.token_ids.tolist() == expected.ids
+        if isinstance(text, tuple):
+            assert cut.type_ids.tolist() == expected.type_ids
+
+
+def check_tokens(tokenizers, text):
+    """Check what a client gets of the tokens of a text that is cut."""
+    ours, library = tokenizers
+    for side in SIDES:
+        [found] = ours.tokens_of([text], truncate=True, side=side)
+        expected = library[side].encode(text)
+        assert found.token_ids == expected.ids
+        assert found.tokens == expected.tokens
+        assert found.is_special == [flag == 1 for flag in expected.special_tokens_mask]
+        assert found.offsets == expected.offsets
 
 
 @settings(max_examples=EXAMPLES)
@@ -221,8 +251,14 @@ def check(tokenizers, text):
 @example(text="中" * 200)
 @example(text=" " * 200)
 @example(text="the cat " * 40)
+@example(text="the\ncat\r\n" * 40)
+@example(text="the\tcat  \n\n river " * 40)
+@example(text="   the cat " * 40)
+@example(text="the cat <mask> <mask>k " * 40)
+@example(text="the cat" + " " * 200 + "river")
 def test_a_long_text_is_cut_or_refused_like_the_whole_text(pair_of_tokenizers, text):
     check(pair_of_tokenizers, text)
+    check_tokens(pair_of_tokenizers, text)
 
 
 @settings(max_examples=EXAMPLES)
@@ -246,15 +282,48 @@ def test_a_text_that_is_much_too_long_is_not_tokenized_as_a_whole(pair_of_tokeni
         assert MAX_TOKENS < len(found.token_ids) < 200
 
 
-@pytest.mark.parametrize("mark", ["!", "中"])
-def test_bert_needs_no_spaces_to_stop_early(tmp_path, mark):
-    ours, _ = load(word_pieces(), tmp_path)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_text_that_is_cut_is_tokenized_on_the_kept_side_only(pair_of_tokenizers, request, side):
+    ours, _ = pair_of_tokenizers
+    kind = request.node.callspec.params["pair_of_tokenizers"]
+    text = "the cat " * 500 + "river"
 
-    [found] = ours.encode([mark * 5000], truncate=False)
+    part = first_part(ours, text, side)
+
+    is_whole = side == "left" and kind in NO_STARTS
+    assert part == text if is_whole else len(part) < 100
+
+
+def first_part(tokenizer, text, side):
+    """Return the part of a text that is tokenized first."""
+    return text[next(tokenizer._parts(text, MAX_TOKENS, side), slice(0, len(text)))]
+
+
+@pytest.mark.parametrize("text", ["!" * 5000, "中" * 1700, "the\ncat\n" * 600, "a\tb\r\n" * 1000])
+@pytest.mark.parametrize("side", SIDES)
+def test_bert_needs_no_spaces_to_stop_early(tmp_path, text, side):
+    ours, _ = save(word_pieces(), tmp_path)
+
+    [found] = ours.encode([text], truncate=False)
 
     assert not found.is_complete
+    assert len(first_part(ours, text, side)) < 100
 
 
 @pytest.mark.parametrize("kind", UNSAFE)
 def test_a_tokenizer_without_safe_boundaries_sees_whole_texts(kind):
     assert safe_boundary(UNSAFE[kind]()) is None
+    assert safe_start(UNSAFE[kind]()) is None
+
+
+@pytest.mark.parametrize(
+    "token",
+    [AddedToken("the", rstrip=True), AddedToken(" cat", single_word=True)],
+    ids=["takes spaces", "reads what is before it"],
+)
+def test_a_token_that_crosses_a_boundary_leaves_no_starts(token):
+    tokenizer = word_pieces()
+    tokenizer.add_tokens([token])
+
+    assert safe_boundary(tokenizer) is not None
+    assert safe_start(tokenizer) is None

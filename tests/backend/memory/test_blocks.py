@@ -97,6 +97,21 @@ def test_a_sequence_stores_its_blocks_as_they_fill():
         assert pool.find_prefix([*tokens, 99]) == blocks[:found]
 
 
+def test_blocks_are_found_only_with_the_salt_that_they_were_stored_with():
+    pool = BlockPool(16, 2)
+    salts = ("", "a", "b", "\0", "\ud800")
+    tokens, tables = [1, 2, 3, 4], {salt: take(pool, 2) for salt in salts}
+
+    for salt, blocks in tables.items():
+        # in two calls: only the first block has the salt, and the others have its key
+        pool.store(tokens, blocks, begin=0, end=2, salt=salt)
+        pool.store(tokens, blocks, begin=2, end=4, salt=salt)
+
+    found = {salt: pool.find_prefix([*tokens, 5], salt=salt) for salt in salts}
+    assert found == tables
+    assert pool.find_prefix([*tokens, 5], salt="c") == []
+
+
 def test_a_pool_without_a_prefix_cache_finds_nothing():
     pool = BlockPool(8, 2, prefix_cache=False)
     store(pool, [1, 2, 3, 4])

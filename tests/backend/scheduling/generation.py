@@ -240,6 +240,7 @@ class Bench:
         source=None,
         priority=0,
         tenant="",
+        cache_salt="",
         deadline=None,
         reply=None,
     ):
@@ -254,6 +255,7 @@ class Bench:
             generation=GenerationOptions(max_tokens=max_tokens, n=n, num_beams=num_beams),
             priority=priority,
             tenant=tenant,
+            cache_salt=cache_salt,
             deadline_seconds=deadline,
         )
         prompts = (Prompt(np.array(row, np.int32), payload=source) for row in rows)

@@ -92,3 +92,18 @@ def test_nothing_is_kept_of_requests_that_have_left(entries):
 
     total = sum(work for _, work, _ in entries)
     assert share.enter("new", 7) == RANK_UNIT * (total + 7)
+
+
+@given(_ENTRIES, st.integers(1, 50))
+def test_the_part_before_a_request_follows_from_its_rank(entries, own):
+    share = FairShare()
+    for tenant, size, weight in entries:
+        share.enter(tenant, size, weight)
+    waiting = sum(size for _, size, _ in entries)
+
+    part = share.part_before("a", own)
+
+    # nothing was served, and a patience of 1 never passes the work that waits
+    before = share.enter("a", own) - RANK_UNIT * own
+    assert part == (before / (RANK_UNIT * waiting) if waiting else 1)
+    assert part <= 1

@@ -403,6 +403,19 @@ def test_a_known_beginning_is_not_computed_again():
     bench.check_idle()
 
 
+def test_a_beginning_is_known_only_to_requests_of_its_salt():
+    bench = Bench(prefix_cache=True)
+    beginning = prompt_of(12)
+    hits = []
+    for number, salt in enumerate(["", "a", "b", "a", ""]):
+        reply = bench.submit([*beginning, number], max_tokens=2, cache_salt=salt)
+        bench.run_all()
+        assert tokens_of(reply) == {0: answer([*beginning, number], 2)}
+        hits.append(bench.scheduler.snapshot().blocks.prefix_hit_tokens)
+
+    assert hits == [0, 0, 0, 12, 24]
+
+
 def test_sequences_with_a_source_share_no_beginning():
     bench = Bench(prefix_cache=True)
     # what a target stores depends on its source, or that it has none
@@ -587,6 +600,38 @@ def test_a_deadline_counts_what_waits():
     with pytest.raises(DeadlineError):
         bench.submit(prompt_of(4), max_tokens=10, deadline=45)
     bench.submit(prompt_of(4), max_tokens=10, deadline=51)
+
+
+def test_a_deadline_counts_only_what_the_order_puts_first():
+    bench = Bench(running=1)
+    bench.submit(prompt_of(4), max_tokens=8)
+    bench.run_all()
+    for _ in range(10):
+        bench.submit(prompt_of(4), max_tokens=20)
+    bench.step()
+
+    # it takes the place of others, and the tenant has nothing that waits
+    small = bench.submit(prompt_of(1), max_tokens=1, tenant="small", priority=9, deadline=30)
+    bench.run_all()
+
+    assert small.end == "finished"
+
+
+def test_a_large_request_takes_the_blocks_of_several_that_are_behind_it():
+    bench = Bench(policy="optimistic", running=4, num_blocks=20)
+    behind = [
+        bench.submit(prompt_of(6, each), max_tokens=68, tenant=str(each)) for each in range(3)
+    ]
+    bench.step()
+
+    # 16 of 20 blocks, where each of the others holds two and keeps one more while it runs
+    large = bench.submit(prompt_of(64), max_tokens=1, tenant="large", priority=9)
+    bench.step()
+
+    assert bench.scheduler.snapshot().order_preemptions == 2
+    bench.run_all()
+    assert {reply.end for reply in (large, *behind)} == {"finished"}
+    bench.check_idle()
 
 
 @_both_policies

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.backend.fakes.input_limits import input_limits
 from tests.backend.refusals import refused_request as refused
-from tests.generation_refusals import generation_refusals
+from tests.generation_refusals import generation_refusals, json_refusals
 from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
@@ -161,6 +161,56 @@ def test_refuses_messages_that_are_no_list_of_objects(intake, messages):
         read(intake, messages=text(messages))
 
 
+@pytest.mark.parametrize("refusal", json_refusals(), ids=lambda each: each.description)
+def test_options_that_take_long_to_read_are_refused(intake, refusal):
+    with pytest.raises(RequestError) as caught:
+        read(intake, **refusal.inputs)
+
+    assert str(caught.value) == refusal.message
+
+
+def test_options_of_the_largest_size_and_depth_are_read(intake):
+    deep = b'{"structured_outputs":{"json":{"default":' + b"[" * 97 + b"]" * 97 + b"}}}"
+    sampling = deep + b" " * (131_072 - len(deep))
+
+    request, _ = read(intake, text_input=text("a"), sampling_parameters=text(sampling))
+
+    assert request.options.generation.grammar
+
+
+def test_messages_are_read_with_the_tokens_not_in_execute(intake):
+    draft, _ = read_generate_request({"messages": text("[" * 5000)}, "{}", intake, decoupled=True)
+
+    assert draft.num_bytes == 5000
+    with refused("messages is "):
+        draft.complete()
+
+
+def test_refuses_messages_that_are_longer_than_their_text_can_be(intake):
+    with refused("messages has 32001 bytes; allowed: up to 32000"):
+        read_generate_request({"messages": text(b"\xff" * 32_001)}, "{}", intake, decoupled=True)
+
+
+def test_refuses_messages_of_more_values_than_their_text_may_have_commas(intake):
+    with refused("messages has 24001 commas and opening brackets; allowed: up to 24000"):
+        read(intake, messages=text("[" + "," * 24_000))
+
+
+def test_the_text_of_messages_may_consist_of_commas(intake):
+    with refused("tokens; this model takes at most 12"):
+        read(intake, messages=text(json.dumps([{"role": "user", "content": "," * 4000}])))
+
+
+def test_escapes_and_other_fields_do_not_make_messages_too_long(intake):
+    content = json.dumps("the cat" + " " * 3900).replace(" ", "\\u0020")
+    messages = f'[{{"role": "user", "content": {content}, "id": 1}}]'
+
+    request, _ = read(intake, messages=text(messages))
+
+    assert len(messages) > 20_000
+    assert ids_of(request) == ids_of(read(intake, text_input=text("the cat"))[0])[1:-1]
+
+
 def test_refuses_a_request_without_a_prompt(intake):
     with refused("the request has no prompt; send one of text_input, input_ids, messages"):
         read(intake)
@@ -196,19 +246,20 @@ def test_refuses_a_prompt_that_cannot_be_served(intake, tensors, message):
 
 def test_request_parameters_are_sampling_parameters(intake):
     given = {"max_tokens": 3, "temperature": 0.5, "request_priority": 4, "deadline_ms": 250}
-    given["tenant"] = "a"
+    given |= {"tenant": "a", "cache_salt": "b"}
 
     request, _ = read(intake, given, text_input=text("a"))
 
     options = request.options
     assert (options.generation.max_tokens, options.generation.temperature) == (3, 0.5)
-    assert (options.priority, options.deadline_seconds, options.tenant) == (4, 0.25, "a")
+    assert (options.priority, options.deadline_seconds) == (4, 0.25)
+    assert (options.tenant, options.cache_salt) == ("a", "b")
 
 
 def test_the_tensor_of_sampling_parameters_comes_first(intake):
     request, _ = read(
         intake,
-        {"max_tokens": 3, "top_p": 0.5, "request_priority": 1},
+        {"max_tokens": 3, "top_p": 0.5},
         text_input=text("a"),
         sampling_parameters=sampling(max_tokens=5, stop=["x"], request_priority=2),
     )
@@ -216,6 +267,18 @@ def test_the_tensor_of_sampling_parameters_comes_first(intake):
     options = request.options
     assert (options.generation.max_tokens, options.generation.top_p) == (5, 0.5)
     assert (options.generation.stop, options.priority) == (("x",), 2)
+
+
+@pytest.mark.parametrize("name", ["tenant", "request_priority", "deadline_ms", "operation"])
+def test_refuses_what_a_proxy_may_have_set_in_sampling_parameters_too(intake, name):
+    value = {"tenant": "a", "operation": "infer"}.get(name, 1)
+    with refused(f"{name} is a parameter of the request and in sampling_parameters; send it once"):
+        read(
+            intake,
+            {name: value},
+            text_input=text("a"),
+            sampling_parameters=sampling(**{name: value}),
+        )
 
 
 @pytest.mark.parametrize("value", ["[]", "3", '"max_tokens"', "null"])

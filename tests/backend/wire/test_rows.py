@@ -277,10 +277,11 @@ def test_reads_a_priority(intake, value):
     assert request.options.priority == value
 
 
-def test_reads_a_tenant(intake):
-    request = read(intake, json.dumps({"tenant": "a\nb"}), input_ids=ids(IDS))
+@pytest.mark.parametrize("name", ["tenant", "cache_salt"])
+def test_reads_the_name_of_a_caller(intake, name):
+    request = read(intake, json.dumps({name: "a\nb"}), input_ids=ids(IDS))
 
-    assert request.options.tenant == "a\nb"
+    assert getattr(request.options, name) == "a\nb"
 
 
 def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
@@ -295,7 +296,7 @@ def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
     shared_memory_offset shared_memory_byte_size triton_enable_empty_final_response traceparent
     tracestate X-Request-ID X-Request-Priority X-Deadline-Ms x-tenant Authorization Content-Type
     User-Agent model model_name stream max_tokens temperature user encoding_format
-    parameters inputs outputs lora_id cache_salt truncate_prompt_tokens normalize_embeddings
+    parameters inputs outputs lora_id truncate_prompt_tokens normalize_embeddings
     """.split(),
 )
 def test_ignores_each_name_that_frontends_use(intake, name):
@@ -323,11 +324,35 @@ def test_ignores_a_parameter_with_a_name_of_any_length(intake):
     "parameters", ["[]", "3", "null", '"truncate"', "{", "{'a': 1}", "[" * 9999]
 )
 def test_refuses_parameters_that_are_no_json_object(intake, parameters):
-    with refused("send a JSON object") as caught:
+    with refused("; allowed: ") as caught:
         read(intake, parameters, input_ids=ids(IDS))
 
-    assert str(caught.value).startswith("the request parameters are ")
+    assert str(caught.value).startswith("parameters is ")
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"a": "b" * 131_072}, "parameters has 131081 bytes; allowed: up to 131072"),
+        ({"a": "中" * 50_000}, "parameters has 150009 bytes; allowed: up to 131072"),
+        ({"a": [[]] * 60_000}, "parameters has 240007 bytes; allowed: up to 131072"),
+        (
+            {"a": [0] * 20_000},
+            "parameters has 20001 commas and opening brackets; allowed: up to 20000",
+        ),
+        (dict.fromkeys(map(str, range(101)), 1), "the request has 101 parameters; allowed: up to"),
+    ],
+    ids=["text", "characters of three bytes", "lists", "numbers", "names"],
+)
+def test_refuses_parameters_that_take_long_to_read(intake, given, message):
+    with refused(message):
+        read(intake, json.dumps(given, ensure_ascii=False), input_ids=ids(IDS))
+
+
+def test_a_long_text_is_refused_before_it_is_decoded(intake):
+    with refused("row 1: text has 4001 bytes; this model takes at most 4000"):
+        read(intake, text=np.array([[b"the"], [b"\xff" * 4001]], object))
 
 
 @pytest.mark.parametrize("name", ["truncate", "normalize", "request_priority", "deadline_ms"])

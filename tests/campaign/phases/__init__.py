@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..phase import Phase
+from .costly import costly_requests
 from .damage import damaged
 from .families import families
 from .fuzz import fuzz
@@ -25,6 +26,7 @@ class Planned:
 PHASES: Mapping[str, Planned] = {
     "mixed": Planned(mixed, 45),
     "fuzz": Planned(fuzz, 30),
+    "costly": Planned(costly_requests, 20),
     "workers": Planned(workers, 8),
     "stubs": Planned(stubs, 6),
     "reloads": Planned(reloads, 8),

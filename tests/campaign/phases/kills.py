@@ -40,7 +40,7 @@ _PAUSE = 2.0
 _HOST_SHARE = 0.15
 # Of a stream of requests, in which a process is killed.
 _KILL_SECONDS = 3.0
-_KILLED = (ENCODER, TRANSLATOR)
+_KILLED = (ENCODER, TRANSLATOR, DECODER)
 _LOG_OF_KILLS = (
     r"[Ss]tub process|not healthy|exit timeout|Exit timeout|in-flight|model_lifecycle",
 )
@@ -121,6 +121,11 @@ def _translate_or_lose(draw: random.Random, target: Target) -> Ending:
     return _or_lost(good.translate(draw, target), target)
 
 
+def _stream_or_lose(draw: random.Random, target: Target) -> Ending:
+    """A stream of tokens, or such an error."""
+    return _or_lost(good.stream(draw, target), target)
+
+
 def _or_lost(ending: Ending, target: Target) -> Ending:
     is_gone = ending.end == "lost" or any(text in ending.message for text in _GONE)
     if is_gone and ending.model == target.killed:
@@ -135,8 +140,16 @@ def _check_answers(target: Target, ledger: Ledger, name: str) -> None:
 
 # Both have requests that are lost, and good ones before the process is killed.
 _LOST: Least = {"right": 0.05, "left": 0.0}
-_LOSING_MIX = (Share(3, _embed_or_lose, _LOST), Share(1, _translate_or_lose, _LOST))
-_AFTER_MIX = (Share(1, good.embed, ALL_RIGHT), Share(1, good.translate, ALL_RIGHT))
+_LOSING_MIX = (
+    Share(3, _embed_or_lose, _LOST),
+    Share(1, _translate_or_lose, _LOST),
+    Share(1, _stream_or_lose, _LOST),
+)
+_AFTER_MIX = (
+    Share(1, good.embed, ALL_RIGHT),
+    Share(1, good.translate, ALL_RIGHT),
+    Share(1, good.stream, ALL_RIGHT),
+)
 
 
 class _Victims:

@@ -66,10 +66,11 @@ def test_dimensions_are_the_servers_work(post, calls):
         ({"truncate": "START"}, {"truncate": True, "truncation_side": "left"}),
         ({"truncate": "END"}, {"truncate": True, "truncation_side": "right"}),
         ({"prompt_name": "query"}, {"prompt_name": "query"}),
+        ({"cache_salt": "a"}, {"cache_salt": "a"}),
         ({"input_type": "passage", "modality": "text"}, {"input_type": "passage"}),
         ({"normalize": False, "output_dimension": 2}, {"normalize": False, "dimensions": 2}),
     ],
-    ids="truncate vllm side uncut none start end prompt nim infinity".split(),
+    ids="truncate vllm side uncut none start end prompt salt nim infinity".split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):
     post("/v1/embeddings", model="embedder", input="ab", **options)

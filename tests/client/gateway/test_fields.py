@@ -44,6 +44,7 @@ PASSED_ON = {
     "num_beams": 4,
     "length_penalty": 0.5,
     "early_stopping": "never",
+    "cache_salt": "salt",
 }
 
 # Fields, and the options that the server gets.
@@ -157,7 +158,6 @@ REFUSED = [
         (BOTH, {name: value}, f"{name} is not supported")
         for name, value in {
             "allowed_token_ids": [5],
-            "cache_salt": "s",
             "ec_transfer_params": {},
             "guided_grammar": "root ::= 'a'",
             "guided_whitespace_pattern": " ",

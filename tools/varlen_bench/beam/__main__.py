@@ -14,7 +14,7 @@ from varlen_bench.beam.run import BeamComparison, measure_steps
 from varlen_bench.beam.step import StepTimes
 from varlen_bench.beam.systems import OURS, SYSTEMS
 from varlen_bench.beam.workload import date_requests, news_requests
-from varlen_bench.compare.generating import RunSettings
+from varlen_bench.compare.generating import RunSettings, compare_models
 from varlen_bench.compare.passes import Requests
 from varlen_bench.compare.results import Result
 from varlen_bench.harness import command, machine
@@ -60,14 +60,20 @@ def main(
     results: list[Result] = []
     steps: list[StepTimes] = []
     settings = RunSettings(cores, rounds, load, seed)
-    for name in names:
-        with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
-            scratch = Path(folder)
-            with command.refused():
-                checkpoint = _checkpoint(name, repository, scratch)
-                asked = _requests(name, checkpoint, requests, seed)
-            comparison = BeamComparison(name, checkpoint, asked, settings, scratch, progress)
-            found = comparison.compare(systems)
+
+    def prepare(name: str, scratch: Path) -> tuple[Path, Requests]:
+        checkpoint = repository / DATES / "1"
+        if name == BASE:
+            checkpoint = scratch / name
+            save_random_translator(TRANSFORMER_BASE, checkpoint)
+        # without it, the tokenizer fails with a message that names no file
+        vocabulary = config_field(checkpoint, "vocab_size")
+        if name == DATES:
+            return checkpoint, date_requests(checkpoint, requests, seed)
+        positions = config_field(checkpoint, "max_position_embeddings")
+        return checkpoint, news_requests(requests, vocabulary, positions, seed)
+
+    for _, found in compare_models(BeamComparison, names, prepare, systems, settings, bench):
         bench.append(report.csv_rows(found, []))
         results += found
     if SYSTEMS[OURS] in systems:
@@ -79,22 +85,6 @@ def main(
     bench.finish("beam", report.bench_figures(results, steps, names))
     if any(result.system.is_ours and not result.rounds for result in results):
         raise typer.Exit(1)
-
-
-def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
-    if model == DATES:
-        return repository / DATES / "1"
-    save_random_translator(TRANSFORMER_BASE, scratch / model)
-    return scratch / model
-
-
-def _requests(model: str, checkpoint: Path, count: int, seed: int) -> Requests:
-    # without it, the tokenizer fails with a message that names no file
-    vocabulary = config_field(checkpoint, "vocab_size")
-    if model == DATES:
-        return date_requests(checkpoint, count, seed)
-    positions = config_field(checkpoint, "max_position_embeddings")
-    return news_requests(count, vocabulary, positions, seed)
 
 
 if __name__ == "__main__":

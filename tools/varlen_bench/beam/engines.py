@@ -8,12 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from varlen_bench.beam.systems import BEAMS
-from varlen_bench.compare import worker
 from varlen_bench.compare.passes import (
     Answer,
     Ids,
@@ -25,6 +23,7 @@ from varlen_bench.compare.passes import (
     run_together,
 )
 from varlen_bench.compare.systems import System
+from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import config_field, load_generator
@@ -159,13 +158,7 @@ def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, threads:
     return run
 
 
-start = partial(
-    worker.start,
-    load_iteration=load_iteration,
-    load_batches=load_batches,
-    figures=figures,
-    unit="sentences",
-)
+start = starter(load_iteration, load_batches, figures, "sentences")
 
 if __name__ == "__main__":
     run_worker(start)

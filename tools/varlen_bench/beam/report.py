@@ -18,8 +18,8 @@ from varlen_bench.compare.results import (
 from varlen_bench.compare.results import tables as result_tables
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded
-from varlen_bench.harness.tables import Table
 from varlen_bench.peers.checkpoints import TRANSFORMER_BASE
+from varlen_tools.tables import Table
 
 BASE, DATES = TRANSFORMER_BASE.name, "tiny_dates"
 

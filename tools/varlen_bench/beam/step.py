@@ -16,7 +16,7 @@ from torch import Tensor
 
 from varlen_bench.beam.systems import BEAMS
 from varlen_bench.harness.summary import Spread
-from varlen_bench.harness.worker import Message, run_worker
+from varlen_bench.harness.worker import Message, run_once
 from varlen_kernels import cpu
 
 SEQUENCES = (1, 8, 32)
@@ -125,16 +125,12 @@ def _median_us(call: Callable[[], object]) -> float:
     return 1e6 * Spread.of(samples).median
 
 
-def start(argument: Message) -> Callable[[Message], Message]:
-    """Return the function that answers any order with the times of all shapes."""
+def measure_all(argument: Message) -> Message:
+    """Return the times of all shapes."""
     torch.set_num_threads(argument["threads"])
-
-    def handle(_: Message) -> Message:
-        shapes = product(SEQUENCES, VOCABULARIES)
-        return {"steps": [asdict(measure_step(*shape)) for shape in shapes]}
-
-    return handle
+    shapes = product(SEQUENCES, VOCABULARIES)
+    return {"steps": [asdict(measure_step(*shape)) for shape in shapes]}
 
 
 if __name__ == "__main__":
-    run_worker(start)
+    run_once(measure_all)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from tempfile import TemporaryDirectory
+from typing import ClassVar, TypeVar
 
 from varlen_bench.compare.passes import Requests, Unit
 from varlen_bench.compare.results import Result
 from varlen_bench.compare.systems import REFERENCE, System
 from varlen_bench.compare.turns import measure_in_turns, running, start_system
-from varlen_bench.harness.command import Progress
+from varlen_bench.harness.command import Progress, Run, refused
 from varlen_bench.harness.worker import Message, WorkerProcess
+
+AnyComparison = TypeVar("AnyComparison", bound="Comparison")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,28 @@ class Comparison(ABC):
             return self.figures(ask(self._running[result.system.name], "measure", requests))
 
         measure_in_turns(results, measure, rounds=self.settings.rounds, report=self.report)
+
+
+def compare_models(
+    kind: type[AnyComparison],
+    models: Iterable[str],
+    prepare: Callable[[str, Path], tuple[Path, Requests]],
+    systems: Sequence[System],
+    settings: RunSettings,
+    bench: Run,
+) -> Iterator[tuple[AnyComparison, list[Result]]]:
+    """Yield the comparison of each model and its results.
+
+    Args:
+        prepare: returns checkpoint and requests of a model; gets its name and a scratch folder.
+    """
+    for model in models:
+        with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
+            scratch = Path(folder)
+            with refused():
+                checkpoint, requests = prepare(model, scratch)
+            comparison = kind(model, checkpoint, requests, settings, scratch, progress)
+            yield comparison, comparison.compare(systems)
 
 
 def ask(process: WorkerProcess, order: str, requests: Requests) -> Message:

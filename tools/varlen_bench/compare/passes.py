@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
-from varlen_bench.harness.summary import percentile
+from varlen_bench.harness.summary import percentile_ms
+from varlen_tools.workloads import next_poisson_times
 
 Ids: TypeAlias = Sequence[int]
 # Gets the number of a prompt, its next tokens, and their moment by time.perf_counter.
@@ -57,11 +57,7 @@ class Requests:
 
     def arriving(self, rate: float, seed: int) -> Requests:
         """Return the same requests as a Poisson process of `rate` requests/s."""
-        numbers, at, due = random.Random(seed), 0.0, []
-        for _ in self.prompts:
-            at += numbers.expovariate(rate)
-            due.append(at)
-        return replace(self, due=due)
+        return replace(self, due=next_poisson_times(len(self), rate, seed))
 
     def part(self, chosen: Sequence[int]) -> Requests:
         """Return some of the requests, all at once."""
@@ -127,11 +123,7 @@ def run_together(
 
 def percentiles_ms(name: str, seconds: Sequence[float]) -> dict[str, Cell]:
     """Return the figures `name`_p50_ms and `name`_p99_ms; None of no samples."""
-    found: dict[str, Cell] = {}
-    for percent in (50, 99):
-        value = percentile(seconds, percent)
-        found[f"{name}_p{percent}_ms"] = None if value is None else 1000 * value
-    return found
+    return {f"{name}_p{percent}_ms": percentile_ms(seconds, percent) for percent in (50, 99)}
 
 
 def _recorder(answers: Sequence[Answer], began: float) -> OnTokens:

@@ -10,7 +10,8 @@ from typing import TypeVar
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, paired_ratio, rounded
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.tables import csv_table
+from varlen_tools.tables import Table
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +46,8 @@ class Result:
 
     @property
     def speeds(self) -> list[float]:
-        """The speed in each round."""
-        return [each[self.speed] for each in self.rounds]
+        """The speed in each round that has it."""
+        return [each[self.speed] for each in self.rounds if self.speed in each]
 
     def median(self, name: str) -> float | None:
         """Return the median of a figure over the rounds that have it."""
@@ -55,10 +56,11 @@ class Result:
 
     def figures(self) -> dict[str, Cell]:
         """Return the median of each figure, and the 20th and 80th percentile of the speed."""
-        if not self.rounds:
-            return {}
+        names = (name for each in self.rounds for name in each)
+        medians: dict[str, Cell] = {name: self.median(name) for name in dict.fromkeys(names)}
+        if not self.speeds:
+            return medians
         spread = Spread.of(self.speeds)
-        medians: dict[str, Cell] = {name: self.median(name) for name in self.rounds[0]}
         return {**medians, f"{self.speed}_p20": spread.p20, f"{self.speed}_p80": spread.p80}
 
 
@@ -109,7 +111,7 @@ def tables(
     lists: dict[str, list[Mapping[str, Cell]]] = {_title(row, by): [] for row in rows}
     for row in fastest_first:
         lists[_title(row, by)].append(row)
-    return [Table.of(title, columns, kept) for title, kept in lists.items()]
+    return [csv_table(title, columns, kept) for title, kept in lists.items()]
 
 
 def _title(row: Mapping[str, Cell], by: Iterable[str]) -> str:

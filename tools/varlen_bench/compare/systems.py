@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from varlen_bench.peers.engines import EngineName, Precision
 
@@ -13,25 +13,31 @@ Batching = Literal["engine", "arrival", "sorted"]
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """An engine at a precision, and how it batches requests.
+class NamedEngine:
+    """An engine at a precision; the name is its name in rows and options."""
+
+    name: str
+    engine: EngineName
+    precision: Precision
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is varlen."""
+        return self.engine == "varlen"
+
+
+@dataclass(frozen=True, slots=True)
+class System(NamedEngine):
+    """An engine in a process, and how it batches requests.
 
     Attributes:
         unit: unit of the batch size: sequences, or tokens with their padding.
         size: batch size; 0: calibrated, unless the engine batches requests itself.
     """
 
-    name: str
-    engine: EngineName
-    precision: Precision
     batching: Batching
     unit: Literal["sequences", "tokens"] = "sequences"
     size: int = 0
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is varlen."""
-        return self.engine == "varlen"
 
     def ordered(self, requests: Sequence[int], inputs: Sequence[Sequence[int]]) -> list[int]:
         """Return requests in the order of their batches; sorted: the longest inputs first."""
@@ -61,7 +67,10 @@ class System:
         return batches
 
 
-def by_name(*systems: System) -> dict[str, System]:
+AnySystem = TypeVar("AnySystem", bound=NamedEngine)
+
+
+def by_name(*systems: AnySystem) -> dict[str, AnySystem]:
     """Return systems by their names."""
     return {system.name: system for system in systems}
 

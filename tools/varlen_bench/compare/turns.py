@@ -15,6 +15,7 @@ from varlen_bench.compare.results import AnyResult, Result
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
+from varlen_tools.messages import first_line
 
 # Threads of the last system stop spinning in this time.
 _PAUSE_SECONDS = 0.2
@@ -82,12 +83,19 @@ def measure_in_turns(
 
 
 @contextmanager
-def noted_failure(results: Sequence[Result], report: Progress) -> Iterator[None]:
-    """Turn an error into failed results of a system, with its reason."""
+def noted_failure(
+    results: Sequence[Result], report: Progress, *others: type[Exception]
+) -> Iterator[None]:
+    """Turn an error into failed results of a system, with its first line.
+
+    Args:
+        others: kinds of errors beside the errors of a worker.
+    """
+    expected: tuple[type[Exception], ...] = (WorkerError, RuntimeError, ValueError, *others)
     try:
         yield
-    except (WorkerError, RuntimeError, ValueError) as error:
-        note = f"did not run: {error}".replace(str(Path.home()), "~")
+    except expected as error:
+        note = f"did not run: {first_line(error)}".replace(str(Path.home()), "~")
         for result in results:
             result.note, result.has_failed = note, True
             result.rounds.clear()

@@ -72,38 +72,35 @@ class Worker:
         return part.work(self._unit) / (time.perf_counter() - began)
 
 
-def start(
-    argument: Message,
-    *,
+def starter(
     load_iteration: Callable[[System, Path, int], Submit],
     load_batches: Callable[[System, Path, Path, int], RunBatch],
     figures: Figures,
     unit: Unit,
-) -> Callable[[Message], Message]:
-    """Load a system; return the function that answers its orders.
+) -> Callable[[Message], Callable[[Message], Message]]:
+    """Return the function that loads a system, and returns the function that answers its orders.
 
     Args:
-        argument: argument from `Comparison`.
         load_iteration: loads an engine that batches requests itself: system, checkpoint, threads.
         load_batches: loads one that runs batches to their end: system, checkpoint, scratch folder, threads.
     """
-    system, checkpoint = System(**argument["system"]), Path(argument["checkpoint"])
-    threads = argument["threads"]
-    if system.batching == "engine":
-        submit = load_iteration(system, checkpoint, threads)
-        worker = Worker(system, lambda load, _: drive_iterations(submit, load), figures, unit)
-    else:
-        run = load_batches(system, checkpoint, Path(argument["scratch"]), threads)
-        worker = Worker(
-            system, lambda load, size: drive_batches(run, load, system, size), figures, unit
-        )
-    orders = {
-        "warm up": worker.warm_up,
-        "calibrate": worker.calibrate,
-        "measure": worker.measure,
-    }
 
-    def handle(order: Message) -> Message:
-        return orders[order["do"]](Requests(**order["requests"]))
+    def start(argument: Message) -> Callable[[Message], Message]:
+        system, checkpoint = System(**argument["system"]), Path(argument["checkpoint"])
+        threads = argument["threads"]
+        if system.batching == "engine":
+            submit = load_iteration(system, checkpoint, threads)
+            worker = Worker(system, lambda load, _: drive_iterations(submit, load), figures, unit)
+        else:
+            run = load_batches(system, checkpoint, Path(argument["scratch"]), threads)
+            worker = Worker(
+                system, lambda load, size: drive_batches(run, load, system, size), figures, unit
+            )
+        orders = {
+            "warm up": worker.warm_up,
+            "calibrate": worker.calibrate,
+            "measure": worker.measure,
+        }
+        return lambda order: orders[order["do"]](Requests(**order["requests"]))
 
-    return handle
+    return start

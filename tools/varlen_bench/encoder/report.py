@@ -11,7 +11,7 @@ from varlen_bench.compare.results import Result, csv_row, fastest, result_of, sp
 from varlen_bench.encoder.systems import BASELINE
 from varlen_bench.harness.accuracy import EQUAL_QUALITY
 from varlen_bench.harness.rows import Cell
-from varlen_bench.harness.tables import Table
+from varlen_tools.tables import Table
 
 _KEY_PREFIXES = {"uniform": "", "short": "short_"}
 _SPEEDS = ("tokens_per_second", "tokens_per_second_p20", "tokens_per_second_p80")

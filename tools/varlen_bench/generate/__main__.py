@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from varlen_bench.compare.generating import RunSettings
+from varlen_bench.compare.generating import RunSettings, compare_models
 from varlen_bench.compare.passes import Requests
 from varlen_bench.compare.results import Result
 from varlen_bench.generate import report
@@ -69,15 +68,21 @@ def main(
     results: list[Result] = []
     steps: list[Step] = []
     settings = RunSettings(cores, rounds, load, seed)
-    for model in names:
-        with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
-            scratch = Path(folder)
-            with command.refused():
-                checkpoint = _checkpoint(model, repository, scratch)
-                asked = _requests(checkpoint, trace, requests, seed)
-            comparison = GenerateComparison(model, checkpoint, asked, settings, scratch, progress)
-            found = comparison.compare(systems)
-            step = [comparison.decode_step()] if SYSTEMS[OURS] in systems else []
+
+    def prepare(model: str, scratch: Path) -> tuple[Path, Requests]:
+        checkpoint = repository / TINY_GPT2 / "1"
+        if model == _RANDOM:
+            checkpoint = scratch / model
+            save_random_decoder(GPT2_SMALL, checkpoint)
+        vocabulary = config_field(checkpoint, "vocab_size")
+        positions = config_field(checkpoint, "n_positions")
+        if trace is not None:
+            return checkpoint, trace_requests(trace, requests, vocabulary, positions, seed)
+        return checkpoint, uniform_requests(requests, vocabulary, positions, seed)
+
+    compared = compare_models(GenerateComparison, names, prepare, systems, settings, bench)
+    for comparison, found in compared:
+        step = [comparison.decode_step()] if SYSTEMS[OURS] in systems else []
         bench.append(report.csv_rows(found, step))
         results += found
         steps += step
@@ -85,21 +90,6 @@ def main(
     bench.finish("generate", report.bench_figures(results, steps, names))
     if any(result.system.is_ours and not result.rounds for result in results):
         raise typer.Exit(1)
-
-
-def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
-    if model == TINY_GPT2:
-        return repository / TINY_GPT2 / "1"
-    save_random_decoder(GPT2_SMALL, scratch / model)
-    return scratch / model
-
-
-def _requests(checkpoint: Path, trace: Path | None, count: int, seed: int) -> Requests:
-    vocabulary = config_field(checkpoint, "vocab_size")
-    positions = config_field(checkpoint, "n_positions")
-    if trace is not None:
-        return trace_requests(trace, count, vocabulary, positions, seed)
-    return uniform_requests(count, vocabulary, positions, seed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from varlen_bench.compare import worker
 from varlen_bench.compare.passes import (
     Answer,
     Ids,
@@ -26,6 +25,7 @@ from varlen_bench.compare.passes import (
     run_together,
 )
 from varlen_bench.compare.systems import System
+from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
@@ -227,13 +227,7 @@ def _ctranslate2_batches(
     return run
 
 
-start = partial(
-    worker.start,
-    load_iteration=load_iteration,
-    load_batches=load_batches,
-    figures=figures,
-    unit="tokens",
-)
+start = starter(load_iteration, load_batches, figures, "tokens")
 
 if __name__ == "__main__":
     run_worker(start)

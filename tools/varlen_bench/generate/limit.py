@@ -18,7 +18,7 @@ import torch
 from varlen_bench.compare.passes import Requests, drive_iterations
 from varlen_bench.generate import engines
 from varlen_bench.generate.systems import OURS, SYSTEMS
-from varlen_bench.harness.worker import Message, run_worker
+from varlen_bench.harness.worker import Message, run_once
 from varlen_tools.workloads import token_ids
 
 RUNNING, _CONTEXT, _STEPS = 32, 128, 32
@@ -80,19 +80,13 @@ def _sizes(checkpoint: Path) -> tuple[int, int, int]:
     return config["n_embd"], config["n_layer"], config["vocab_size"]
 
 
-def start(argument: Message) -> Callable[[Message], Message]:
-    """Return the function that answers any order with both times."""
-    torch.set_num_threads(argument["threads"])
-    checkpoint = Path(argument["checkpoint"])
-
-    def handle(_: Message) -> Message:
-        return {
-            "limit": limit_seconds(checkpoint),
-            "step": decode_seconds(checkpoint, threads=argument["threads"]),
-        }
-
-    return handle
+def measure(argument: Message) -> Message:
+    """Return the seconds of a decode step, and of the fastest possible one."""
+    checkpoint, threads = Path(argument["checkpoint"]), argument["threads"]
+    torch.set_num_threads(threads)
+    limit = limit_seconds(checkpoint)
+    return {"limit": limit, "step": decode_seconds(checkpoint, threads=threads)}
 
 
 if __name__ == "__main__":
-    run_worker(start)
+    run_once(measure)

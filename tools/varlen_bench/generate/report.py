@@ -18,7 +18,7 @@ from varlen_bench.compare.results import tables as result_tables
 from varlen_bench.generate.systems import OURS, REQUEST_LEVEL
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded
-from varlen_bench.harness.tables import Table
+from varlen_tools.tables import Table
 
 TINY_GPT2 = "tiny_gpt2"
 

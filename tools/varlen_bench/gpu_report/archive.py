@@ -23,10 +23,6 @@ def unpack(archive: Path, folder: Path) -> None:
         return
     try:
         with tarfile.open(archive) as files:
-            members = [each for each in files if each.isreg() and "/" not in each.name]
-            for member in members:
-                content = files.extractfile(member)
-                assert content is not None
-                (folder / member.name).write_bytes(content.read())
+            files.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{archive} is no archive of a report; remove it") from error

@@ -5,7 +5,6 @@ The roofline of a step is the time of a copy of as many bytes: its weights, keys
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 import typer
 
@@ -20,17 +19,8 @@ from varlen_bench.gpu_report.decoders import (
     prompt_chunk,
     step_of,
 )
-from varlen_bench.gpu_report.figures import (
-    MUST_BE_0,
-    Figure,
-    Seconds,
-    device_time,
-    figure,
-    within,
-    write_figures,
-)
-from varlen_bench.harness.command import Output, Revision
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import copy_rate, host_time
 
 _HOST_PASSES = 20
@@ -91,20 +81,15 @@ def _num_different(first: object, again: object) -> int:
     return sum(one != other for one, other in zip(first, again, strict=True))
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:
-    """Return all figures until the budget is spent."""
+def measure_all(machine: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
     bandwidth = 1e9 * copy_rate(machine.timer, machine.device, _COPY_BYTES)
-    copy = figure("decode", "device", "copy", bandwidth / 1e12, "TB/s")
-    decoders = (measure_decoder(name, SERVED, bandwidth) for name in SERVED.save)
-    return within(budget, chain([copy], chain.from_iterable(decoders)))
+    yield figure("decode", "device", "copy", bandwidth / 1e12, "TB/s")
+    for name in SERVED.save:
+        yield from measure_decoder(name, SERVED, bandwidth)
 
 
-def main(
-    context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
-) -> None:
-    """Measure decode steps of random decoders."""
-    write_figures(context, "decode", measure_all, budget, output, revision)
-
+main = command("decode", measure_all, "Measure decode steps of random decoders.", seconds=60)
 
 if __name__ == "__main__":
     typer.run(main)

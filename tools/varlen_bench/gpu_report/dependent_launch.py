@@ -8,32 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import typer
 
-from varlen_bench.gpu_report.encoders import (
-    SERVED,
-    EncoderGrid,
-    differs,
-    loaded,
-    random_batch,
-    saved,
-)
-from varlen_bench.gpu_report.figures import (
-    MUST_BE_0,
-    Figure,
-    Seconds,
-    device_time,
-    figure,
-    within,
-    write_figures,
-)
-from varlen_bench.harness.command import Output, Revision
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.gpu_report.encoders import SERVED, EncoderGrid, differs, loaded, random_batch
+from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
-from varlen_bench.peers.checkpoints import EncoderShape
+from varlen_bench.peers.checkpoints import EncoderShape, random_checkpoint
 from varlen_kernels.triton import dependent_launch
 
 _PART = "dependent launch"
@@ -64,7 +47,7 @@ def measure_shape(shape: EncoderShape, grid: EncoderGrid, batches: int) -> Itera
     """
     row = partial(figure, _PART)
     with ExitStack() as stack:
-        folder = stack.enter_context(saved(shape, grid))
+        folder = stack.enter_context(random_checkpoint(shape, grid.max_length))
         began = time.perf_counter()
         on = stack.enter_context(loaded(folder, grid))
         yield row(shape.name, "load", time.perf_counter() - began, "s")
@@ -92,18 +75,18 @@ def measure_shape(shape: EncoderShape, grid: EncoderGrid, batches: int) -> Itera
         yield row(shape.name, f"random batches of {batches} whose bits differ", wrong, MUST_BE_0)
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:  # noqa: ARG001  # see `write_figures`
-    """Return all figures until the budget is spent."""
-    shapes = (measure_shape(shape, SERVED, _BATCHES) for shape in SERVED.shapes)
-    return within(budget, chain.from_iterable(shapes))
+def measure_all(_: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
+    for shape in SERVED.shapes:
+        yield from measure_shape(shape, SERVED, _BATCHES)
 
 
-def main(
-    context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
-) -> None:
-    """Compare encoders with dependent launch and without it."""
-    write_figures(context, "dependent_launch", measure_all, budget, output, revision)
-
+main = command(
+    "dependent_launch",
+    measure_all,
+    "Compare encoders with dependent launch and without it.",
+    seconds=60,
+)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -13,8 +12,9 @@ from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Prompt, RequestOptions
+from varlen_bench.kernels.encoder import random_prompts
 from varlen_bench.kernels.grid import FULL
-from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, save_random_checkpoint
+from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,6 @@ SERVED = EncoderGrid(
 
 
 @contextmanager
-def saved(shape: EncoderShape, grid: EncoderGrid) -> Iterator[Path]:
-    """Yield the folder of a random checkpoint."""
-    with TemporaryDirectory(prefix="varlen-report-") as folder:
-        save_random_checkpoint(shape, Path(folder), grid.max_length)
-        yield Path(folder)
-
-
-@contextmanager
 def loaded(folder: Path, grid: EncoderGrid) -> Iterator[CudaRunner]:
     """Yield the executor of a checkpoint on the GPU."""
     config = EngineConfig(
@@ -74,9 +66,8 @@ def random_batch(
     lengths: list[int], vocabulary: int, seed: int = 0
 ) -> tuple[list[Prompt], list[RequestOptions]]:
     """Return prompts of random ids; every second vector is normalized."""
-    numbers = np.random.default_rng(seed)
-    prompts = [Prompt(numbers.integers(0, vocabulary, n, dtype=np.int32)) for n in lengths]
-    return prompts, [RequestOptions(normalize=index % 2 == 0) for index in range(len(lengths))]
+    options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(lengths))]
+    return random_prompts(lengths, vocabulary, seed), options
 
 
 def differs(answers: list[Float32Array], expected: list[Float32Array]) -> bool:

@@ -3,9 +3,9 @@
 import platform
 import shutil
 import subprocess
-from importlib import metadata
 
 from varlen_bench.harness.machine import cpu_count, cpu_name, gpu_driver
+from varlen_bench.harness.rows import installed_version
 
 _PACKAGES = (
     "torch triton numpy transformers tokenizers safetensors typer rich pytest pytest-timeout pytest-xdist"
@@ -23,16 +23,9 @@ def lines() -> list[str]:
         f"driver: {gpu_driver()}",
         f"cpu: {cpu_name()} x{cpu_count()}",
         f"python: {platform.python_version()}",
-        f"packages: {' '.join(f'{name}={_version(name)}' for name in _PACKAGES)}",
+        f"packages: {' '.join(f'{name}={installed_version(name)}' for name in _PACKAGES)}",
         f"programs: {' '.join(present)}",
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
 
 
 def _gpu() -> str:

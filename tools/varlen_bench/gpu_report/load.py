@@ -9,9 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import typer
@@ -20,13 +17,12 @@ from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
-from varlen_bench.gpu_report.figures import Figure, Seconds, figure, within, write_figures
-from varlen_bench.harness.command import Output, Revision
+from varlen_bench.gpu_report.figures import Figure, command, figure
 from varlen_bench.kernels.encoder import random_prompts
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import WARM, host_time
 from varlen_bench.ops.sequences import attention_varlen
-from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, save_random_checkpoint
+from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, random_checkpoint
 
 _MAX_BATCH_TOKENS = 4096
 _POSITIONS = 512
@@ -52,8 +48,7 @@ def measure_load(
         max_batch_tokens=max_tokens,
         max_sequence_tokens=min(max_tokens, _POSITIONS),
     )
-    with TemporaryDirectory(prefix="varlen-report-") as folder:
-        save_random_checkpoint(shape, Path(folder), _POSITIONS)
+    with random_checkpoint(shape, _POSITIONS) as folder:
         for name in ("first load", "second load"):
             free, began = _free_memory(machine), time.perf_counter()
             with closing(Runner(Checkpoint.open(folder), config)) as runner:
@@ -106,23 +101,11 @@ def measure_rooms(machine: Machine, tokens: int, lengths: tuple[int, ...]) -> It
             yield figure("room", f"{count}x{length}", name, spent.median, "us")
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:
-    """Return all figures until the budget is spent."""
-    parts = (
-        measure_load(MINILM, machine, _BATCHES, _MAX_BATCH_TOKENS),
-        measure_rooms(machine, _MAX_BATCH_TOKENS, _LENGTHS),
-        measure_load(BERT_BASE, machine, _BATCHES, _MAX_BATCH_TOKENS),
-    )
-    return within(budget, chain.from_iterable(parts))
-
-
-def main(
-    context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
-) -> None:
-    """Measure loads, answers and unused places on this GPU."""
-    # the load reports its graphs
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    write_figures(context, "load", measure_all, budget, output, revision)
+def measure_all(machine: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
+    yield from measure_load(MINILM, machine, _BATCHES, _MAX_BATCH_TOKENS)
+    yield from measure_rooms(machine, _MAX_BATCH_TOKENS, _LENGTHS)
+    yield from measure_load(BERT_BASE, machine, _BATCHES, _MAX_BATCH_TOKENS)
 
 
 def _free_memory(machine: Machine) -> int | None:
@@ -135,5 +118,11 @@ def _free_memory(machine: Machine) -> int | None:
     return free
 
 
+main = command(
+    "load", measure_all, "Measure loads, answers and unused places on this GPU.", seconds=60
+)
+
 if __name__ == "__main__":
+    # the load reports its graphs
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     typer.run(main)

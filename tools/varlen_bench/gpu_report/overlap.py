@@ -2,33 +2,16 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 import typer
 
 from varlen.execution.cuda.runner import Answers, CudaRunner
 from varlen.request.request import Float32Array, Prompt, RequestOptions
-from varlen_bench.gpu_report.encoders import (
-    SERVED,
-    EncoderGrid,
-    differs,
-    loaded,
-    random_batch,
-    saved,
-)
-from varlen_bench.gpu_report.figures import (
-    MUST_BE_0,
-    Figure,
-    Seconds,
-    device_time,
-    figure,
-    within,
-    write_figures,
-)
-from varlen_bench.harness.command import Output, Revision
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.gpu_report.encoders import SERVED, EncoderGrid, differs, loaded, random_batch
+from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
-from varlen_bench.peers.checkpoints import EncoderShape
+from varlen_bench.peers.checkpoints import EncoderShape, random_checkpoint
 
 _BATCHES = 12
 _PASSES = 5
@@ -38,7 +21,7 @@ _Batch = tuple[list[Prompt], list[RequestOptions]]
 def measure_shape(shape: EncoderShape, grid: EncoderGrid) -> Iterator[Figure]:
     """Yield times by number of batches in flight, and whether the bits differ."""
     row = partial(figure, "overlap")
-    with saved(shape, grid) as folder, loaded(folder, grid) as runner:
+    with random_checkpoint(shape, grid.max_length) as folder, loaded(folder, grid) as runner:
         for name, lengths in grid.batches.items():
             case = f"{shape.name} {name}"
             batches = [random_batch(lengths, shape.vocabulary, seed) for seed in range(_BATCHES)]
@@ -67,18 +50,13 @@ def _in_flight(runner: CudaRunner, batches: list[_Batch]) -> list[list[Float32Ar
     return found + [answers() for answers in pending]
 
 
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:  # noqa: ARG001  # see `write_figures`
-    """Return all figures until the budget is spent."""
-    shapes = (measure_shape(shape, SERVED) for shape in SERVED.shapes)
-    return within(budget, chain.from_iterable(shapes))
+def measure_all(_: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
+    for shape in SERVED.shapes:
+        yield from measure_shape(shape, SERVED)
 
 
-def main(
-    context: typer.Context, budget: Seconds = 20, revision: Revision = "", output: Output = None
-) -> None:
-    """Measure two batches in flight beside one."""
-    write_figures(context, "overlap", measure_all, budget, output, revision)
-
+main = command("overlap", measure_all, "Measure two batches in flight beside one.", seconds=20)
 
 if __name__ == "__main__":
     typer.run(main)

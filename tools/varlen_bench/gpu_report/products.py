@@ -6,16 +6,15 @@ of the product.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, product
+from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 import typer
 from torch import Tensor
 
-from varlen_bench.gpu_report.figures import Figure, Seconds, figure, within, write_figures
-from varlen_bench.harness.command import Output, Revision
-from varlen_bench.kernels.machine import Budget, Machine
+from varlen_bench.gpu_report.figures import Figure, command, figure
+from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import WARM
 from varlen_bench.ops.call import Inputs, Tensors, relative_error
 
@@ -102,19 +101,13 @@ def _with_gelu(layer: Inputs) -> Tensor:
 
 
 @torch.inference_mode()
-def measure_all(machine: Machine, budget: Budget) -> Iterator[Figure]:
-    """Yield all figures until the budget is spent."""
-    cases = product(_WIDTHS, _TOKENS)
-    figures = (measure_products(machine, tokens, *width) for width, tokens in cases)
-    yield from within(budget, chain.from_iterable(figures))
+def measure_all(machine: Machine) -> Iterator[Figure]:
+    """Yield all figures."""
+    for width, tokens in product(_WIDTHS, _TOKENS):
+        yield from measure_products(machine, tokens, *width)
 
 
-def main(
-    context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
-) -> None:
-    """Measure matrix products on this GPU."""
-    write_figures(context, "products", measure_all, budget, output, revision)
-
+main = command("products", measure_all, "Measure matrix products on this GPU.", seconds=60)
 
 if __name__ == "__main__":
     typer.run(main)

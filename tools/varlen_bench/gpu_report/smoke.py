@@ -8,13 +8,13 @@ import torch
 import typer
 
 from varlen_bench.harness.command import Output, Revision, select
-from varlen_bench.harness.machine import gpu_driver
 from varlen_bench.harness.rows import Cell
 from varlen_bench.kernels.gpu_run import GpuRun, finds_gpu
 from varlen_bench.kernels.groups import DTYPES
+from varlen_bench.kernels.machine import fake_machine, gpu_machine
 from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.any_batch import ANY_BATCH
-from varlen_bench.ops.call import OpCall, kernels
+from varlen_bench.ops.call import OpCall
 from varlen_bench.ops.sequences import attention_varlen
 
 # Of one token, inside a tile, exactly a tile, and longer.
@@ -64,20 +64,10 @@ def main(
     """Compare every op with float64; fail if one is wrong."""
     if not finds_gpu("smoke"):
         return
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    gpu = torch.cuda.get_device_name(device) if on_gpu else "none"
-    packages = ("torch", "triton", "varlen")
-    run = GpuRun(
-        context,
-        "gpu_report.smoke",
-        (gpu, gpu_driver()),
-        output=output,
-        revision=revision,
-        packages=packages,
-    )
-    ops, notes = kernels("fused" if on_gpu else "reference"), []
-    for row in check_all(select(dtypes, DTYPES), device, ops):
+    machine = gpu_machine(samples=1) if torch.cuda.is_available() else fake_machine()
+    run = GpuRun(context, "gpu_report.smoke", machine, output=output, revision=revision)
+    notes = []
+    for row in check_all(select(dtypes, DTYPES), machine.device, machine.kernels):
         notes.append(row["note"])
         run.show(f"{row['op']} {row['dtype']}: error {row['error']}, {row['note']}")
         run.append([row])

@@ -10,6 +10,7 @@ from varlen_bench.gpu_report.figures import MUST_BE_0
 from varlen_bench.gpu_report.stages import FIGURES, Files
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP
 from varlen_bench.kernels.measure import OURS, OURS_ON_HOST
+from varlen_tools.tables import Table
 
 # A line of pytest -v, with pytest-xdist or without it.
 _WITH_XDIST = re.compile(r"^\[gw\d+\] .*?(PASSED|FAILED|ERROR|SKIPPED) (\S.*?)\s*$")
@@ -121,9 +122,8 @@ def _stage_cells(outcome: Outcome) -> list[str]:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    cells = (["" if cell == "n/a" else cell.replace("|", "/") for cell in line] for line in lines)
-    return [*(f"| {' | '.join(line)} |" for line in cells), ""]
+    lines = [["" if cell == "n/a" else cell for cell in row] for row in rows]
+    return [*Table("", columns, lines).markdown(), ""]
 
 
 def _log(files: Files, name: str) -> list[str]:

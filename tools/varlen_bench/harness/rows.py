@@ -35,7 +35,7 @@ def provenance(
     *, threads: int, packages: Sequence[str], command: str, root: Path, revision: str = ""
 ) -> Provenance:
     """Return the provenance of a run that starts now; without a revision, git is asked."""
-    found = [f"{package}={_version(package)}" for package in packages]
+    found = [f"{package}={installed_version(package)}" for package in packages]
     return Provenance(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         revision=revision or _git_revision(root),
@@ -44,6 +44,14 @@ def provenance(
         versions=" ".join([f"python={platform.python_version()}", *found]),
         command=command,
     )
+
+
+def installed_version(package: str) -> str:
+    """Return the version of a package, or "absent"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
 
 
 def append_rows(path: Path, run: Provenance, rows: Sequence[Mapping[str, Cell]]) -> None:
@@ -80,13 +88,6 @@ def cell(value: Cell) -> str:
     if value is None:
         return "n/a"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 def _git_revision(root: Path) -> str:

@@ -30,6 +30,12 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else None
 
 
+def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
+    """Return a percentile of seconds in milliseconds; None of none."""
+    value = percentile(seconds, percent)
+    return None if value is None else 1000 * value
+
+
 def paired_ratio(values: Sequence[float], base: Sequence[float]) -> float:
     """Return the median over rounds of a value over the base of the same round."""
     return statistics.median(a / b for a, b in zip(values, base, strict=True))

@@ -130,6 +130,11 @@ def run_worker(start: Callable[[Message], Callable[[Message], Message]]) -> None
             print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
 
 
+def run_once(measure: Callable[[Message], Message]) -> None:
+    """Answer any order with what `measure` returns for the worker's argument."""
+    run_worker(lambda argument: lambda _: measure(argument))
+
+
 def last_line(text: str) -> str:
     """Return the last line of `text` that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -71,7 +71,7 @@ def main(
     run = GpuRun(
         context,
         "kernels",
-        (machine.gpu, machine.driver),
+        machine,
         output=csv_path("kernels", output, is_trial=dry_run or quick),
         revision=revision,
         packages=PACKAGES,

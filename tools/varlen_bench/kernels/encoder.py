@@ -7,8 +7,6 @@ because a small encoder finds the weights of its last batch there.
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from varlen_bench.kernels.machine import Budget, DeviceLostError, Machine
 from varlen_bench.kernels.measure import OURS, OURS_ON_HOST, Result, failed_note, measure
 from varlen_bench.kernels.timing import WARM, host_time
 from varlen_bench.ops.call import Inputs, OpCall, as_tensor
-from varlen_bench.peers.checkpoints import EncoderShape, save_random_checkpoint
+from varlen_bench.peers.checkpoints import EncoderShape, random_checkpoint
 
 # Values of the column `op`.
 ENCODER, ENCODER_OP, ENCODER_HOST = "encoder", "encoder-share", "encoder-host"
@@ -110,9 +108,9 @@ class SingleOpKernels:
         return lambda *_, out, **__: out
 
 
-def random_prompts(lengths: list[int], vocabulary: int) -> list[Prompt]:
+def random_prompts(lengths: list[int], vocabulary: int, seed: int = 0) -> list[Prompt]:
     """Return prompts of random ids."""
-    numbers = np.random.default_rng(0)
+    numbers = np.random.default_rng(seed)
     return [Prompt(numbers.integers(0, vocabulary, n, dtype=np.int32)) for n in lengths]
 
 
@@ -173,9 +171,7 @@ def _measure_encoder(
     shape: EncoderShape, grid: Grid, dtype: torch.dtype, machine: Machine, budget: Budget
 ) -> Iterator[Result]:
     tokens = grid.serving_tokens
-    with TemporaryDirectory(prefix="varlen-bench-") as scratch:
-        folder = Path(scratch)
-        save_random_checkpoint(shape, folder, max(grid.positions, grid.longest))
+    with random_checkpoint(shape, max(grid.positions, grid.longest)) as folder:
         prompts = random_prompts(grid.serving_lengths(), shape.vocabulary)
         exact = exact_vectors(folder, prompts, machine.device)
         peers = encoder_peers(folder, prompts, dtype, machine.device, machine.compile_model)

@@ -8,6 +8,7 @@ import typer
 
 from varlen_bench.harness.command import Run
 from varlen_bench.harness.rows import Cell
+from varlen_bench.kernels.machine import Machine
 
 
 def finds_gpu(command: str, hint: str = "") -> bool:
@@ -25,19 +26,19 @@ class GpuRun(Run):
         self,
         context: typer.Context,
         module: str,
-        gpu: tuple[str, str],
+        machine: Machine,
         *,
         output: Path | None,
         revision: str,
         packages: Sequence[str] = ("torch", "triton", "transformers", "varlen"),
     ) -> None:
-        """Start a run of `varlen_bench.` + `module` on a GPU of this name and driver."""
+        """Start a run of `varlen_bench.` + `module` on a GPU."""
         threads = torch.get_num_threads()
         name = f"varlen_bench.{module}"
         super().__init__(
             context, name, threads=threads, packages=packages, output=output, revision=revision
         )
-        self._columns = dict(zip(("gpu", "driver"), gpu, strict=True))
+        self._columns = {"gpu": machine.gpu, "driver": machine.driver}
 
     def append(self, rows: Sequence[Mapping[str, Cell]]) -> None:
         """Append rows to the CSV, each after the columns of the GPU."""

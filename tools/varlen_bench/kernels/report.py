@@ -3,15 +3,13 @@
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 
-from rich import box
-from rich.table import Table
-
-from varlen_bench.harness import tables
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, ratio, rounded, shown, worst
+from varlen_bench.harness.tables import csv_table
 from varlen_bench.kernels.encoder import ENCODER
 from varlen_bench.kernels.measure import COPY, OURS, Result
 from varlen_bench.kernels.op_peers import LIGHTSEQ
+from varlen_tools.tables import Table
 
 # Shapes from this size on run several times as long as a kernel launch takes.
 LARGE_BYTES = 32_000_000
@@ -92,13 +90,11 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
     rows = [r for r in results if r.op == op]
     peers = list(dict.fromkeys(r.system for r in rows if r.is_peer))
     figures = (OURS, "GB/s", "TFLOP/s", "of copy", "of its copy", *peers, "x best")
-    view = Table("shape", title=_title(results, op), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("dtype", *figures):
-        view.add_column(heading, justify="right")
+    lines = []
     for ours in (r for r in rows if r.system == OURS):
         same = {r.system: r for r in _results_of_call(rows, ours)}
         times = [r.graph.median if r and r.graph else None for r in (same.get(COPY), ours)]
-        view.add_row(
+        cells = [
             ours.shape,
             ours.dtype,
             _times(ours),
@@ -108,14 +104,15 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
             shown(ratio(*times), ".2f"),
             *(_times(same.get(peer)) for peer in peers),
             shown(_vs_best_peer(results, ours), ".2f"),
-        )
-    return view
+        ]
+        lines.append(cells)
+    return Table(_title(results, op), ("shape", "dtype", *figures), lines, align_right=True)
 
 
-def listing(results: Sequence[Result], op: str) -> tables.Table:
+def listing(results: Sequence[Result], op: str) -> Table:
     """Return the table of an op with one line per result."""
     rows = csv_rows([r for r in results if r.op == op], copy=0.0)
-    return tables.Table.of(_title(results, op), _LISTED_COLUMNS, rows)
+    return csv_table(_title(results, op), _LISTED_COLUMNS, rows)
 
 
 def missing_times(results: Iterable[Result]) -> list[str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from varlen_bench.compare.results import Result
 from varlen_bench.harness import command, machine
 from varlen_bench.memory.cases import ENCODERS, OURS, cases
-from varlen_bench.memory.rows import Row, bench_figures, notes, tables
+from varlen_bench.memory.rows import bench_figures, csv_rows, notes, tables
 from varlen_bench.memory.run import Device, measure_cases, measure_server
 from varlen_bench.memory.soak import Soak
 from varlen_tools.local_server import end_on_sigterm
@@ -48,21 +49,21 @@ def main(
     if quick:
         soak = replace(soak, requests=min(served, 500), warmup=100, every=50)
 
-    def measure(progress: command.Progress) -> Iterator[list[Row]]:
+    def measure(progress: command.Progress) -> Iterator[list[Result]]:
         for encoder in encoders:
             found = cases(encoder, quick=quick)
             yield from measure_cases(found, progress, device=device, threads=cores)
         if soak.requests:
             yield measure_server(soak, progress)
 
-    rows: list[Row] = []
+    results: list[Result] = []
     with bench.progress() as progress:
         for found in measure(progress):
-            bench.append([asdict(row) for row in found])
-            rows += found
-    bench.show(*tables(rows), *notes(rows))
-    bench.finish("memory", bench_figures(rows))
-    if any(row.note for row in rows if row.system == OURS):
+            bench.append(csv_rows(found))
+            results += found
+    bench.show(*tables(results), *notes(results))
+    bench.finish("memory", bench_figures(results))
+    if any(result.note for result in results if result.system == OURS):
         raise typer.Exit(1)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from varlen_bench.compare.systems import System
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape
 from varlen_tools.show_plan.paper import lengths
 
 # Token ids of one request, [batch, length].
 Ids: TypeAlias = npt.NDArray[np.int32]
 # Systems, each measured in its own process.
-SystemName: TypeAlias = Literal["varlen", "varlen-no-arena", "transformers"]
-OURS: SystemName = "varlen"
-NO_ARENA: SystemName = "varlen-no-arena"
-PEER: SystemName = "transformers"
+OURS = System("varlen", "varlen", "fp32", "engine")
+NO_ARENA = System("varlen-no-arena", "varlen", "fp32", "engine")
+PEER = System("transformers", "transformers", "fp32", "engine")
 
 POSITIONS = 512
 ENCODERS = {shape.name: shape for shape in (MINILM, BERT_BASE)}

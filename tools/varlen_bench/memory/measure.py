@@ -1,6 +1,6 @@
 """The worker process of one measurement: memory above weights, or speed.
 
-The order {"measure": name of a system} gives rows, {"measure": "speed"} gives columns of a row.
+The order {"system": a system} gives its figures, {"system": None} the speed in each round.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +19,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from varlen.execution.packing import dims_of
+from varlen_bench.compare.systems import System
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.resident import MIB, resident_peak
-from varlen_bench.harness.summary import Spread
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_bench.memory.cases import Case, Ids
-from varlen_bench.memory.rows import EXACT, Row, empty_row
 from varlen_bench.memory.systems import (
     EmbedIds,
     LoadedSystem,
@@ -47,16 +45,16 @@ def start(argument: Message) -> Callable[[Message], Message]:
     device = argument["device"]
 
     def handle(order: Message) -> Message:
-        if order["measure"] == "speed":
-            return {"speed": measure_speed(folder, device, case)}
-        system = load(order["measure"], folder, device, case.max_tokens)
-        return {"rows": [asdict(row) for row in measure_memory(system, case)]}
+        if order["system"] is None:
+            return {"speeds": measure_speed(folder, device, case)}
+        system = load(System(**order["system"]), folder, device, case.max_tokens)
+        return {"figures": measure_memory(system, case)}
 
     return handle
 
 
-def measure_memory(system: LoadedSystem, case: Case) -> list[Row]:
-    """Return the row of a fresh system, and for varlen one of the exact arena."""
+def measure_memory(system: LoadedSystem, case: Case) -> list[dict[str, float]]:
+    """Return the figures of a fresh system; for varlen also of an exact arena."""
     _settle(system, case)
     device, weights, arena = system.device, system.weight_bytes, system.arena
     held = [arena.use().reserved_bytes] if arena else []
@@ -73,35 +71,30 @@ def measure_memory(system: LoadedSystem, case: Case) -> list[Row]:
             if arena:
                 held.append(arena.use().reserved_bytes)
     planned = arena.layout.plan_seconds - planned_before if arena else 0.0
-    peak, allocated = resident.above, None
+    figures = {"weights_mib": weights / MIB, "peak_mib": resident.above / MIB, "seconds": seconds}
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device) - weights
-        allocated = (torch.cuda.max_memory_allocated(device) - weights) / MIB
-    row = replace(
-        empty_row(case, system.name, device.type),
-        weights_mib=weights / MIB,
-        peak_mib=peak / MIB,
-        allocated_mib=allocated,
-        asked_mib_longest=asked_bytes(system, case.longest()) / MIB,
-        seconds=seconds,
-    )
+        peaks = {
+            "peak_mib": torch.cuda.max_memory_reserved(device),
+            "allocated_mib": torch.cuda.max_memory_allocated(device),
+        }
+        figures |= {name: (peak - weights) / MIB for name, peak in peaks.items()}
+    figures["asked_mib_longest"] = asked_bytes(system, case.longest()) / MIB
     if arena is None:
-        return [row]
+        return [figures]
     plans = [arena.layout.plan(dims_of([length] * case.batch)) for length in case.lengths]
     ratios = [plan.footprint / plan.peak_live for plan in plans]
     bound = max(plan.peak_live for plan in plans)
-    row = replace(
-        row,
-        footprint_vs_bound=statistics.fmean(ratios),
-        footprint_vs_bound_max=max(ratios),
-        bound_largest_mib=bound / MIB,
-        reserved_mib=max(held) / MIB,
-        reserved_vs_bound=max(held) / bound,
-        new_mib_per_request=allocated_bytes(held) / len(case.lengths) / MIB,
-        plan_share=planned / seconds,
-    )
+    figures |= {
+        "footprint_vs_bound": statistics.fmean(ratios),
+        "footprint_vs_bound_max": max(ratios),
+        "bound_largest_mib": bound / MIB,
+        "reserved_mib": max(held) / MIB,
+        "reserved_vs_bound": max(held) / bound,
+        "new_mib_per_request": allocated_bytes(held) / len(case.lengths) / MIB,
+        "plan_share": planned / seconds,
+    }
     exact = statistics.fmean(plan.footprint for plan in plans) / MIB
-    return [row, replace(empty_row(case, EXACT, device.type), new_mib_per_request=exact)]
+    return [figures, {"new_mib_per_request": exact}]
 
 
 def allocated_bytes(held: Sequence[int]) -> int:
@@ -110,8 +103,8 @@ def allocated_bytes(held: Sequence[int]) -> int:
     return held[0] + sum(max(0, after - before) for before, after in pairwise(held))
 
 
-def measure_speed(folder: Path, device: str, case: Case) -> dict[str, float]:
-    """Return the columns of the speed with the arena over that without it."""
+def measure_speed(folder: Path, device: str, case: Case) -> list[float]:
+    """Return the speed with the arena over the speed without it, by round."""
     runner = load_runner(folder, device, case.max_tokens)
     without = unplanned(runner.program, runner.device, case.max_tokens)
     systems = planned(runner).embed, without.embed
@@ -121,9 +114,7 @@ def measure_speed(folder: Path, device: str, case: Case) -> dict[str, float]:
         seconds = [compare(systems, case.ids(number), turn) for turn, number in enumerate(numbers)]
         ours, fresh = map(sum, zip(*seconds, strict=True))
         ratios.append(fresh / ours)
-    spread = Spread.of(ratios)
-    names = ("vs_no_arena", "vs_no_arena_p20", "vs_no_arena_p80")
-    return dict(zip(names, (spread.median, spread.p20, spread.p80), strict=True))
+    return ratios
 
 
 def compare(systems: tuple[EmbedIds, EmbedIds], ids: Ids, turn: int) -> tuple[float, float]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from varlen_bench.compare.results import Result, csv_row
+from varlen_bench.compare.systems import System
 from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded, worst
-from varlen_bench.harness.tables import Table
-from varlen_bench.memory.cases import OURS, PEER, Case
+from varlen_bench.harness.tables import csv_table
+from varlen_bench.memory.cases import OURS, PEER
+from varlen_tools.tables import Table
 
-EXACT, STUB, SERVER = "exact-arena", "stub", "server"
+# Rows beside the compared systems: an arena of the exact size, and the processes of a server.
+EXACT, STUB, SERVER = (
+    System(name, "varlen", "fp32", "engine") for name in ("exact-arena", "stub", "server")
+)
 _NAMES = ("encoder", "batch", "requests", "system")
 # Columns of each table after the names; it has the rows that have the first of them.
 _TABLES = {
@@ -21,61 +25,50 @@ _TABLES = {
     "footprint_vs_bound_max plan_share vs_no_arena vs_no_arena_p20 vs_no_arena_p80",
     "processes of the server": "rss_flatness rss_least_mib rss_median_mib rss_most_mib peak_mib",
 }
+_COLUMNS = (
+    "encoder batch requests system device weights_mib footprint_vs_bound footprint_vs_bound_max bound_largest_mib "
+    "reserved_mib reserved_vs_bound new_mib_per_request asked_mib_longest peak_mib allocated_mib vs_pytorch seconds "
+    "plan_share vs_no_arena vs_no_arena_p20 vs_no_arena_p80 rss_least_mib rss_median_mib rss_most_mib rss_flatness note"
+).split()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row; a figure that a system does not have is None."""
-
-    encoder: str
-    batch: int | None
-    requests: int
-    system: str
-    device: str
-    weights_mib: float | None = None
-    footprint_vs_bound: float | None = None
-    footprint_vs_bound_max: float | None = None
-    bound_largest_mib: float | None = None
-    reserved_mib: float | None = None
-    reserved_vs_bound: float | None = None
-    new_mib_per_request: float | None = None
-    asked_mib_longest: float | None = None
-    peak_mib: float | None = None
-    allocated_mib: float | None = None
-    vs_pytorch: float | None = None
-    seconds: float | None = None
-    plan_share: float | None = None
-    vs_no_arena: float | None = None
-    vs_no_arena_p20: float | None = None
-    vs_no_arena_p80: float | None = None
-    rss_least_mib: float | None = None
-    rss_median_mib: float | None = None
-    rss_most_mib: float | None = None
-    rss_flatness: float | None = None
-    note: str = ""
+def empty_result(
+    system: System, model: str, device: str, requests: int, *, batch: int | None = None
+) -> Result:
+    """Return the result of a system without figures; its speed is compared with no arena."""
+    return Result(
+        system=system,
+        workload=device,
+        requests=requests,
+        work=requests,
+        speed="vs_no_arena",
+        model=model,
+        batch=batch,
+    )
 
 
-def empty_row(case: Case, system: str, device: str, note: str = "") -> Row:
-    """Return the row of a system without figures."""
-    return Row(case.encoder.name, case.batch, len(case.lengths), system, device, note=note)
+def csv_rows(results: Sequence[Result]) -> list[dict[str, Cell]]:
+    """Return a row for each result, also for those that failed."""
+    return [
+        csv_row(result, _COLUMNS, encoder=result.model, device=result.workload)
+        for result in results
+    ]
 
 
-def finish_rows(rows: list[Row], speed: dict[str, Any] | str) -> list[Row]:
-    """Return the rows of a case with ratios; `speed`: our columns, or an error."""
-    ours, *others = rows
-    if isinstance(speed, str):
-        speed = {"note": "; ".join(filter(None, [ours.note, speed]))}
-    peer = next(row.peak_mib for row in rows if row.system == PEER)
-    rows = [replace(ours, **speed), *others]
-    finished = [replace(row, vs_pytorch=ratio(row.peak_mib, peer)) for row in rows]
-    return sorted(finished, key=lambda row: row.system == EXACT)
+def add_ratios(results: Sequence[Result]) -> None:
+    """Add the peak of each system over the peak of transformers, all of one case."""
+    peer = next(result for result in results if result.system == PEER).median("peak_mib")
+    for result in results:
+        over = ratio(result.median("peak_mib"), peer)
+        if over is not None:
+            result.rounds[0]["vs_pytorch"] = over
 
 
-def bench_figures(rows: Sequence[Row]) -> dict[str, Cell]:
+def bench_figures(results: Sequence[Result]) -> dict[str, Cell]:
     """Return the keys of the BENCH line: the worst of each figure, None without one."""
 
-    def of(system: str, column: str, choose: Callable[[list[float]], float]) -> float | None:
-        return worst(choose, [getattr(row, column) for row in rows if row.system == system])
+    def of(system: System, name: str, choose: Callable[[list[float]], float]) -> float | None:
+        return worst(choose, [each.median(name) for each in results if each.system == system])
 
     new = of(OURS, "new_mib_per_request", max)
     return {
@@ -88,17 +81,17 @@ def bench_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     }
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(results: Sequence[Result]) -> list[Table]:
     """Return the tables that have rows."""
-    found = []
+    rows, found = csv_rows(results), []
     for title, names in _TABLES.items():
         first, *_ = columns = names.split()
-        cells = [asdict(row) for row in rows if getattr(row, first) is not None]
-        found.append(Table.of(title, (*_NAMES, *columns), cells))
+        kept = [row for row in rows if row[first] is not None]
+        found.append(csv_table(title, (*_NAMES, *columns), kept))
     return [table for table in found if table.lines]
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(results: Sequence[Result]) -> list[str]:
     """Return what did not run, and why."""
-    noted = (row for row in rows if row.note)
-    return [f"{row.encoder} {row.batch or ''} {row.system}: {row.note}" for row in noted]
+    noted = (each for each in results if each.note)
+    return [f"{each.model} {each.batch or ''} {each.system.name}: {each.note}" for each in noted]

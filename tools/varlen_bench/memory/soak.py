@@ -10,15 +10,17 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from varlen_bench.compare.results import Result
+from varlen_bench.compare.systems import System
 from varlen_bench.harness.resident import MIB, family_bytes, model_process, resident_bytes
 from varlen_bench.harness.summary import flatness
-from varlen_bench.memory.rows import SERVER, STUB, Row
+from varlen_bench.memory.rows import SERVER, STUB, empty_result
 from varlen_client import Client, RetryPolicy
 from varlen_tools.local_server import LocalServer
 
@@ -42,38 +44,39 @@ class Soak:
     # in words; most words are one token
     longest: int = 256
 
-    def row(self, process: str) -> Row:
-        """Return the row of one process, without figures."""
-        return Row(self.model, None, self.requests, process, "as served")
+    def result(self, process: System) -> Result:
+        """Return the result of one process of the server, without figures."""
+        return empty_result(process, self.model, "as served", self.requests)
 
 
-def soak(settings: Soak) -> list[Row]:
-    """Return the rows of the process that serves the model and of the server."""
+def soak(settings: Soak) -> list[Result]:
+    """Return the results of the process that serves the model and of the server."""
     arguments = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     with LocalServer(settings.repository, arguments=arguments) as server:
         server.wait_ready(_READY_SECONDS)
         stub = model_process(server.pid, settings.model)
         # the model's process has workers
-        read: dict[str, Callable[[], int]] = {
+        read: dict[System, Callable[[], int]] = {
             STUB: partial(family_bytes, stub),
             SERVER: partial(resident_bytes, server.pid),
         }
-        samples: dict[str, list[int]] = {process: [] for process in read}
+        samples: dict[System, list[int]] = {process: [] for process in read}
         for _ in _send(settings, server.grpc_url):
             time.sleep(_REST_SECONDS)
             for process, resident in read.items():
                 samples[process].append(resident())
-        return [
-            replace(
-                settings.row(process),
-                peak_mib=max(samples[process]) / MIB,
-                rss_least_mib=min(samples[process]) / MIB,
-                rss_median_mib=statistics.median(samples[process]) / MIB,
-                rss_most_mib=max(samples[process]) / MIB,
-                rss_flatness=flatness(samples[process]),
-            )
-            for process in read
-        ]
+        results = [settings.result(process) for process in read]
+    for result, sampled in zip(results, samples.values(), strict=True):
+        mib = [size / MIB for size in sampled]
+        figures = {
+            "peak_mib": max(mib),
+            "rss_least_mib": min(mib),
+            "rss_median_mib": statistics.median(mib),
+            "rss_most_mib": max(mib),
+            "rss_flatness": flatness(mib),
+        }
+        result.rounds.append(figures)
+    return results
 
 
 def _send(settings: Soak, url: str) -> Iterator[None]:

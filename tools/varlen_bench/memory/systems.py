@@ -20,8 +20,9 @@ from varlen.memory.arena import Arena
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import Prompt, RequestOptions
+from varlen_bench.compare.systems import System
 from varlen_bench.harness.accuracy import Vectors
-from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, SystemName
+from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_kernels.ops import kernels_for
@@ -38,7 +39,7 @@ _TORCH_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 class LoadedSystem:
     """A system that is ready to embed requests."""
 
-    name: SystemName
+    system: System
     # in the calling thread, the only one that torch's profiler sees
     embed: EmbedIds
     weights: Sequence[Tensor]
@@ -52,12 +53,12 @@ class LoadedSystem:
         return sum({weight.data_ptr(): weight.nbytes for weight in self.weights}.values())
 
 
-def load(name: SystemName, folder: Path, device: str, max_tokens: int) -> LoadedSystem:
+def load(system: System, folder: Path, device: str, max_tokens: int) -> LoadedSystem:
     """Return a system with the checkpoint in `folder`, for requests of at most `max_tokens`."""
-    if name == PEER:
+    if system == PEER:
         return _load_transformers(folder, torch.device(device))
     runner = load_runner(folder, device, max_tokens)
-    if name == OURS:
+    if system == OURS:
         return planned(runner)
     program, where = runner.program, runner.device
     # its arena and graphs are released before new ones are made
@@ -105,9 +106,9 @@ def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:
     return LoadedSystem(PEER, embed, [*model.parameters(), *model.buffers()], device)
 
 
-def _loaded(name: SystemName, program: Program, arena: Arena, runner: DeviceRunner) -> LoadedSystem:
-    embed, measured = _embedder(runner), arena if name == OURS else None
-    return LoadedSystem(name, embed, program.weights, arena.device, measured)
+def _loaded(system: System, program: Program, arena: Arena, runner: DeviceRunner) -> LoadedSystem:
+    embed, measured = _embedder(runner), arena if system == OURS else None
+    return LoadedSystem(system, embed, program.weights, arena.device, measured)
 
 
 def _embedder(runner: DeviceRunner) -> EmbedIds:

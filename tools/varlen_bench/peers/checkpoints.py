@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -35,14 +38,11 @@ def config_field(folder: Path, name: str) -> int:
     return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))[name])
 
 
-def save_random_checkpoint(
-    shape: EncoderShape, folder: Path, positions: int, seed: int = 0
-) -> None:
+def save_random_checkpoint(shape: EncoderShape, folder: Path, positions: int) -> None:
     """Save a BertModel with random weights, and an empty tokenizer, which varlen requires."""
     model = random_model(
         "BertModel",
         "BertConfig",
-        seed,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -54,7 +54,15 @@ def save_random_checkpoint(
     (folder / "tokenizer.json").write_text(json.dumps({}), encoding="utf-8")
 
 
-def random_model(kind: str, config: str, seed: int = 0, **fields: Any) -> Any:
+@contextmanager
+def random_checkpoint(shape: EncoderShape, positions: int) -> Iterator[Path]:
+    """Yield a folder with the checkpoint of `save_random_checkpoint`."""
+    with TemporaryDirectory(prefix="varlen-bench-") as folder:
+        save_random_checkpoint(shape, Path(folder), positions)
+        yield Path(folder)
+
+
+def random_model(kind: str, config: str, **fields: Any) -> Any:
     """Return a model with random weights.
 
     Args:
@@ -65,7 +73,7 @@ def random_model(kind: str, config: str, seed: int = 0, **fields: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return getattr(transformers, kind)(getattr(transformers, config)(**fields))
 
 
@@ -126,14 +134,13 @@ GPT2_SMALL = GeneratorShape("gpt2-small", 768, 12, 12, positions=1024, vocabular
 TRANSFORMER_BASE = GeneratorShape("transformer-base", 512, 6, 8, positions=512, vocabulary=32_000)
 
 
-def save_random_decoder(shape: GeneratorShape, folder: Path, seed: int = 0) -> None:
+def save_random_decoder(shape: GeneratorShape, folder: Path) -> None:
     """Save a GPT2LMHeadModel with random weights, and a tokenizer that splits text into bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model = random_model(
         "GPT2LMHeadModel",
         "GPT2Config",
-        seed,
         vocab_size=shape.vocabulary,
         n_positions=shape.positions,
         n_embd=shape.hidden,
@@ -164,7 +171,7 @@ def save_random_decoder(shape: GeneratorShape, folder: Path, seed: int = 0) -> N
 _NEVER = -100.0
 
 
-def save_random_translator(shape: GeneratorShape, folder: Path, seed: int = 0) -> None:
+def save_random_translator(shape: GeneratorShape, folder: Path) -> None:
     """Save a MarianMTModel with random weights, and a tokenizer whose words are numbers.
 
     Its answers never end: the bias of the end token is too low. Tokens 0 and 1 end and pad.
@@ -173,7 +180,6 @@ def save_random_translator(shape: GeneratorShape, folder: Path, seed: int = 0) -
     model = random_model(
         "MarianMTModel",
         "MarianConfig",
-        seed,
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.positions,
         d_model=shape.hidden,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from varlen_bench.harness.machine import cpu_count
-from varlen_bench.harness.worker import Message, WorkerError, ask_once, run_worker
+from varlen_bench.harness.worker import Message, WorkerError, ask_once, run_once
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.engines import EngineName, Precision
 from varlen_bench.peers.pooling import PoolingMode, pool_padded
@@ -38,22 +38,16 @@ def exported(
     """
     if engine not in _TOOLS:
         return model
-    cache = cache_folder()
-    target = cache / f"{_key(model, engine)}-{engine}-{precision}-{pooling}"
-    if target.exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder) / "export"
-        argument = {"model": str(model), "target": str(made), "engine": engine}
+
+    def make(folder: Path) -> None:
+        argument = {"model": str(model), "target": str(folder), "engine": engine}
         argument |= {"precision": precision, "pooling": pooling}
-        log = Path(folder) / "log"
         try:
-            ask_once(_MODULE, argument, log, threads=cpu_count())
+            ask_once(_MODULE, argument, folder.with_name("log"), threads=cpu_count())
         except WorkerError as error:
             raise RuntimeError(f"export for {engine} failed: {error}") from error
-        shutil.move(made, target)
-    return target
+
+    return cached(f"{_key(model, engine)}-{engine}-{precision}-{pooling}", make)
 
 
 def export_onnx(model: Path, folder: Path, precision: Precision, pooling: PoolingMode) -> None:
@@ -124,10 +118,16 @@ def convert_ctranslate2(model: Path, folder: Path, precision: Precision) -> None
     TransformersConverter(str(model)).convert(str(folder), quantization=quantization)
 
 
-def cache_folder() -> Path:
-    """Return where exports and random checkpoints are kept."""
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder of the cache of exports and random checkpoints; `make` writes it once."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "varlen" / "bench_encoder"
+    target = Path(base, "varlen", "bench_encoder", name)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            make(Path(scratch, "made"))
+            shutil.move(Path(scratch, "made"), target)
+    return target
 
 
 def _key(model: Path, engine: EngineName) -> str:
@@ -147,15 +147,15 @@ def _version(package: str) -> str:
         raise RuntimeError(f"{package} is not installed; {message}") from error
 
 
-def start(argument: Message) -> Callable[[Message], Message]:
-    """Export a checkpoint; every order is answered after that."""
+def export(argument: Message) -> Message:
+    """Write the export that `exported` asks for."""
     model, target = Path(argument["model"]), Path(argument["target"])
     if argument["engine"] == "onnxruntime":
         export_onnx(model, target, argument["precision"], argument["pooling"])
     else:
         convert_ctranslate2(model, target, argument["precision"])
-    return lambda order: order
+    return {}
 
 
 if __name__ == "__main__":
-    run_worker(start)
+    run_once(export)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from varlen_bench.peers.checkpoints import config_field, random_model
-from varlen_bench.peers.exports import cache_folder
+from varlen_bench.peers.exports import cached
 
 # Files of a tokenizer; CTranslate2 reads the second.
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -52,18 +51,13 @@ def random_encoder(name: str, tokenizer: Path) -> Path:
         name: one of `RANDOM_ENCODERS`.
         tokenizer: a checkpoint whose tokenizer and vocabulary it gets.
     """
-    folder = cache_folder() / f"random-{name}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            made = Path(scratch) / name
-            config, fields = _ENCODERS[name]
-            vocabulary = config_field(tokenizer, "vocab_size")
-            model = random_model(
-                config.replace("Config", "Model"), config, **{**fields, "vocab_size": vocabulary}
-            )
-            model.save_pretrained(made)
-            for file in _TOKENIZER:
-                shutil.copy(tokenizer / file, made)
-            shutil.move(made, folder)
-    return folder
+
+    def make(folder: Path) -> None:
+        config, fields = _ENCODERS[name]
+        fields = {**fields, "vocab_size": config_field(tokenizer, "vocab_size")}
+        model = random_model(config.replace("Config", "Model"), config, **fields)
+        model.save_pretrained(folder)
+        for file in _TOKENIZER:
+            shutil.copy(tokenizer / file, folder)
+
+    return cached(f"random-{name}", make)

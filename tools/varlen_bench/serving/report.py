@@ -10,12 +10,13 @@ from itertools import pairwise
 import numpy as np
 
 from varlen_bench.harness.rows import Cell, Provenance, cell
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.tables import csv_table
 from varlen_bench.serving import picture
 from varlen_bench.serving.figures import paired_ratios
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import OURS
 from varlen_tools import html_page, pictures
+from varlen_tools.tables import Table
 
 _RESULTS = (
     "system sustained saturated machine_gflops p50_ms p99_ms mean_batch padding_share prediction_error "
@@ -57,19 +58,19 @@ def page(rows: Sequence[Row], figures: Mapping[str, Cell], run: Provenance) -> s
         drawn = pictures.embedded(lambda: picture.draw(rows), "served and latency by load")
         parts.append(drawn)
     for table in tables(rows):
-        parts += [html_page.heading(table.title), html_page.table(table.headings, table.lines)]
+        parts += [html_page.heading(table.title), table.html()]
     if lines := notes(rows):
         parts += [html_page.heading("What did not run"), html_page.bullets(lines)]
     loads = _table("every load", _LOADS, (r for r in rows if r.kind not in {"result", "failed"}))
     parts += [
-        html_page.folded(loads.title, html_page.table(loads.headings, loads.lines)),
+        html_page.folded(loads.title, loads.html()),
         html_page.paragraph("docs/benchmarks/serving.md has the method."),
     ]
     return html_page.page("Serving under load", parts)
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Row]) -> Table:
-    return Table.of(title, columns, map(asdict, rows))
+    return csv_table(title, columns, map(asdict, rows))
 
 
 def _by_mix(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from varlen_bench.harness.summary import percentile, ratio
+from varlen_bench.harness.summary import percentile_ms, ratio
 from varlen_bench.serving.generator import LATE_SECONDS, LoadRecord, RequestRecord
 from varlen_bench.serving.loads import IN_FLIGHT, WARMUP_SECONDS, Kind, Load
 
@@ -92,10 +92,10 @@ def load_row(load: Load, system: str, record: LoadRecord, end: float | None = No
         served=_served(record.requests, end),
         share=len(good) / due if due else 0.0,
         mean_ms=1000 * statistics.fmean(latencies) if latencies else None,
-        p50_ms=_ms(latencies, 50),
-        p99_ms=_ms(latencies, 99),
-        lateness_p99_ms=_ms([request.sent - request.due for request in measured], 99),
-        refused_p99_ms=_ms([request.latency(since_sent=True) for request in refused], 99),
+        p50_ms=percentile_ms(latencies, 50),
+        p99_ms=percentile_ms(latencies, 99),
+        lateness_p99_ms=percentile_ms([request.sent - request.due for request in measured], 99),
+        refused_p99_ms=percentile_ms([request.latency(since_sent=True) for request in refused], 99),
         kept_deadline=None if load.deadline_ms is None else _kept(good, load.deadline_ms),
         note="; ".join([*note, *record.reasons]),
     )
@@ -107,11 +107,6 @@ def _served(requests: Iterable[RequestRecord], end: float) -> float:
         return 0.0
     done = [request.done or 0.0 for request in requests if request.outcome == "ok"]
     return sum(WARMUP_SECONDS <= moment < end for moment in done) / (end - WARMUP_SECONDS)
-
-
-def _ms(seconds: Sequence[float], percent: float) -> float | None:
-    value = percentile(seconds, percent)
-    return None if value is None else 1000 * value
 
 
 def _kept(good: Sequence[RequestRecord], deadline_ms: int) -> float | None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from varlen_bench.compare.systems import NamedEngine, by_name
 from varlen_bench.harness.accuracy import EQUAL_QUALITY
 from varlen_bench.harness.command import select
 from varlen_bench.peers.checkpoints import config_field
-from varlen_bench.peers.engines import EngineName, Precision
+from varlen_bench.peers.engines import Precision
 from varlen_tools.workloads import Mix
 
 # The tensors of every model.
@@ -26,11 +27,9 @@ OURS_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 
 @dataclass(frozen=True, slots=True)
-class ServedSystem:
+class ServedSystem(NamedEngine):
     """One way to serve the model; its name also names its model."""
 
-    name: str
-    engine: EngineName
     # of a peer
     precision: Precision = "fp32"
     # whether the server's dynamic batcher joins requests; our backend has a scheduler instead
@@ -39,11 +38,6 @@ class ServedSystem:
     revision: str = ""
     # of our backend
     parameters: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the backend of this project, not a peer."""
-        return self.engine == "varlen"
 
     @property
     def least_cosine(self) -> float:
@@ -107,7 +101,8 @@ def _ours(name: str, policy: str, **parameters: str) -> ServedSystem:
     return ServedSystem(name, "varlen", parameters={"policy": policy} | padded | parameters)
 
 
-_ALL = (
+# Ours first: they decide the load at which the peers are saturated.
+SYSTEMS = by_name(
     _ours(TOKEN_BUDGET, "token_budget"),
     _ours(OURS, "dp"),
     ServedSystem(OURS_FP32, "varlen", parameters={"dtype": "fp32"}),
@@ -124,8 +119,6 @@ _ALL = (
 )
 # Compared in turns unless others are chosen.
 PAIRED = (TOKEN_BUDGET, OURS)
-# Ours first: they decide the load at which the peers are saturated.
-SYSTEMS = {system.name: system for system in _ALL}
 # Left out of a quick run: the BENCH line is hardly ever about them.
 _NOT_QUICK = (NONE, "transformers-bf16", "transformers-fp32-single")
 

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from varlen.config import EngineConfig
     from varlen_tools.doctor.report import Report
+    from varlen_tools.model_source import ModelSource
 
 
 def doctor(
@@ -52,7 +52,7 @@ def doctor(
         report = Report(folder.resolve().name, refused=str(error))
     else:
         with Console(stderr=True).status(f"examining {source.name}"):
-            report = _examine(source.name, source.checkpoint, source.config, has_speed=speed)
+            report = _examine(source, has_speed=speed)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
@@ -61,22 +61,19 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine(
-    name: str, checkpoint_folder: Path, config: EngineConfig, *, has_speed: bool
-) -> Report:
+def _examine(source: ModelSource, *, has_speed: bool) -> Report:
     from varlen.errors import VarlenError
-    from varlen.models.checkpoint_folder import Checkpoint
     from varlen_tools.doctor.examine import examine
     from varlen_tools.doctor.report import Report
     from varlen_tools.findings import TextFacts, find, read_languages
     from varlen_tools.model_config import render_config
 
     try:
-        checkpoint = Checkpoint.open(checkpoint_folder, ignore_config_fields=config.ignored_fields)
-        text = render_config(name, checkpoint, config)
-        facts = TextFacts(read_languages(checkpoint_folder / "README.md"))
-        findings = find(checkpoint, config, facts)
-        examination = examine(checkpoint, config, has_speed=has_speed)
+        checkpoint = source.open_checkpoint()
+        text = render_config(source.name, checkpoint, source.config)
+        facts = TextFacts(read_languages(source.checkpoint / "README.md"))
+        findings = find(checkpoint, source.config, facts)
+        examination = examine(checkpoint, source.config, has_speed=has_speed)
     except VarlenError as error:
-        return Report(name, refused=str(error))
-    return Report(name, None, findings, examination, text)
+        return Report(source.name, refused=str(error))
+    return Report(source.name, None, findings, examination, text)

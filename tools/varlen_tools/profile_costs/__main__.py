@@ -55,7 +55,7 @@ def main(
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     profile = Profile.of(found.name, costs)
     Console().print(*tables(profile), sep="\n")
-    pictures.write_outputs(output or [], partial(draw, profile), partial(render, profile))
+    pictures.write_outputs(output, partial(draw, profile), partial(render, profile))
 
 
 def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:

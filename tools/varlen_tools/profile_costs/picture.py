@@ -11,12 +11,7 @@ from numpy.typing import NDArray
 from varlen_tools import html_page, pictures
 from varlen_tools.pictures import COLORS
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import (
-    BATCH_HEADINGS,
-    BATCHES_TITLE,
-    batch_rows,
-    three_digits,
-)
+from varlen_tools.profile_costs.tables import batch_table, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,6 +45,7 @@ def render(profile: Profile) -> str:
     """Return the page."""
     costs = profile.costs
     measurement = costs.measurement
+    batches = batch_table(profile)
     cut = "" if measurement.is_complete else f", cut short after {costs.allowed_seconds:g} s"
     title = f"Cost of a batch of {profile.name}"
     return html_page.page(
@@ -62,8 +58,8 @@ def render(profile: Profile) -> str:
                 f" The median error of the fitted costs is {profile.median_error():.1%}."
             ),
             pictures.embedded(partial(draw, profile), title),
-            html_page.heading(BATCHES_TITLE.capitalize()),
-            html_page.table(BATCH_HEADINGS, batch_rows(profile)),
+            html_page.heading(batches.title.capitalize()),
+            batches.html(),
             html_page.heading("Measured with"),
             html_page.table(["property", "value"], [list(item) for item in costs.key.items()]),
         ],

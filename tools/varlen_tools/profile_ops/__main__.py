@@ -11,7 +11,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from varlen.errors import VarlenError
 from varlen.models.checkpoint_folder import Checkpoint
@@ -25,7 +24,7 @@ from varlen_tools.model_source import (
     parse_settings,
 )
 from varlen_tools.profile_ops.models import profile_batches, profile_steps
-from varlen_tools.profile_ops.picture import OP_HEADINGS, class_rows, draw, op_rows, render
+from varlen_tools.profile_ops.picture import class_table, draw, op_table, render
 from varlen_tools.profile_ops.timed import Breakdown
 
 _RUNNING = [1, 32]
@@ -70,7 +69,7 @@ def main(
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     _print(breakdowns)
     shown = (found.name, breakdowns)
-    pictures.write_outputs(output or [], partial(draw, *shown), partial(render, *shown))
+    pictures.write_outputs(output, partial(draw, *shown), partial(render, *shown))
 
 
 def _profile_encoder(
@@ -91,16 +90,7 @@ def _profile_encoder(
 
 
 def _print(breakdowns: list[Breakdown]) -> None:
-    console = Console()
-    for one in breakdowns:
-        table = Table(*OP_HEADINGS, title=one.title)
-        for row in op_rows(one):
-            table.add_row(*row)
-        console.print(table)
-    classes = Table("class", *(one.title for one in breakdowns), title="share of time")
-    for row in class_rows(breakdowns):
-        classes.add_row(*row)
-    console.print(classes)
+    Console().print(*map(op_table, breakdowns), class_table(breakdowns), sep="\n")
     for one in breakdowns:
         print(
             f"{one.title}: {one.tokens_per_second:,.0f} tokens/s on {torch.get_num_threads()} threads"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from varlen_tools import html_page, pictures
 from varlen_tools.profile_ops.timed import CLASSES, Breakdown, class_of
+from varlen_tools.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Smaller parts of a bar have no label.
 _LEAST_LABELLED = 0.05
-OP_HEADINGS = ("op", "class", "calls", "seconds", "share")
 NOTE = (
     "Shares of the time of all threads that run ops. Python and rest: all that is not in an op, such as packing a"
     " batch, starting ops, and waiting for other worker threads."
@@ -48,15 +48,16 @@ def draw(name: str, breakdowns: Sequence[Breakdown]) -> Figure:
     return figure
 
 
-def class_rows(breakdowns: Sequence[Breakdown]) -> list[list[str]]:
-    """Return the table of classes: a row per class, a column per breakdown."""
+def class_table(breakdowns: Sequence[Breakdown]) -> Table:
+    """Return the table of classes: a line per class, a column per breakdown."""
     shares = [one.class_shares() for one in breakdowns]
-    return [[label, *(f"{each[label]:.1%}" for each in shares)] for label in CLASSES]
+    lines = [[label, *(f"{each[label]:.1%}" for each in shares)] for label in CLASSES]
+    return Table("share of time", ("class", *(one.title for one in breakdowns)), lines)
 
 
-def op_rows(breakdown: Breakdown) -> list[list[str]]:
+def op_table(breakdown: Breakdown) -> Table:
     """Return the table of ops of a breakdown, the longest first."""
-    return [
+    lines = [
         [
             op,
             class_of(op),
@@ -66,18 +67,19 @@ def op_rows(breakdown: Breakdown) -> list[list[str]]:
         ]
         for op, share in breakdown.shares().items()
     ]
+    return Table(breakdown.title, ("op", "class", "calls", "seconds", "share"), lines)
 
 
 def render(name: str, breakdowns: Sequence[Breakdown]) -> str:
     """Return the page: the picture, and all figures in tables."""
-    headings = ("class", *(one.title for one in breakdowns))
     heading = f"Share of time in {name}"
     parts = [
         html_page.paragraph(NOTE),
         pictures.embedded(partial(draw, name, breakdowns), heading),
-        html_page.table(headings, class_rows(breakdowns)),
+        class_table(breakdowns).html(),
+        *(
+            html_page.folded(f"Every op: {table.title}", table.html())
+            for table in map(op_table, breakdowns)
+        ),
     ]
-    for one in breakdowns:
-        table = html_page.table(OP_HEADINGS, op_rows(one))
-        parts.append(html_page.folded(f"Every op: {one.title}", table))
     return html_page.page(heading, parts)

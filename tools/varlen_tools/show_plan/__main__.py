@@ -55,7 +55,7 @@ def main(
             f" footprint {in_units(one.footprint)}, {one.ratio:.3f} of the peak of live bytes"
         )
     pictures.write_outputs(
-        output or [], partial(draw, heading, maps), partial(render, heading, maps, note)
+        output, partial(draw, heading, maps), partial(render, heading, maps, note)
     )
 
 

@@ -6,7 +6,6 @@ seeds. The table has mean latency and p99 of each policy over a baseline's.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Annotated
 
 import typer
@@ -178,16 +177,12 @@ def _table(found: Mapping[Cell, Sequence[GridRow]], names: Sequence[str], over: 
         cells = (f"{mean:.2f}, {p99:.2f}" for mean, p99 in (ratios[name][-1] for name in names))
         table.add_row(*map(str, astuple(cell)), *cells)
     table.add_section()
-    for title, summary in (("geometric mean", _geometric_mean), ("worst", max)):
+    for title, summary in (("geometric mean", geometric_mean), ("worst", max)):
         lines = (map(summary, zip(*ratios[name], strict=True)) for name in names)
         table.add_row(
             title, "", "", "", *(", ".join(f"{each:.2f}" for each in line) for line in lines)
         )
     return table
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(fmean(map(math.log, values)))
 
 
 if __name__ == "__main__":

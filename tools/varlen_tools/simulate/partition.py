@@ -11,7 +11,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from varlen.config import Execution
 from varlen.costs.batch_shape import BatchShape, FloatArray
@@ -25,6 +24,7 @@ from varlen_tools.simulate.command import (
     parse_counts,
 )
 from varlen_tools.simulate.costs import CostSource, cost_models
+from varlen_tools.tables import Table
 
 # The five requests in the figure of the authors' report.
 _EXAMPLE = "17,18,52,63,77"
@@ -68,21 +68,13 @@ def _table(lengths: Sequence[int], costs: CostModel) -> Table:
         "best partition": best_partition(seconds),
         "no batches": [range(place, place + 1) for place in range(count)],
     }
-    table = Table()
-    for heading in ("", "batches, by length", "ms", "requests/s", "of one batch"):
-        table.add_column(heading, no_wrap=True)
-    whole = seconds[0, -1]
+    whole, lines = seconds[0, -1], []
     for name, batches in partitions.items():
         total = sum(seconds[batch.start, len(batch) - 1] for batch in batches)
         parts = " | ".join(", ".join(str(lengths[i]) for i in batch) for batch in batches)
-        table.add_row(
-            name,
-            parts,
-            f"{MILLISECONDS * total:.2f}",
-            f"{count / total:.0f}",
-            f"{whole / total:.2f}x",
-        )
-    return table
+        figures = (f"{MILLISECONDS * total:.2f}", f"{count / total:.0f}", f"{whole / total:.2f}x")
+        lines.append([name, parts, *figures])
+    return Table("", ("", "batches, by length", "ms", "requests/s", "of one batch"), lines)
 
 
 if __name__ == "__main__":
