@@ -144,11 +144,22 @@ def generate_request(
     """
     given = {"deadline_ms": deadline_ms, "request_priority": priority}
     options = {**sampling, **{name: each for name, each in given.items() if each is not None}}
-    try:
-        json.dumps(options, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the sampling parameters are no JSON: {error}") from None
+    json_text("the sampling parameters", options)
     return GenerateRequest(_prompt(prompt), options, stream, returns_score)
+
+
+def json_text(name: str, value: object) -> str:
+    """Return a value as JSON.
+
+    Raises:
+        InvalidRequest: JSON has no form for it, or it has too many levels; the message names it.
+    """
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name} are no JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest(f"{name} have too many levels of objects and lists") from None
 
 
 def read_parts(response: Response, rows: int) -> list[GeneratedPart]:
@@ -256,10 +267,8 @@ def _prompt(
             raise InvalidRequest("the prompt is not valid Unicode") from None
         return "text_input", prompt
     if len(prompt) and all(isinstance(each, Mapping) for each in prompt):
-        try:
-            return "messages", json.dumps([dict(cast(Mapping[str, Any], each)) for each in prompt])
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"the messages are no JSON: {error}") from None
+        messages = [dict(cast(Mapping[str, Any], each)) for each in prompt]
+        return "messages", json_text("the messages", messages)
     ids = np.asarray(prompt)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
         raise InvalidRequest("the prompt is neither a text, nor a list of token ids or messages")

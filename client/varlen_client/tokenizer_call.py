@@ -6,15 +6,16 @@ in a request.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from varlen_client.errors import InvalidRequest, ServerError
-from varlen_client.generation import GenerateRequest, Messages
+from varlen_client.generation import GenerateRequest, Messages, json_text
 from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST, RowCall
 from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
 from varlen_client.tasks import Options, parameters_of
@@ -25,6 +26,8 @@ from varlen_client.wire import InferRequest, ModelInfo, Parameters, Rows, TokenI
 Tokenizable: TypeAlias = Sequence[str] | Sequence[Messages]
 # The JSON object of a row.
 _Object: TypeAlias = Mapping[str, Any]
+_T = TypeVar("_T")
+_Result = TypeVar("_Result")
 _GENERATED = "text_output"
 
 
@@ -80,10 +83,11 @@ class TokenizerSender:
         if rows.ids:
             raise InvalidRequest("got token ids; tokenize takes texts or chats")
         parameters = parameters_of("tokenize", TokenizeOptions, options)
+        json_text("the parameters", parameters)
         if "chat_template_kwargs" in parameters and not is_chat:
             raise InvalidRequest("got chat_template_kwargs without chats; leave it out")
         found = await self._send("tokenize", rows, parameters, options, is_chat=is_chat)
-        return [_tokenized(each) for each in found]
+        return [await _after_others(_tokenized, each) for each in found]
 
     async def detokenize(self, inputs: Sequence[TokenIds], options: Options) -> list[str]:
         """Return the text of each row of token ids."""
@@ -132,7 +136,7 @@ class TokenizerSender:
     ) -> list[_Object]:
         async def send(request: OperationRequest) -> list[_Object]:
             [response] = await self._session.all_responses(info, request, call.deadline)
-            return _objects(response.get(_GENERATED, ()), 1)
+            return await _objects(response.get(_GENERATED, ()), 1)
 
         requests = (
             (
@@ -158,7 +162,7 @@ class TokenizerSender:
             found = arrays.get(name)
             if not isinstance(found, np.ndarray) or found.dtype != np.object_:
                 raise ServerError(f"{name} has no texts; the server is older than this client")
-            return _objects(found.ravel().tolist(), len(request.rows))
+            return await _objects(found.ravel().tolist(), len(request.rows))
 
         if info.requires_pairs:
             rows = Rows(tuple((text, b"") for (text,) in rows.texts))
@@ -171,7 +175,10 @@ class TokenizerSender:
 
 
 def _is_chat(row: object) -> bool:
-    return isinstance(row, Sequence) and any(isinstance(each, Mapping) for each in row)
+    # the characters of a text are texts
+    if isinstance(row, str) or not isinstance(row, Sequence):
+        return False
+    return any(isinstance(each, Mapping) for each in row)
 
 
 def _chat(row: Any) -> tuple[bytes]:
@@ -184,20 +191,23 @@ def _chat(row: Any) -> tuple[bytes]:
         raise InvalidRequest(
             "some rows are chats and others are not; send them in calls of their own"
         )
-    try:
-        return (json.dumps(list(row), allow_nan=False).encode(),)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the messages are no JSON: {error}") from None
+    return (json_text("the messages", list(row)).encode(),)
 
 
-def _objects(texts: Sequence[str | bytes], rows: int) -> list[_Object]:
+async def _after_others(read: Callable[[_T], _Result], given: _T) -> _Result:
+    """Return what is read of a row, which may be large, after other tasks ran."""
+    await asyncio.sleep(0)
+    return read(given)
+
+
+async def _objects(texts: Sequence[str | bytes], rows: int) -> list[_Object]:
     """Return the JSON object of each row.
 
     Raises:
         ServerError: a row has none.
     """
     try:
-        found = [json.loads(text) for text in texts]
+        found = [await _after_others(json.loads, text) for text in texts]
         assert len(found) == rows
         assert all(isinstance(each, dict) for each in found)
     except (ValueError, AssertionError) as error:
@@ -214,7 +224,7 @@ def _tokenized(found: _Object) -> TokenizedText:
         token_ids=tuple(_field(found, "token_ids")),
         tokens=tuple(_field(found, "tokens")),
         special=tuple(_field(found, "special")),
-        offsets=tuple((start, stop) for start, stop in _field(found, "offsets")),
+        offsets=tuple(map(tuple, _field(found, "offsets"))),
         prompt=_field(found, "prompt"),
         max_tokens=_field(found, "max_tokens"),
     )

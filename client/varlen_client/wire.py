@@ -29,6 +29,7 @@ _Text: TypeAlias = tuple[bytes, ...]  # one text, or a text and its pair
 _Ids: TypeAlias = npt.NDArray[np.int64]  # [tokens]
 # Token ids of a request of several rows, padding included.
 _MAX_PADDED_IDS = 1 << 20
+_LARGEST_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,9 @@ def _ids(row: object, index: int) -> _Ids:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise _invalid_row(index, "is neither text nor a list of token ids")
+    if ids.dtype.kind == "u" and ids.size and ids.max() > _LARGEST_ID:
+        # the server's integers have 64 bits with a sign
+        raise _invalid_row(index, f"has the token id {ids.max()}; allowed: up to {_LARGEST_ID}")
     return ids.astype(np.int64, copy=False)
 
 

@@ -168,3 +168,44 @@ def test_the_call_ends_in_time(server, task):
 
     with pytest.raises(RequestTimeout, match="tokenize did not end within 0.2 s; 0 of 1 rows"):
         asyncio.run(call())
+
+
+class CountedText(str):
+    """A text that counts the times when its characters are read one by one."""
+
+    walks = 0
+
+    def __iter__(self):
+        CountedText.walks += 1
+        return super().__iter__()
+
+
+def test_the_characters_of_a_text_are_not_looked_at_one_by_one(client, server):
+    server.model.task = "embed"
+
+    client.tokenize([CountedText("ab"), CountedText("c")])
+
+    assert CountedText.walks == 0
+
+
+def deep(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_values_of_very_many_levels_are_refused(client, server):
+    server.model.task = "generate"
+    chat = [{**CHAT[0], "more": deep(100_000)}]
+    calls = [
+        lambda: client.tokenize([chat]),
+        lambda: client.tokenize([CHAT], chat_template_kwargs={"a": deep(100_000)}),
+        lambda: client.generate(chat),
+        lambda: client.generate("a", chat_template_kwargs={"a": deep(100_000)}),
+    ]
+
+    for call in calls:
+        with pytest.raises(InvalidRequest, match="have too many levels"):
+            call()
+    assert server.model.requests == []

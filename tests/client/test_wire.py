@@ -1,10 +1,11 @@
 """Rows of requests: how they are divided."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen_client import wire
+from varlen_client import InvalidRequest, wire
 from varlen_client.wire import read_inputs
 
 
@@ -30,3 +31,19 @@ def test_a_request_of_one_long_row_and_many_short_ones_is_small():
 
     assert sum(array.nbytes for array in sent) <= 4 * 8 * wire._MAX_PADDED_IDS
     assert sum(np.count_nonzero(array) for array in sent if array.shape[1] > 1) >= 200_000
+
+
+@pytest.mark.parametrize("dtype", [None, np.uint64])
+def test_a_token_id_that_64_bits_with_a_sign_do_not_hold_is_refused(dtype):
+    largest = 2**63 - 1
+    rows = [np.array([1, largest], dtype=dtype), np.array([largest + 1], dtype=np.uint64)]
+
+    assert read_inputs(rows[:1]).ids[0].tolist() == [1, largest]
+    with pytest.raises(InvalidRequest, match=f"row 1 has the token id {largest + 1}; allowed: up"):
+        read_inputs(rows)
+
+
+@pytest.mark.parametrize("token_id", [2**63, 2**64, 10**4000])
+def test_a_large_token_id_in_a_list_is_refused(token_id):
+    with pytest.raises(InvalidRequest, match="row 0 (has the token id|is neither)"):
+        read_inputs([[1, token_id]])

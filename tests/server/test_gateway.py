@@ -3,12 +3,14 @@
 import asyncio
 import base64
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
@@ -244,6 +246,33 @@ def test_the_tokenizer_answers_in_both_forms(gateway: RunningGateway) -> None:
     assert post(gateway, "/detokenize", model="writer", tokens=prompt["tokens"]) == {
         "prompt": "a cat"
     }
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
+    address = urlsplit(gateway.url)
+    head = (
+        "POST /embed HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer key\r\n"
+        "Content-Length: 9000000000\r\nExpect: 100-continue\r\n\r\n"
+    )
+    with socket.create_connection((address.hostname, address.port), TIMEOUT_SECONDS) as connection:
+        connection.sendall(head.encode())
+        answer = connection.recv(1 << 16)
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_large_body_and_a_large_answer_pass_through(gateway: RunningGateway) -> None:
+    texts = [f"word{number} " * 20 for number in range(200)]
+
+    found = post(gateway, "/v1/embeddings", model=EMBEDDER, input=texts)["data"]
+
+    assert [each["index"] for each in found] == list(range(len(texts)))
+    with Client(gateway.server.grpc_url, EMBEDDER) as client:
+        expected = client.embed(texts)
+    np.testing.assert_allclose(
+        [each["embedding"] for each in found], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_the_chunks_of_a_stream_make_the_whole_completion(gateway: RunningGateway) -> None:

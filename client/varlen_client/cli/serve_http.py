@@ -72,6 +72,7 @@ def serve_http(
         import uvicorn
 
         from varlen_client.gateway.app import create_app
+        from varlen_client.gateway.connections import LimitedConnection
     except ModuleNotFoundError as error:
         usage_error(
             f"serve-http needs {error.name}; install the extra http of varlen: pip install '.[http]'"
@@ -101,6 +102,8 @@ def serve_http(
         create_app(checked),
         host=host,
         port=port,
+        http=LimitedConnection,
+        ws="none",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,

@@ -13,8 +13,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from varlen_client.errors import VarlenClientError
-from varlen_client.gateway.bodies import json_bytes, usage
+from varlen_client.gateway.bodies import usage
 from varlen_client.gateway.errors import client_error_body
+from varlen_client.gateway.json_writing import Rows, json_bytes
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.generation import GeneratedPart, Generation
 
@@ -40,7 +41,7 @@ class Head:
         """Return the head of a new answer; without a `request_id`, its id is random."""
         return cls(kind, model, f"{prefix}-{request_id or uuid.uuid4().hex}", int(time.time()))
 
-    def object(self, choices: Sequence[dict[str, Any]], **others: Any) -> dict[str, Any]:
+    def object(self, choices: Sequence[dict[str, Any]] | Rows, **others: Any) -> dict[str, Any]:
         """Return an object of the answer with these choices."""
         fields = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
         return {**fields, "choices": choices, **others}
@@ -57,7 +58,7 @@ def whole_answer(
     prompt_tokens = sum(each[0].num_prompt_tokens for each in answers)
     completion_tokens = sum(len(sample.token_ids) for sample in samples)
     metrics.count_tokens(prompt_tokens, completion_tokens)
-    choices = [make_choice(index, sample, None) for index, sample in enumerate(samples)]
+    choices = Rows(make_choice(index, sample, None) for index, sample in enumerate(samples))
     return head.object(choices, usage=usage(prompt_tokens, completion_tokens))
 
 

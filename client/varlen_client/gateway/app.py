@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from varlen_client.errors import ModelNotFound
-from varlen_client.gateway.bodies import json_response
+from varlen_client.gateway.body_route import BodyRoute
 from varlen_client.gateway.chat import add_chat_route
 from varlen_client.gateway.cohere import add_cohere_routes
 from varlen_client.gateway.completions import add_completion_route
@@ -20,7 +20,9 @@ from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.embeddings import add_embedding_routes
 from varlen_client.gateway.errors import add_error_handlers, error_response
 from varlen_client.gateway.info import add_info_route
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.kserve import add_kserve_route
+from varlen_client.gateway.metrics import PathNames
 from varlen_client.gateway.models import Connect, Gateway, read_query_model
 from varlen_client.gateway.rerank import add_rerank_routes
 from varlen_client.gateway.scores import add_score_routes
@@ -45,6 +47,7 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
         dependencies=[Depends(read_query_model)],
         redoc_url=None,
     )
+    app.router.route_class = BodyRoute
     add_error_handlers(app)
     for add in (
         add_embedding_routes,
@@ -60,8 +63,8 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
     ):
         add(app, gateway)
     _add_status_routes(app, gateway)
-    paths = [route.path for route in app.routes if isinstance(route, Route)]
-    app.add_middleware(Edge, settings=settings, metrics=gateway.metrics, paths=paths)
+    names = PathNames([route for route in app.routes if isinstance(route, Route)])
+    app.add_middleware(Edge, settings=settings, metrics=gateway.metrics, name_path=names.of)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -2,35 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
     ConfigDict,
+    GetCoreSchemaHandler,
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
-from pydantic_core import to_json
-from starlette.responses import Response
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from varlen_client.errors import InvalidRequest
+
+_Fields = TypeVar("_Fields", bound="Fields")
+_Item = TypeVar("_Item")
 
 # As many as OpenAI takes.
 MAX_INPUTS = 2048
 # Characters of a query, counted once for each document.
 _MAX_REPEATED = 1 << 26
 
-Texts: TypeAlias = StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+# Fields of one object; no form has as many.
+MAX_FIELDS = 256
 
 
-class Fields(BaseModel):
-    """An object whose unknown fields are refused, and whose nulls are left out."""
+def _ids_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Return token ids unchanged: the types of a list are their fastest check."""
+    return given if _is_ids(given) else check(given)
 
-    model_config = ConfigDict(extra="forbid")
+
+def _rows_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Return rows of token ids unchanged, and rows whose number `rows_of` refuses."""
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        return given if len(given) > MAX_INPUTS or all(map(_is_ids, given)) else check(given)
+    return _ids_or_checked(given, check)
+
+
+def _is_ids(row: Any) -> bool:
+    return isinstance(row, list) and set(map(type, row)) == {int}
+
+
+class _FirstErrorOnly:
+    """Annotation of a list whose only error is its first wrong element."""
+
+    # pydantic's FailFast has no hash, which the types of a union need
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}
+
+
+ListOf = Annotated[list[_Item], _FirstErrorOnly()]
+Ids: TypeAlias = Annotated[ListOf[StrictInt], WrapValidator(_ids_or_checked)]
+RowsOfIds: TypeAlias = Annotated[
+    ListOf[StrictInt] | ListOf[ListOf[StrictInt]], WrapValidator(_rows_or_checked)
+]
+Texts: TypeAlias = Annotated[
+    StrictStr | ListOf[StrictStr] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]],
+    WrapValidator(_rows_or_checked),
+]
+
+
+def check_number_of_fields(given: Any, most: int) -> Any:
+    """Return an object unchanged.
+
+    Raises:
+        PydanticCustomError: the object has too many fields; each might have an error of its own.
+    """
+    if isinstance(given, dict) and len(given) > most:
+        message = "the object has {fields} fields; allowed: up to {most}"
+        raise PydanticCustomError("too_many_fields", message, {"fields": len(given), "most": most})
+    return given
+
+
+class Object(BaseModel):
+    """An object that refuses unknown fields, and values of other JSON types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        return check_number_of_fields(given, MAX_FIELDS)
+
+
+class Fields(Object):
+    """An object whose nulls are left out.
+
+    Attributes:
+        ids_field: name of the field that may have token ids, which are not counted among the values of a body.
+    """
+
+    ids_field: ClassVar[str | None] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -38,9 +107,6 @@ class Fields(BaseModel):
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
-
-
-_Fields = TypeVar("_Fields", bound=Fields)
 
 
 class RequestBody(Fields):
@@ -68,7 +134,8 @@ def checked(form: type[_Fields], body: Any) -> _Fields:
     try:
         return form.model_validate(body)
     except ValidationError as error:
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        found = error.errors(include_url=False, include_input=False)
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in found]
         raise RequestValidationError(errors, body=body) from None
 
 
@@ -101,13 +168,3 @@ def usage(prompt_tokens: int, completion_tokens: int | None = None) -> dict[str,
     return (
         counts if completion_tokens is None else counts | {"completion_tokens": completion_tokens}
     )
-
-
-def json_bytes(content: Mapping[str, Any] | Sequence[Any]) -> bytes:
-    """Return an answer as JSON, which has no NaN and no infinity: they are null."""
-    return to_json(content, inf_nan_mode="null")
-
-
-def json_response(content: Mapping[str, Any] | Sequence[Any]) -> Response:
-    """Return a response with an answer as JSON."""
-    return Response(json_bytes(content), media_type="application/json")

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
-from varlen_client.gateway.bodies import json_response
+from varlen_client.gateway.bodies import ListOf, Object
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.generation import GeneratedPart, Generation
+
+MAX_MESSAGES = 4096
 
 # Field that says which of the tools are called, by the field of the tools.
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 
 
-class TextPart(BaseModel):
+class TextPart(Object):
     """A part of a message; only texts are served."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Object):
     """A message of the chat."""
 
-    model_config = ConfigDict(extra="forbid")
-
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -54,23 +53,27 @@ class Message(BaseModel):
         return message if self.name is None else {**message, "name": self.name}
 
 
+# A longer list is refused before each message has been checked.
+Messages: TypeAlias = Annotated[ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(SamplingBody):
     """A request to `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[ListOf[Any], Field(max_length=0)] | None = None
     """Not supported; it may be empty, or there with a choice of none, which calls none."""
     tool_choice: Literal["none"] | None = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Annotated[ListOf[Any], Field(max_length=0)] | None = None
     """Older name of `tools`."""
     function_call: Literal["none"] | None = None
     parallel_tool_calls: bool | None = None
     """Ignored: there are no calls."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: ListOf[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None

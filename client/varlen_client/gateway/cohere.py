@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI
 from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, Fields, RequestBody, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf, RequestBody
 from varlen_client.gateway.embeddings import ENCODINGS
+from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import CutEnd, TextFields, given_options
 from varlen_client.row_options import InputType
 from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
+
+VectorType: TypeAlias = Literal["float", "base64"]
+# Each type once; an answer has all its vectors again for each.
+_MAX_TYPES = 2
 
 
 class TextContent(Fields):
@@ -29,16 +34,18 @@ class TextContent(Fields):
 class Input(Fields):
     """An input in the form of an object."""
 
-    content: list[TextContent] = Field(min_length=1, max_length=1)
+    content: ListOf[TextContent] = Field(min_length=1, max_length=1)
 
 
 class EmbedBody(RequestBody):
     """A request to `/v1/embed`."""
 
-    texts: list[StrictStr] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
-    inputs: list[Input] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    texts: ListOf[StrictStr] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    inputs: ListOf[Input] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     input_type: InputType | None = None
-    embedding_types: list[Literal["float", "base64"]] | None = Field(default=None, min_length=1)
+    embedding_types: ListOf[VectorType] | None = Field(
+        default=None, min_length=1, max_length=_MAX_TYPES
+    )
     truncate: CutEnd = "END"
     """As by Cohere, a text that is too long is cut by default."""
     output_dimension: StrictInt | None = Field(default=None, ge=1)
@@ -85,7 +92,8 @@ def add_cohere_routes(app: FastAPI, gateway: Gateway) -> None:
         if body.embedding_types is not None:
             return json_response(answer | _by_type(vectors, body.embedding_types))
         return json_response(
-            answer | {"response_type": "embeddings_floats", "embeddings": vectors.tolist()}
+            answer
+            | {"response_type": "embeddings_floats", "embeddings": _encoded(vectors, "float")}
         )
 
     @app.post("/v2/embed", tags=["Cohere"])
@@ -95,7 +103,11 @@ def add_cohere_routes(app: FastAPI, gateway: Gateway) -> None:
         return json_response(answer | _by_type(vectors, body.embedding_types or ["float"]))
 
 
-def _by_type(vectors: Floats, types: list[Literal["float", "base64"]]) -> dict[str, Any]:
+def _by_type(vectors: Floats, types: list[VectorType]) -> dict[str, Any]:
     """Return the vectors in each of these types."""
-    found = {name: [ENCODINGS[name](vector) for vector in vectors] for name in types}
+    found = {name: _encoded(vectors, name) for name in dict.fromkeys(types)}
     return {"response_type": "embeddings_by_type", "embeddings": found}
+
+
+def _encoded(vectors: Floats, name: VectorType) -> Rows:
+    return Rows(map(ENCODINGS[name], vectors))

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
-from varlen_client.gateway.bodies import Texts, json_response, rows_of
+from varlen_client.gateway.bodies import Texts, rows_of
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.generation import GeneratedPart, Generation
@@ -24,6 +25,8 @@ MAX_PROMPTS = 128
 
 class CompletionsBody(SamplingBody):
     """A request to `/v1/completions`."""
+
+    ids_field = "prompt"
 
     prompt: Texts
     max_tokens: int | None = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable
+from contextlib import suppress
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,21 +19,34 @@ from varlen_client.gateway.errors import error_response
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.transport.trace_context import trace_context
-from varlen_client.waits import cancel_all
+from varlen_client.waits import cancel_all, with_timeout
 
 # Probes have no key, and the OpenAPI page is no secret.
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 
 # Longest time in which a body comes; until then it holds the place of a request.
 _BODY_SECONDS = 60.0
+# Time in which the rest of a refused body is dropped. Many clients read no answer before they have sent their body, and
+# none from a connection that is closed meanwhile.
+_DROP_SECONDS = 5.0
+# Time to read the end of an answer, behind the time of its request.
+_LAST_SECONDS = 60.0
 
 
 class _ClientLeft(Exception):  # noqa: N818 - it is no failure
     pass
 
 
+class _TooLate(Exception):  # noqa: N818 - the client's error
+    pass
+
+
 class _BodyTooLarge(Exception):  # noqa: N818 - the client's error
     pass
+
+
+# Digits of a number that is larger than every limit.
+_MAX_DIGITS = 18
 
 
 class Edge:
@@ -42,7 +56,7 @@ class Edge:
         app: app that it passes requests to.
         settings: limits and keys of the gateway.
         metrics: counters of requests.
-        paths: paths that metrics name; the others are counted together.
+        name_path: function that returns the name of a path in metrics.
     """
 
     def __init__(
@@ -50,51 +64,61 @@ class Edge:
         app: ASGIApp,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
-        paths: Collection[str],
+        name_path: Callable[[str], str],
     ) -> None:
         self._app = app
-        self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._keys = [encoded for key in settings.api_keys for encoded in _encoded(key)]
+        self._seconds = settings.timeout_seconds + _LAST_SECONDS
         self._max_body_bytes = settings.max_body_bytes
         self._max_requests = settings.max_requests
         self._metrics = metrics
-        self._paths = frozenset(paths)
+        self._name_path = name_path
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
-        with self._metrics.request(path if path in self._paths else "other") as observed:
+        has_begun = False
+        with self._metrics.request(self._name_path(scope["path"])) as observed:
 
             async def send_and_observe(message: Message) -> None:
+                nonlocal has_begun
                 if message["type"] == "http.response.start":
-                    observed.status = message["status"]
+                    observed.status, has_begun = message["status"], True
                 await send(message)
 
             try:
                 await self._pass(scope, receive, send_and_observe)
             except _ClientLeft:
                 observed.status = CLIENT_LEFT
+            except _TooLate:
+                # an answer that has begun ends without its end
+                if not has_begun:
+                    message = "the answer was not complete in time"
+                    late = error_response(504, message, "server_error", code="timeout")
+                    await late(scope, receive, send_and_observe)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal is not None:
-            await refusal(scope, receive, send)
+            await _refuse(refusal, scope, receive, send)
         elif scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _closing(send) if _has_body(scope) else send)
         else:
-            self._in_flight += 1
-            try:
-                body = await self._body_or_error(receive)
-                if isinstance(body, Response):
-                    # the rest of the body is not read
-                    body.headers["Connection"] = "close"
-                    await body(scope, receive, send)
-                else:
-                    await self._run(scope, body, receive, send)
-            finally:
-                self._in_flight -= 1
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body of a request, and run its route."""
+        self._in_flight += 1
+        try:
+            body = await self._body_or_error(receive)
+            if isinstance(body, bytes):
+                await self._run(scope, body, receive, send)
+                return
+        finally:
+            self._in_flight -= 1
+        await _refuse(body, scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return why a request is refused before its body is read, if it is."""
@@ -105,26 +129,49 @@ class Edge:
                 "authentication_error",
                 code="invalid_api_key",
             )
+        if (wrong := self._wrong_length(Headers(scope=scope))) is not None:
+            return wrong
         if scope["method"] == "POST" and self._in_flight >= self._max_requests:
             message = f"the gateway has {self._max_requests} requests, and takes no more now"
             return error_response(503, message, "server_error", code="unavailable")
         return None
 
+    def _wrong_length(self, headers: Headers) -> Response | None:
+        """Return why the `Content-Length` of a request is refused, if it is."""
+        lengths = set(headers.getlist("content-length"))
+        if not lengths:
+            return None
+        length = lengths.pop()
+        if lengths or not (length.isascii() and length.isdigit()):
+            message = "the header Content-Length is no number; send the number of bytes of the body"
+            return error_response(400, message, code="wrong_length")
+        if "transfer-encoding" in headers:
+            message = "the request has Content-Length and Transfer-Encoding; send one of them"
+            return error_response(400, message, code="wrong_length")
+        # Python reads no number of very many digits
+        digits = length.lstrip("0")
+        if len(digits) > _MAX_DIGITS or int(digits or "0") > self._max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> Response:
+        message = f"the body is larger than {self._max_body_bytes} bytes"
+        return error_response(413, message, code="body_too_large")
+
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode()
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
         # all keys are compared, so that the time does not tell which one is close
-        matches = [secrets.compare_digest(given, each) for each in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [secrets.compare_digest(key.strip(), each) for each in self._keys]
+        return bool(scheme.lower() == b"bearer" and any(matches))
 
     async def _body_or_error(self, receive: Receive) -> bytes | Response:
         """Return the body of a request, or why it is not read to its end."""
         try:
-            return await asyncio.wait_for(self._read_body(receive), _BODY_SECONDS)
+            return await with_timeout(self._read_body(receive), _BODY_SECONDS)
         except _BodyTooLarge:
-            limit = f"the body is larger than {self._max_body_bytes} bytes"
-            return error_response(413, limit, code="body_too_large")
-        except asyncio.TimeoutError:
+            return self._too_large()
+        except TimeoutError:
             limit = f"the body did not come within {_BODY_SECONDS:g} s"
             return error_response(408, limit, code="body_too_slow")
 
@@ -141,7 +188,7 @@ class Edge:
                 return bytes(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the route, and cancel it when the client leaves."""
+        """Run the route; cancel it when the client leaves or reads too slowly."""
         messages: list[Message] = [{"type": "http.request", "body": body}]
 
         async def replay() -> Message:
@@ -160,9 +207,61 @@ class Edge:
             route = asyncio.ensure_future(self._app(scope, replay, send))
         left = asyncio.ensure_future(wait_until_left())
         try:
-            await asyncio.wait({route, left}, return_when=asyncio.FIRST_COMPLETED)
+            both = {route, left}
+            await asyncio.wait(both, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
             if not route.done():
-                raise _ClientLeft
+                raise _ClientLeft if left.done() else _TooLate
             route.result()
         finally:
             await cancel_all([route, left])
+
+
+def _encoded(key: str) -> list[bytes]:
+    """Return the bytes of an API key in UTF-8 and, if possible, in Latin-1."""
+    found = [key.encode()]
+    try:
+        latin = key.encode("latin-1")
+    except UnicodeEncodeError:
+        return found
+    return found if latin in found else [*found, latin]
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = Headers(scope=scope)
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a response, drop the rest of the body for some seconds, and close."""
+    if not _has_body(scope):
+        await response(scope, receive, send)
+        return
+
+    async def send_and_drop(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with suppress(TimeoutError, _ClientLeft):
+            await with_timeout(_drop_body(receive), _DROP_SECONDS)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    await response(scope, receive, _closing(send_and_drop))
+
+
+async def _drop_body(receive: Receive) -> None:
+    while (message := await receive()).get("more_body", False):
+        pass
+    if message["type"] == "http.disconnect":
+        raise _ClientLeft
+
+
+def _closing(send: Send) -> Send:
+    """Return a `send` that closes the connection: the rest of the body is not read."""
+
+    async def send_and_close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["Connection"] = "close"
+        await send(message)
+
+    return send_and_close

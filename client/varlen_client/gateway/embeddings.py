@@ -10,7 +10,8 @@ from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import OpenAIBody, Texts, json_response, rows_of, usage
+from varlen_client.gateway.bodies import OpenAIBody, Texts, rows_of, usage
+from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields, given_options
 from varlen_client.row_options import InputType
@@ -20,6 +21,8 @@ from varlen_client.wire import Floats
 
 class EmbeddingsBody(OpenAIBody, TextFields):
     """A request to `/v1/embeddings`."""
+
+    ids_field = "input"
 
     input: Texts
     dimensions: StrictInt | None = Field(default=None, ge=1)
@@ -64,10 +67,10 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
         encode = ENCODINGS[body.encoding_format]
         answer: dict[str, Any] = {
             "object": "list",
-            "data": [
+            "data": Rows(
                 {"object": "embedding", "index": index, "embedding": encode(vector)}
                 for index, vector in enumerate(vectors)
-            ],
+            ),
             "model": name,
         }
         return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})

@@ -34,6 +34,10 @@ _BUSY = "the server cannot accept the request now; send it later"
 _LATE = "the answer was not complete in time"
 _FAILED = "the server failed; the gateway's log has the reason"
 
+# Characters.
+_MAX_MESSAGE = 2000
+_MAX_PARAM = 200
+
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 60
 
@@ -62,8 +66,15 @@ _KINDS: Mapping[type[VarlenClientError], _Kind] = {
 def error_body(
     message: str, error_type: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error."""
+    """Return the body of an error; the middle of a long message is left out."""
+    message = _cut(message, _MAX_MESSAGE)
+    param = None if param is None else _cut(param, _MAX_PARAM)
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def _cut(text: str, most: int) -> str:
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
 
 
 def error_response(
@@ -88,6 +99,18 @@ def client_error_body(error: VarlenClientError) -> tuple[int, dict[str, Any]]:
     return kind.status, error_body(kind.message or str(error), kind.type, code=kind.code)
 
 
+class BodyRefused(HTTPException):
+    """A body of a wrong form.
+
+    Attributes:
+        param: name of the wrong field; None is the whole body.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(400, message)
+        self.param = param
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error in OpenAI's shape."""
 
@@ -98,8 +121,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_body(_: Request, error: RequestValidationError) -> Response:
-        param, message = _describe(error)
+        param, message = describe(error)
         return error_response(400, message, param=param)
+
+    @app.exception_handler(BodyRefused)
+    async def of_refused_body(_: Request, error: BodyRefused) -> Response:
+        return error_response(400, error.detail, param=error.param)
 
     @app.exception_handler(HTTPException)
     async def of_route(request: Request, error: HTTPException) -> Response:
@@ -107,7 +134,10 @@ def add_error_handlers(app: FastAPI) -> None:
             # of FastAPI: a body that is not even text
             return error_response(400, "the body cannot be read; send JSON in UTF-8")
         what = f"{request.method} {request.url.path}"
-        return error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
+        response = error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
+        # such as Allow, of methods that a path has
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> Response:
@@ -115,17 +145,17 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(500, "the gateway failed; its log has the reason", "server_error")
 
 
-def _describe(error: RequestValidationError) -> tuple[str | None, str]:
+def describe(error: RequestValidationError) -> tuple[str | None, str]:
     """Return the first wrong field, and what is wrong with it."""
     errors = error.errors()
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return None, f"the body is not JSON: {first['ctx']['error']}"
     location = first["loc"][1:]
     if not location:
         if isinstance(error.body, bytes):
             # FastAPI reads JSON only with this header; plain `curl -d` sends another
             return None, "the body is not read; send the header Content-Type: application/json"
+        if isinstance(error.body, dict):
+            return None, first["msg"]
         given = "empty" if error.body is None else _shortened.repr(error.body)
         return None, f"the body is {given}; send a JSON object"
     path, value = _wrong_value(error.body, location)

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from varlen_client.gateway.bodies import MAX_INPUTS, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.wire import ModelInfo
 
@@ -49,6 +50,11 @@ def _type_of(model: ModelInfo) -> dict[str, dict[str, Any]] | None:
         return {"embedding": {}}
     if "indices" in model.outputs:
         return {"embedding": {"pooling": "splade"}}
-    if "logits" in model.outputs:
+    if classifies_texts(model):
         return {"reranker": {}} if model.outputs["logits"] == (1,) else {"classifier": {}}
     return None
+
+
+def classifies_texts(model: ModelInfo) -> bool:
+    """Return whether a model has logits of whole texts, and not of each token."""
+    return len(model.outputs.get("logits", ())) == 1

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import Field, StrictInt, StrictStr
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, Fields, checked, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf
+from varlen_client.gateway.body_route import read_body
+from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
 from varlen_client.tasks import EMBED
@@ -27,8 +28,8 @@ class InputTensor(Fields):
 
     name: Literal["input_text", "text"]
     datatype: Literal["BYTES"]
-    shape: list[StrictInt]
-    data: StrictStr | list[StrictStr] = Field(min_length=1)
+    shape: ListOf[StrictInt]
+    data: StrictStr | ListOf[StrictStr] = Field(min_length=1)
     """One text without a list is litellm's, whose shape is its length."""
 
     def rows(self) -> list[str]:
@@ -58,8 +59,8 @@ class InferBody(Fields):
     """A request to `/v2/models/NAME/infer`."""
 
     id: StrictStr | None = None
-    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
-    outputs: list[OutputName] = Field(default=[], max_length=1)
+    inputs: ListOf[InputTensor] = Field(min_length=1, max_length=1)
+    outputs: ListOf[OutputName] = Field(default=[], max_length=1)
     parameters: TextFields = TextFields()
 
 
@@ -70,23 +71,22 @@ def add_kserve_route(app: FastAPI, gateway: Gateway) -> None:
     async def infer(name: str, request: Request) -> Response:
         """Embed the texts of the tensor `input_text`; the answer has one output, in JSON."""
         # litellm sends no Content-Type, without which FastAPI reads no body
-        try:
-            body = checked(InferBody, from_json(await request.body()))
-        except ValueError as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        body = await read_body(InferBody, await request.body())
         _, vectors, _ = await gateway.answer(
             name, EMBED, body.inputs[0].rows(), text_fields=body.parameters
         )
         answer: dict[str, Any] = {
             "model_name": name,
             "model_version": "1",
-            "outputs": [
-                {
-                    "name": _OUTPUT,
-                    "datatype": "FP32",
-                    "shape": list(vectors.shape),
-                    "data": vectors.ravel().tolist(),
-                }
-            ],
+            "outputs": Rows(
+                [
+                    {
+                        "name": _OUTPUT,
+                        "datatype": "FP32",
+                        "shape": list(vectors.shape),
+                        "data": Blocks(vector.tolist() for vector in vectors),
+                    }
+                ]
+            ),
         }
         return json_response(answer if body.id is None else {"id": body.id, **answer})

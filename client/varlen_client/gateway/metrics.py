@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.routing import Route
 
 # Seconds; a long answer streams for minutes.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -21,6 +22,18 @@ class Observed:
     """A request in progress, and its status so far."""
 
     status: int = 500
+
+
+class PathNames:
+    """Names of paths in metrics: of the routes, and one name for all others."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._patterns = [(route.path_regex, route.path) for route in routes]
+
+    def of(self, path: str) -> str:
+        """Return the path of the route that a path belongs to, such as `/v1/models/{name}`."""
+        found = (name for pattern, name in self._patterns if pattern.match(path))
+        return next(found, "other")
 
 
 class GatewayMetrics:

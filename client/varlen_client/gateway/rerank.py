@@ -15,11 +15,12 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
     Fields,
+    ListOf,
     RequestBody,
     check_repeated,
-    json_response,
     usage,
 )
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
 from varlen_client.tasks import RERANK
@@ -32,7 +33,7 @@ class Document(Fields):
     text: StrictStr
 
 
-_Documents: TypeAlias = list[StrictStr | Document]
+_Documents: TypeAlias = ListOf[StrictStr | Document]
 
 
 class RankBody(RequestBody, TextFields):
@@ -44,10 +45,16 @@ class RankBody(RequestBody, TextFields):
 
 
 class RankDocumentsBody(RankBody):
-    """A request to `/v1/rerank`, the form of Cohere, Jina, vLLM and Infinity."""
+    """A request to `/v1/rerank`, the form of Cohere, Jina and vLLM."""
 
     documents: _Documents = Field(min_length=1, max_length=MAX_INPUTS)
     return_documents: bool = True
+
+
+class RankIndicesBody(RankDocumentsBody):
+    """A request to `/v2/rerank` of Cohere or `/infinity/rerank`, whose answers have no documents by default."""
+
+    return_documents: bool = False
 
 
 class RerankBody(RankBody):
@@ -85,14 +92,18 @@ def add_rerank_routes(app: FastAPI, gateway: Gateway) -> None:
         return await rerank_as_tei(gateway, body)
 
     @app.post("/v1/rerank", tags=["Rerank"])
-    @app.post("/v2/rerank", tags=["Rerank"])
     async def rank_documents(body: RankDocumentsBody) -> Response:
         """Rank documents by a query, the best first; `top_n` keeps the first of them."""
         return await _results(gateway, body, body.documents, body.return_documents)
 
+    @app.post("/v2/rerank", tags=["Cohere", "Rerank"])
+    async def rank_as_cohere(body: RankIndicesBody) -> Response:
+        """Rank documents as `/v1/rerank` does; without the documents, unless `return_documents` is true."""
+        return await _results(gateway, body, body.documents, body.return_documents)
+
     @app.post("/infinity/rerank", tags=["Infinity"])
-    async def rank_as_infinity(body: RankDocumentsBody) -> Response:
-        """Rank documents as `/v1/rerank` does; documents of the answer are strings."""
+    async def rank_as_infinity(body: RankIndicesBody) -> Response:
+        """Rank documents as `/v2/rerank` does; documents of the answer are strings."""
         return await _results(
             gateway, body, body.documents, body.return_documents, form=lambda text: text
         )

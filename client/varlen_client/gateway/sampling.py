@@ -7,12 +7,13 @@ value is OpenAI's or vLLM's default, or asks for nothing. Any other field is ref
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import OpenAIBody
+from varlen_client.gateway.bodies import ListOf, Object, OpenAIBody, check_number_of_fields
 
 # Kind of structured output that each field of older vLLM clients asks for.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
@@ -25,22 +26,26 @@ _FORMATS: Mapping[str, Collection[str]] = {
     "regex": ("value",),
 }
 MAX_REQUEST_ID_CHARACTERS = 128
+# As many as the server takes.
+MAX_BIASED_TOKENS = 1024
+
+Bias: TypeAlias = Annotated[
+    dict[str, float], BeforeValidator(partial(check_number_of_fields, most=MAX_BIASED_TOKENS))
+]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Object):
     """Options of a stream."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Object):
     """A JSON schema that the answer has to match."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     schema_: dict[str, Any] = Field(alias="schema")
     name: str | None = None
@@ -48,10 +53,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Object):
     """The form of the answer, in OpenAI's fields or in the field `value` of TGI."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchema | None = None
@@ -90,10 +93,10 @@ class ServerFields(OpenAIBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Bias | None = None
+    bad_words: ListOf[str] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -146,7 +149,7 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS)
 
     @property
@@ -160,6 +163,10 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
         Raises:
             InvalidRequest: two fields contradict each other, or ask for the same.
         """
+        if self.includes_usage and not self.stream:
+            raise InvalidRequest(
+                "stream_options.include_usage is True without stream: true; send both"
+            )
         if self.best_of not in (None, self.n):
             raise InvalidRequest(f"best_of is {self.best_of}; allowed: n, which is {self.n}")
         given = self.model_dump(include=_PASSED_ON)

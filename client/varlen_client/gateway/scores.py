@@ -14,17 +14,18 @@ from starlette.responses import Response
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
+    ListOf,
     OpenAIBody,
     check_repeated,
-    json_response,
     usage,
 )
+from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields, given_options
 from varlen_client.tasks import EMBED, RERANK
 from varlen_client.wire import Floats
 
-_OneOrMore: TypeAlias = StrictStr | list[StrictStr]
+_OneOrMore: TypeAlias = StrictStr | ListOf[StrictStr]
 
 # The two names of each side.
 _SIDES = (("text_1", "queries"), ("text_2", "documents"))
@@ -47,27 +48,29 @@ class ScoreBody(OpenAIBody, TextFields):
         Raises:
             InvalidRequest: a side is missing or has two names, or their numbers do not fit.
         """
-        first, second = (self._side(*names) for names in _SIDES)
-        if len(first) == 1:
-            check_repeated("text_1", first[0], len(second))
-            first = first * len(second)
-        if len(first) != len(second) or not 1 <= len(second) <= MAX_INPUTS:
+        (one, first), (other, second) = (self._side(*names) for names in _SIDES)
+        if len(first) not in (1, len(second)) or not 1 <= len(second) <= MAX_INPUTS:
             raise InvalidRequest(
-                f"text_1 has {len(first)} texts and text_2 {len(second)}; allowed: one text in text_1,"
-                f" or as many as in text_2, which has 1 to {MAX_INPUTS}"
+                f"{one} has {len(first)} texts and {other} {len(second)}; allowed: one text in {one},"
+                f" or as many as in {other}, which has 1 to {MAX_INPUTS}"
             )
+        if len(first) < len(second):
+            check_repeated(one, first[0], len(second))
+            first = first * len(second)
         return first, second
 
     def salt(self) -> dict[str, str]:
         """Return the client's argument for the salt of the caches."""
         return given_options(cache_salt=self.cache_salt)
 
-    def _side(self, name: str, other: str) -> list[str]:
-        given = [each for each in (getattr(self, name), getattr(self, other)) if each is not None]
+    def _side(self, *names: str) -> tuple[str, list[str]]:
+        """Return the name of a side that the request has, and its texts."""
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            found = f"{name} and {other}" if given else f"neither {name} nor {other}"
-            raise InvalidRequest(f"the request has {found}; send {name}")
-        return [given[0]] if isinstance(given[0], str) else given[0]
+            found = " and ".join(names) if given else f"neither {' nor '.join(names)}"
+            raise InvalidRequest(f"the request has {found}; send {names[0]}")
+        texts = getattr(self, given[0])
+        return given[0], [texts] if isinstance(texts, str) else texts
 
 
 def add_score_routes(app: FastAPI, gateway: Gateway) -> None:

@@ -5,41 +5,46 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt, StrictStr
-from starlette.responses import Response, StreamingResponse
+from pydantic import ConfigDict, Field, StrictInt, StrictStr
+from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
     Fields,
+    ListOf,
     RequestBody,
     Texts,
     checked,
-    json_bytes,
-    json_response,
     rows_of,
 )
+from varlen_client.gateway.info import classifies_texts
+from varlen_client.gateway.json_reading import in_thread
+from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
 from varlen_client.gateway.text_fields import TextFields, given_options
-from varlen_client.row_answers import SparseVector
+from varlen_client.row_answers import LabelScore, SparseVector
 from varlen_client.tasks import EMBED, HIDDEN, PREDICT, SPARSE_EMBED, TOKEN_EMBED, RowTask
 from varlen_client.wire import Floats, ModelInfo, Pairs
 
 _Body = TypeVar("_Body", bound="_InputsBody")
 _Checked = TypeVar("_Checked", bound=RequestBody)
-_Row: TypeAlias = list[StrictStr]
+_Row: TypeAlias = ListOf[StrictStr]
 
 # Numbers in an answer of `/embed_all`: 256 MiB in fp32.
 MAX_TOKEN_FEATURES = 2**26
 
-# The task of `/embed_all` by the output of the model.
+# Width of vectors where the model's config leaves it to the checkpoint.
+_LARGEST_WIDTH = 1 << 14
 # Numbers of an answer that are written as JSON in one piece.
 _NUMBERS_AT_ONCE = 1 << 14
+# The task of `/embed_all` by the output of the model.
 _TOKEN_TASKS: Mapping[str, RowTask[list[Floats]]] = {
     "token_embeddings": TOKEN_EMBED,
     "last_hidden_state": HIDDEN,
@@ -72,6 +77,8 @@ class PromptFields(TextFields):
 class SparseBody(_InputsBody, PromptFields):
     """A request to `/embed_sparse` or `/embed_all`."""
 
+    ids_field = "inputs"
+
     inputs: Texts
     parameters: PromptFields = PromptFields()
 
@@ -86,6 +93,8 @@ class EmbedFields(PromptFields):
 class EmbedBody(_InputsBody, EmbedFields):
     """A request to `/embed`."""
 
+    ids_field = "inputs"
+
     inputs: Texts
     parameters: EmbedFields = EmbedFields()
 
@@ -94,7 +103,7 @@ class Sentences(Fields):
     """Sentences that are compared with one."""
 
     source_sentence: StrictStr
-    sentences: list[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS - 1)
+    sentences: ListOf[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS - 1)
 
 
 class SimilarityBody(_InputsBody, PromptFields):
@@ -102,6 +111,14 @@ class SimilarityBody(_InputsBody, PromptFields):
 
     inputs: Sentences
     parameters: PromptFields = PromptFields()
+
+
+class AnyBody(RequestBody):
+    """A request to `/`, whose other fields are checked in the form that they have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    ids_field = "inputs"
 
 
 class PredictFields(TextFields):
@@ -115,7 +132,7 @@ class PredictFields(TextFields):
 class PredictBody(_InputsBody, PredictFields):
     """A request to `/predict`: a text, a pair, or a batch of either."""
 
-    inputs: StrictStr | _Row | list[_Row]
+    inputs: StrictStr | _Row | ListOf[_Row]
     parameters: PredictFields = PredictFields()
 
     def activation(self) -> str:
@@ -146,7 +163,7 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         )
         rows = rows_of(body.inputs, "inputs")
         _, vectors, _ = await gateway.answer(body.model, EMBED, rows, text_fields=body, **options)
-        return json_response(vectors.tolist())
+        return json_response(Rows(vector.tolist() for vector in vectors))
 
     @app.post("/embed_sparse", tags=tags)
     async def embed_sparse(given: SparseBody) -> Response:
@@ -156,7 +173,7 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         _, vectors, _ = await gateway.answer(
             body.model, SPARSE_EMBED, rows_of(body.inputs, "inputs"), text_fields=body, **options
         )
-        return json_response([_terms(vector) for vector in vectors])
+        return json_response(Rows(map(_terms, vectors)))
 
     @app.post("/embed_all", tags=tags)
     async def embed_all(given: SparseBody) -> Response:
@@ -172,7 +189,7 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
                 f"model {info.name!r} gives hidden states, whose texts have no prompt; leave prompt_name out"
             )
         _, arrays, _ = await gateway.answer(body.model, task, rows, text_fields=body, **options)
-        return StreamingResponse(_json_of_rows(arrays), media_type="application/json")
+        return json_response(Rows(Blocks(_blocks(array)) for array in arrays))
 
     @app.post("/similarity", tags=tags)
     async def similarity(given: SimilarityBody) -> Response:
@@ -194,29 +211,33 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
         _, found, _ = await gateway.answer(
             body.model, PREDICT, rows, text_fields=body, activation=body.activation(), **options
         )
-        answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
-        return json_response(answer if is_batch else answer[0])
+        rows_of_labels = map(_labels, found)
+        return json_response(Rows(rows_of_labels) if is_batch else next(rows_of_labels))
 
     async def rerank(body: RerankBody) -> Response:
         return await rerank_as_tei(gateway, body)
 
     @app.post("/", tags=tags)
-    async def root(body: dict[str, Any]) -> Response:
+    async def root(given: AnyBody) -> Response:
         """Do what the model is for: embed or classify texts.
 
         A body of `/similarity` or `/rerank` is answered as there.
         """
-        model = body.get("model")
-        info = await gateway.info(model if isinstance(model, str) else None)
+        body = {**(given.model_extra or {}), "model": given.model}
+        info = await gateway.info(given.model)
         inputs = body.get("inputs")
         if isinstance(inputs, dict) and "source_sentence" in inputs:
             return await _call(similarity, SimilarityBody, body)
         if "query" in body:
             return await _call(rerank, RerankBody, body)
-        if "logits" in info.outputs:
+        if classifies_texts(info):
             return await _call(predict, PredictBody, body)
         if "indices" in info.outputs:
             return await _call(embed_sparse, SparseBody, body)
+        if "logits" in info.outputs:
+            raise InvalidRequest(
+                f"model {info.name!r} labels tokens, which TEI has no path for; ask the server itself"
+            )
         return await _call(embed, EmbedBody, body)
 
 
@@ -224,7 +245,7 @@ async def _call(
     route: Callable[[_Checked], Awaitable[Response]], form: type[_Checked], body: dict[str, Any]
 ) -> Response:
     """Return the answer of a route to a body, which is checked for its form."""
-    return await route(checked(form, body))
+    return await route(await in_thread(partial(checked, form, body)))
 
 
 def _merged(body: _Body) -> _Body:
@@ -258,7 +279,9 @@ def _check_size(rows: list[str] | list[list[int]], info: ModelInfo) -> None:
     """Raise InvalidRequest if an answer for each token might be too large."""
     tokens = sum(len(row.encode(errors="replace") if isinstance(row, str) else row) for row in rows)
     width = next(info.outputs[name][-1] for name in _TOKEN_TASKS if name in info.outputs)
-    most = MAX_TOKEN_FEATURES // max(width, 1)
+    if width < 1:
+        width = _LARGEST_WIDTH
+    most = MAX_TOKEN_FEATURES // width
     if tokens > most:
         raise InvalidRequest(
             f"inputs has {tokens} bytes of text or token ids; allowed: up to {most}, since each may have"
@@ -266,20 +289,15 @@ def _check_size(rows: list[str] | list[list[int]], info: ModelInfo) -> None:
         )
 
 
-async def _json_of_rows(arrays: list[Floats]) -> AsyncGenerator[bytes, None]:
-    """Yield a list of arrays as JSON, some of their rows at a time.
+def _blocks(array: Floats) -> Iterator[list[list[float]]]:
+    """Yield the vectors of an array, some at a time."""
+    rows = max(1, _NUMBERS_AT_ONCE // array.shape[1])
+    for begin in range(0, len(array), rows):
+        yield array[begin : begin + rows].tolist()
 
-    Lists of all their numbers would fill the memory, and hold up other requests.
-    """
-    for index, array in enumerate(arrays):
-        yield b",[" if index else b"[["
-        rows = max(1, _NUMBERS_AT_ONCE // array.shape[1])
-        for begin in range(0, len(array), rows):
-            block = json_bytes(array[begin : begin + rows].tolist())
-            # without the brackets of its list
-            yield (b"," if begin else b"") + block[1:-1]
-        yield b"]"
-    yield b"]"
+
+def _labels(row: Sequence[LabelScore]) -> list[dict[str, Any]]:
+    return [{"score": each.score, "label": each.label} for each in row]
 
 
 def _terms(vector: SparseVector) -> list[dict[str, int | float]]:

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, rows_of
-from varlen_client.gateway.chat import Message
+from varlen_client.gateway.bodies import (
+    MAX_INPUTS,
+    Ids,
+    ListOf,
+    RequestBody,
+    RowsOfIds,
+    rows_of,
+)
+from varlen_client.gateway.chat import Messages
+from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText
+
+# The answer has many times the bytes of a text.
+MAX_BYTES_OF_TEXT = 1 << 17
+MAX_BYTES_OF_TEXTS = 1 << 20
+# Tokens of an answer that are written in one piece.
+_TOKENS_AT_ONCE = 1 << 10
+
+# TEI's object of a token.
+_Token: TypeAlias = dict[str, Any]
 
 
 class TokenizeBody(RequestBody):
     """A request to `/tokenize`: `inputs` of TEI, or `prompt` or `messages` of vLLM."""
 
-    inputs: StrictStr | list[StrictStr] | None = None
+    inputs: StrictStr | ListOf[StrictStr] | None = None
     prompt: StrictStr | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: StrictBool | None = None
     """By default true, but false for `messages`."""
     prompt_name: StrictStr | None = None
@@ -68,13 +86,17 @@ class TokenizeBody(RequestBody):
 class DetokenizeBody(RequestBody):
     """A request to `/detokenize`."""
 
-    tokens: list[StrictInt]
+    ids_field = "tokens"
+
+    tokens: Ids
 
 
 class DecodeBody(RequestBody):
     """A request to `/decode`."""
 
-    ids: list[StrictInt] | list[list[StrictInt]]
+    ids_field = "ids"
+
+    ids: RowsOfIds
     skip_special_tokens: StrictBool = True
 
 
@@ -86,6 +108,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         """Return the tokens of each of `inputs`, or of vLLM's `prompt` or `messages`."""
         texts = body.texts()
+        _check_bytes(texts)
         model = await gateway.models.get(body.model)
         found = await model.client.tokenize(
             texts,
@@ -96,7 +119,10 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         )
         if body.inputs is not None:
             return json_response(
-                [_tokens(str(text), each) for text, each in zip(texts, found, strict=True)]
+                Rows(
+                    Blocks(_blocks(_tokens(str(text), each)))
+                    for text, each in zip(texts, found, strict=True)
+                )
             )
         [only] = found
         answer: dict[str, Any] = {
@@ -133,13 +159,33 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         )
 
 
-def _tokens(text: str, found: TokenizedText) -> list[dict[str, Any]]:
-    """Return TEI's objects of the tokens of a text.
+def _check_bytes(texts: Tokenizable) -> None:
+    """Raise InvalidRequest if the tokens of texts or chats would take long to read."""
+    sizes = [
+        len(row.encode(errors="replace"))
+        if isinstance(row, str)
+        else sum(len(str(each["content"]).encode(errors="replace")) for each in row)
+        for row in texts
+    ]
+    if max(sizes) > MAX_BYTES_OF_TEXT or sum(sizes) > MAX_BYTES_OF_TEXTS:
+        raise InvalidRequest(
+            f"the longest text has {max(sizes)} bytes, and all have {sum(sizes)}; allowed: up to"
+            f" {MAX_BYTES_OF_TEXT} in a text and {MAX_BYTES_OF_TEXTS} in all, so send them in parts"
+        )
+
+
+def _blocks(tokens: Iterator[_Token]) -> Iterator[list[_Token]]:
+    """Yield tokens, some at a time."""
+    while block := list(islice(tokens, _TOKENS_AT_ONCE)):
+        yield block
+
+
+def _tokens(text: str, found: TokenizedText) -> Iterator[_Token]:
+    """Yield TEI's objects of the tokens of a text.
 
     A special token has no place in the text.
     """
     whole = found.prompt + text
-    tokens = []
     for token_id, token, special, (start, stop) in zip(
         found.token_ids, found.tokens, found.special, found.offsets, strict=True
     ):
@@ -147,5 +193,4 @@ def _tokens(text: str, found: TokenizedText) -> list[dict[str, Any]]:
             place = {"text": token, "special": True, "start": None, "stop": None}
         else:
             place = {"text": whole[start:stop], "special": False, "start": start, "stop": stop}
-        tokens.append({"id": token_id, **place})
-    return tokens
+        yield {"id": token_id, **place}

@@ -17,9 +17,11 @@ OUTPUTS = {
     "sparse": {"indices": (-1,), "values": (-1,)},
     "ranker": {"logits": (1,)},
     "classifier": {"logits": (3,)},
+    "tagger": {"logits": (-1, 9)},
     "writer": {"text_output": (-1,)},
     "tokens": {"token_embeddings": (-1, 4)},
     "states": {"last_hidden_state": (-1, 4)},
+    "unknown_width": {"last_hidden_state": (-1, -1)},
 }
 MODELS = tuple(OUTPUTS)
 

@@ -15,6 +15,7 @@ from varlen_client.errors import (
     ServerUnavailable,
 )
 from varlen_client.gateway import edge, models
+from varlen_client.gateway.chat import MAX_MESSAGES
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
@@ -323,6 +324,9 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
             await client.post("/embed_sparse", json={"model": "embedder", "inputs": ["abc"]})
             await client.post("/embed", json={})
             await client.get("/etc/passwd")
+            for name in ("embedder", "missing"):
+                await client.post(f"/v2/models/{name}/infer", json={})
+                await client.get(f"/v1/models/{name}")
             await client.post("/v1/completions", json={"model": "writer", "prompt": "a"})
             ranked = {"model": "ranker", "query": "q", "texts": ["ab", "c"]}
             await client.post("/rerank", json=ranked)
@@ -333,7 +337,11 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
 
     assert 'varlen_gateway_requests_total{path="/embed",status="200"} 1.0' in page
     assert 'varlen_gateway_requests_total{path="/embed",status="400"} 1.0' in page
-    # names of paths are bounded
+    # names of paths are bounded, and models are no names of paths
+    infer, model = "/v2/models/{name}/infer", "/v1/models/{name}"
+    assert f'varlen_gateway_requests_total{{path="{infer}",status="400"}} 2.0' in page
+    for status in (200, 404):
+        assert f'varlen_gateway_requests_total{{path="{model}",status="{status}"}} 1.0' in page
     assert 'varlen_gateway_requests_total{path="other",status="404"} 1.0' in page
     assert 'varlen_gateway_tokens_total{kind="prompt"} 20.0' in page
     assert 'varlen_gateway_tokens_total{kind="completion"} 4.0' in page
@@ -361,6 +369,21 @@ def test_the_api_page_describes_every_path(send):
         "/v1/embed", "/v2/embed", "/infinity/rerank", "/infinity/embeddings", "/v2/models/{name}/infer",
         "/tokenize", "/detokenize", "/decode",
     }  # fmt: skip
+
+
+def test_the_api_page_describes_the_bodies_that_the_gateway_reads_itself(send):
+    page = send("GET", "/openapi.json").json()
+    forms = page["components"]["schemas"]
+
+    def form_of(path):
+        body = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return forms[body["$ref"].rpartition("/")[2]]["properties"]
+
+    kinds = [each["type"] for each in form_of("/v1/embeddings")["input"]["anyOf"]]
+    assert kinds == ["string", "array", "array", "array"]
+    assert form_of("/v1/chat/completions")["messages"]["maxItems"] == MAX_MESSAGES
+    assert form_of("/v2/rerank")["return_documents"]["default"] is False
+    assert "model" in form_of("/")
 
 
 def test_the_end_of_the_gateway_closes_its_clients(make_app, calls):

@@ -189,6 +189,11 @@ REFUSED = [
     ((CHAT,), {"function_call": {"name": "f"}}, "function_call is {'name': 'f'}: Input should"),
     ((CHAT,), {"verbosity": "low"}, "verbosity is 'low': Input should be 'medium'"),
     ((CHAT,), {"modalities": ["text", "audio"]}, "modalities.1 is 'audio': Input should be 'text'"),
+    (
+        (COMPLETION, CHAT),
+        {"stream_options": {"include_usage": True}},
+        "stream_options.include_usage is True without stream: true; send both",
+    ),
     ((CHAT,), {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
     ((CHAT,), {"echo": True}, "echo is True: Input should be False"),
     ((CHAT,), {"documents": [{"text": "a"}]}, "documents is not supported"),

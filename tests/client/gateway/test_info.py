@@ -38,6 +38,15 @@ def test_truncation_is_as_the_gateway_was_started(send, make_app):
     assert info["auto_truncate"] is True
 
 
+def test_a_model_that_labels_tokens_is_no_classifier_of_texts(send, make_app, calls, refusal):
+    assert send("GET", "/info?model=tagger").json()["model_type"] is None
+
+    status, error = refusal("/?model=tagger", inputs="a")
+
+    assert (status, calls.received) == (400, [])
+    assert error["message"].startswith("model 'tagger' labels tokens, which TEI has no path for")
+
+
 def test_what_the_checkpoint_decides_is_null(send, make_app):
     info = send("GET", "/info", app=make_app(model="embedder")).json()
 

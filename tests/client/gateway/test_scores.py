@@ -7,6 +7,7 @@ from .fake_models import score_of, vector_of
 
 TEXTS = ["first", "second one", "third"]
 PAIRS = [("query", text) for text in TEXTS]
+RANKED = {"model": "ranker", "query": "query", "documents": TEXTS}
 SCORES = [score_of(pair) for pair in PAIRS]
 
 
@@ -52,8 +53,22 @@ def test_the_best_texts_only(post):
     assert [rank["index"] for rank in ranks] == [int(np.argmax(SCORES))]
 
 
+@pytest.mark.parametrize(
+    "path, has_documents",
+    [("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False), ("/infinity/rerank", False)],
+)
+def test_each_path_has_documents_by_default_as_its_interface_has(post, path, has_documents):
+    for options, expected in (
+        ({}, has_documents),
+        ({"return_documents": True}, True),
+        ({"return_documents": False}, False),
+    ):
+        results = post(path, **RANKED, **options)["results"]
+        assert [("document" in each) for each in results] == [expected] * len(TEXTS)
+
+
 def test_infinitys_documents_are_strings(post):
-    answer = post("/infinity/rerank", model="ranker", query="query", documents=TEXTS)
+    answer = post("/infinity/rerank", **RANKED, return_documents=True)
 
     assert [each["document"] for each in answer["results"]] == [
         TEXTS[each["index"]] for each in answer["results"]
@@ -109,10 +124,18 @@ def test_an_embedding_models_scores_are_cosines(post, calls):
         ({"text_1": ["a", "b"], "text_2": "a"}, "text_1 has 2 texts and text_2 1; allowed: one"),
         ({"text_1": "a", "text_2": []}, "text_2, which has 1 to 2048"),
         ({"text_1": "a", "text_2": ["a"] * 2049}, "text_2 2049; allowed"),
+        (
+            {"queries": "a", "documents": ["a"] * 3000},
+            "queries has 1 texts and documents 3000; allowed: one text in queries",
+        ),
+        (
+            {"queries": "a" * (1 << 20), "documents": ["a"] * 100},
+            "queries has 1048576 characters for 100 documents",
+        ),
         ({"text_1": "a", "text_2": "a", "use_activation": True}, "has no activation"),
         ({"text_1": "a", "text_2": "a", "truncation_side": "left"}, "no text is cut"),
     ],
-    ids=["missing", "twice", "more", "none", "many", "activation", "side"],
+    ids=["missing", "twice", "more", "none", "many", "names", "long", "activation", "side"],
 )
 def test_sides_that_do_not_fit_are_refused(refusal, calls, body, message):
     status, error = refusal("/v1/score", model="embedder", **body)
@@ -135,7 +158,7 @@ def test_raw_scores_and_texts_on_request(post, calls):
 def test_documents_are_ranked_as_by_cohere_and_jina(post, calls, path):
     documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
 
-    answer = post(path, model="ranker", query="query", documents=documents)
+    answer = post(path, model="ranker", query="query", documents=documents, return_documents=True)
 
     order = np.argsort(SCORES)[::-1].tolist()
     assert answer.pop("id").startswith("rerank-")

@@ -88,8 +88,9 @@ def test_embed_all_has_a_vector_for_each_token(post, calls, model, method):
         ("states", {"prompt_name": "query"}, "whose texts have no prompt"),
         ("tokens", {"inputs": ["ab", "é"]}, "inputs has 4 bytes of text or token ids; allowed: up"),
         ("tokens", {"inputs": [[1, 2], [3, 4]]}, "up to 3, since each may have 4 numbers"),
+        ("unknown_width", {}, "allowed: up to 0, since each may have 16384 numbers"),
     ],
-    ids=["model", "prompt", "texts", "ids"],
+    ids=["model", "prompt", "texts", "ids", "width"],
 )
 def test_embed_all_refuses_other_models_and_large_answers(
     refusal, calls, monkeypatch, model, options, message

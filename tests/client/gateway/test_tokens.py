@@ -3,6 +3,7 @@
 import pytest
 
 from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.tokens import MAX_BYTES_OF_TEXT
 
 
 def test_tokens_in_the_form_of_tei(post, calls):
@@ -112,6 +113,21 @@ def test_texts_of_tokens(post, calls):
         ),
         ("/tokenize", {"messages": [], "prompt": "a"}, "messages is []: "),
         ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template is not supported"),
+        (
+            "/tokenize",
+            {"inputs": ["é" * (MAX_BYTES_OF_TEXT // 2 + 1), "a"]},
+            f"the longest text has {MAX_BYTES_OF_TEXT + 2} bytes, and all have {MAX_BYTES_OF_TEXT + 3}",
+        ),
+        (
+            "/tokenize",
+            {"inputs": ["a" * MAX_BYTES_OF_TEXT] * 9},
+            f"the longest text has {MAX_BYTES_OF_TEXT} bytes, and all have {9 * MAX_BYTES_OF_TEXT}",
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "a" * MAX_BYTES_OF_TEXT}] * 2},
+            f"the longest text has {2 * MAX_BYTES_OF_TEXT} bytes",
+        ),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0 is 'a': "),
         ("/decode", {"ids": [[1.5]]}, "ids is [[1.5]]: "),
         ("/decode", {"ids": [[1]] * 2049}, "ids has 2049 rows; allowed: 1 to 2048"),
