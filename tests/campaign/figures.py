@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from varlen_bench.harness.rows import Cell, Provenance, cell
-from varlen_bench.harness.tables import Table
+from varlen_bench.harness.rows import Cell, Provenance
+from varlen_bench.harness.tables import csv_table
+from varlen_tools.tables import Table
 
 from .endings import ENDS, End
 from .report import Report
@@ -44,10 +46,10 @@ def tables(reports: Sequence[Report], seed: int) -> Iterator[Table]:
     """Return the tables of a run: requests by kind, and state by phase."""
     every = rows(reports, seed)
     requests = ("phase", "kind", "requests", *ENDS)
-    yield Table.of("Requests by kind and end", requests, every)
+    yield csv_table("Requests by kind and end", requests, every)
     held = [f"{name}_{when}" for name in _STATE_HEADINGS for when in ("before", "after")]
     phases = [row for row in every if row["kind"] == _ALL]
-    yield Table.of(
+    yield csv_table(
         "Phases, and what the server held before and after",
         ("phase", "seconds", "problems", *held, "notes"),
         phases,
@@ -96,6 +98,4 @@ def _notes(report: Report) -> str:
 
 def _markdown(table: Table) -> str:
     headings = [heading.replace("_", " ") for heading in table.headings]
-    lines = [headings, ["---"] * len(headings), *table.lines]
-    shown = "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
-    return f"## {table.title}\n\n{shown}"
+    return "\n".join((f"## {table.title}\n", *replace(table, headings=headings).markdown()))
