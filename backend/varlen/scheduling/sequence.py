@@ -331,8 +331,8 @@ class BatchResult:
             where all beams of a search have the same one; empty after an error.
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
-        failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and another
-            one has started, which has no KV blocks of the old one, or the model cannot run any more.
+        failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
+            KV memory is lost, or the model cannot run any more.
     """
 
     outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
