@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from varlen.errors import EngineError
+from varlen.execution.executor import WorkerEndedError
 from varlen.execution.workers.messages import Answers, receive_answers
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Float32Array
@@ -18,10 +19,6 @@ _log = logging.getLogger(__name__)
 
 # A worker that takes longer than this, and than twenty times what is expected, hangs.
 _HUNG_SECONDS, _HUNG_FACTOR = 300.0, 20
-
-
-class WorkerEndedError(Exception):
-    """The worker process ended before it answered."""
 
 
 class WorkerConnection:

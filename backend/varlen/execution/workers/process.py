@@ -14,8 +14,9 @@ from threading import Lock
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
+from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import ModelInfo
-from varlen.execution.workers.connection import WorkerConnection, WorkerEndedError
+from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.messages import send_batch
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.memory.memory_use import MemoryUse
