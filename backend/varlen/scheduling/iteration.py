@@ -58,7 +58,7 @@ from varlen.scheduling.step_limits import StepLimits, check_fits
 _log = logging.getLogger(__name__)
 
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
-_WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says how"
+_WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # After a step that ran out of memory, steps grow again by this part of the largest step each.
 _STEP_GROWTH = 32

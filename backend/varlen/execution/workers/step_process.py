@@ -170,5 +170,5 @@ class StepProcess(ModelProcess[StepInfo]):
 
 
 def _limits(info: StepInfo) -> tuple[object, ...]:
-    """Return the facts that the engine relies on: all but what is measured."""
-    return astuple(replace(info, weight_bytes=0, arena_bytes=0))
+    """Return the facts that the engine relies on, without a name and sizes that depend on measured choices."""
+    return astuple(replace(info, device_name="", weight_bytes=0, arena_bytes=0))
