@@ -1,4 +1,4 @@
-"""The worker process of a model that generates, in the real server: what dies there costs no request a token."""
+"""Worker processes of generation in the real server: their end costs no token."""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""What the engine needs of a model that generates, whether it runs in this process or in one of its own."""
+"""A model that generates, as the engine sees it.
+
+It runs in this process or in one of its own.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias

@@ -99,7 +99,9 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
 
 
 def source_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
-    """Return every input that a program of an encoder may read, by name; nothing if no chunk encodes its source.
+    """Return every input that a program of an encoder may read, by name.
+
+    There is none if no chunk encodes its source.
 
     Args:
         chunks: chunks of the step.

@@ -115,7 +115,9 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
 
 
 def warm_up_choice(choose: Choose, info: StepInfo) -> None:
-    """Choose tokens once of each kind on a CPU, where the model runs in a process of its own.
+    """Choose tokens with options of each kind, on a CPU, without the model.
+
+    Where the model runs in a process of its own, that process has warmed it up.
 
     Args:
         choose: chooses them.

@@ -216,7 +216,7 @@ class BlockPool:
             self._block_of.setdefault(key, block_ids[index])
 
     def forget_contents(self) -> None:
-        """Forget all stored beginnings: the memory of the blocks was lost. No block table may be in use."""
+        """Forget what blocks hold, which was lost. No block table may be in use."""
         assert not any(self._references)
         self._free = list(range(self.num_blocks))
         self._key_of.clear()

@@ -1,11 +1,14 @@
-"""Memory that processes share by a file descriptor: it has no name, and ends with its last process."""
+"""Memory that processes share by a file descriptor.
+
+It has no name, so nothing is left of it after its last process.
+"""
 
 import mmap
 import os
 
 
 def new_shared(num_bytes: int) -> int:
-    """Return the file descriptor of new memory of zeros; pages are taken when they are first written."""
+    """Return the file descriptor of new memory of zeros."""
     descriptor = os.memfd_create("varlen")
     os.ftruncate(descriptor, num_bytes)
     return descriptor

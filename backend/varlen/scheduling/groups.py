@@ -157,7 +157,7 @@ class GroupMemory:
         self._release_kept()
 
     def forget_contents(self) -> None:
-        """Forget what blocks hold, and the copies: the memory was lost. No group may hold a block."""
+        """Forget copies and what blocks hold, which was lost. No group may hold a block."""
         self.end_copies()
         self.blocks.forget_contents()
 

@@ -119,7 +119,7 @@ def is_gone(pid):
 
 
 def answers_of(generator, kinds, *, max_tokens=24):
-    """Return the answer of each kind, all generated beside each other, as sent and as joined."""
+    """Return the answer of each kind, and the parts that were sent."""
     parts = {}
     futures = {}
     for number, (kind, options) in enumerate(kinds.items()):

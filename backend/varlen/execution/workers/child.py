@@ -1,4 +1,4 @@
-"""The process's side of a model in a process of its own: it loads the model, then answers batches.
+"""A process of a model: loads the model, then answers batches.
 
 It gets a socket of whole JSON messages, its control socket. The engine sends the checkpoint and the settings, and gets
 log lines and then the model's description, or an error. When the engine closes its end, or dies, the process ends.

@@ -22,7 +22,9 @@ _HUNG_SECONDS, _HUNG_FACTOR = 300.0, 20
 
 
 class WorkerConnection:
-    """A connection to one worker process at a time. Not for two threads at once, except for `use`.
+    """A connection to one worker process at a time.
+
+    Not for two threads at once, except for `use`.
 
     Attributes:
         pid: id of the process.

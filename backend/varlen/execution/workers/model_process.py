@@ -1,4 +1,7 @@
-"""The engine's side of a model in a process of its own: its start, log and errors, and its next start if it ended."""
+"""The engine's side of a process of a model: its start, log, errors and end.
+
+A process that has ended is started again, with the same checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loads a model that generates: on a server with a CPU into a process of its own, else into this one."""
+"""Loads a model that generates, into this process or one of its own.
+
+On a server's CPU it has its own.
+"""
 
 from __future__ import annotations
 

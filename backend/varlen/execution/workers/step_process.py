@@ -1,7 +1,7 @@
-"""A model that generates, on a CPU in a process of its own. The engine's process chooses tokens from its logits.
+"""The engine's side of a model that generates in a process of its own.
 
-A crash, or an end for lack of memory, ends the process, not the engine's: sequences are computed again in the next
-one, from their tokens.
+The process computes logits on a CPU; the engine chooses tokens from them. A crash, or an end for lack of memory, ends
+the process, not the engine: sequences are computed again in the next one, from their tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
 class StepProcess(ModelProcess[StepInfo]):
-    """Runs steps in one worker process at a time. Not for two threads at once, except for `use`.
+    """Runs steps in one worker process at a time.
+
+    Not for two threads at once, except for `use`.
 
     Attributes:
         graph_use: cost of CUDA graphs, which it has none of.
@@ -170,5 +172,6 @@ class StepProcess(ModelProcess[StepInfo]):
 
 
 def _limits(info: StepInfo) -> tuple[object, ...]:
-    """Return the facts that the engine relies on, without a name and sizes that depend on measured choices."""
+    """Return the facts that the engine relies on."""
+    # the others depend on measured choices, and the name is for the log
     return astuple(replace(info, device_name="", weight_bytes=0, arena_bytes=0))
