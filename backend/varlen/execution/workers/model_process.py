@@ -49,6 +49,7 @@ class ModelProcess(Generic[_Info]):
         *,
         new_info: Callable[..., _Info],
         limits_of: Callable[[_Info], tuple[object, ...]],
+        new_session: bool = True,
     ) -> None:
         """Start the process and load the model.
 
@@ -58,6 +59,7 @@ class ModelProcess(Generic[_Info]):
             config: the settings.
             new_info: type of `info`.
             limits_of: returns the facts that the engine relies on; measured choices may differ from load to load.
+            new_session: see `start_module`.
 
         Raises:
             CheckpointError, ConfigError: the checkpoint or a setting is refused.
@@ -73,6 +75,7 @@ class ModelProcess(Generic[_Info]):
         self._folder = folder
         self._new_info = new_info
         self._limits_of = limits_of
+        self._new_session = new_session
         self.info = self._load()
 
     @property
@@ -84,7 +87,11 @@ class ModelProcess(Generic[_Info]):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = start_module(
-                self._module, theirs, _ENVIRONMENT, stdin=subprocess.DEVNULL
+                self._module,
+                theirs,
+                _ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                new_session=self._new_session,
             )
         try:
             self._control.send(json.dumps(self._setup).encode())

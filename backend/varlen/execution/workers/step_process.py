@@ -71,7 +71,10 @@ class StepProcess(ModelProcess[StepInfo]):
             CheckpointError, ConfigError: see `StepRunner`.
             EngineError: the process failed.
         """
-        super().__init__(_MODULE, folder, config, new_info=StepInfo, limits_of=_limits)
+        # Linux schedules a session as one: in another one, each step would wait twice for the time slices of others
+        super().__init__(
+            _MODULE, folder, config, new_info=StepInfo, limits_of=_limits, new_session=False
+        )
         self._choose = choose
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Load the model, then run steps."""
+    # a signal for the server's group is not for it
+    os.setpgid(0, 0)
     run_model(_load, _run_steps)
 
 
