@@ -12,7 +12,12 @@ from varlen.errors import EngineError
 
 
 def start_module(
-    name: str, connection: socket.socket, environment: Mapping[str, str], *, stdin: int
+    name: str,
+    connection: socket.socket,
+    environment: Mapping[str, str],
+    *,
+    stdin: int,
+    new_session: bool = True,
 ) -> "subprocess.Popen[bytes]":
     """Start `python -m NAME FD`; return the process.
 
@@ -21,6 +26,7 @@ def start_module(
         connection: the end of a socket that the process gets as FD.
         environment: environment variables to set.
         stdin: standard input of the process, as of `subprocess.Popen`.
+        new_session: whether it has a session of its own; if not, it leaves the process group by itself.
 
     Raises:
         EngineError: there is no Python command of this version.
@@ -28,7 +34,7 @@ def start_module(
     return subprocess.Popen(
         [_python(), "-m", name, str(connection.fileno())],
         # a signal for the server's group is not for it: it ends with its connection
-        start_new_session=True,
+        start_new_session=new_session,
         stdin=stdin,
         pass_fds=[connection.fileno()],
         env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -139,6 +139,7 @@ def role_of(pid: int) -> str:
     for mark, role in (
         ("triton_python_backend_stub", "stub"),
         ("varlen.execution.workers.host", "worker"),
+        ("varlen.execution.workers.steps", "worker"),
         ("varlen-watchdog", "watchdog"),
         ("tritonserver", "server"),
     ):

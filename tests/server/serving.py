@@ -17,6 +17,9 @@ from varlen_tools.local_server import LOOPBACK, LocalServer
 # Longer than any condition takes on a busy machine. Only a failing test waits this long.
 TIMEOUT_SECONDS = 300.0
 
+# Modules of the processes that run models.
+_WORKERS = {"varlen.execution.workers.host", "varlen.execution.workers.steps"}
+
 
 def add_model(
     repository: Path, name: str, checkpoint: Path, *, text: str = "", **parameters: str
@@ -195,12 +198,18 @@ def worker_processes(stub_pid: int) -> tuple[int, list[int]]:
     return host, _children(host)
 
 
+def step_worker(stub_pid: int) -> int:
+    """Return the process id of the worker of a model that generates."""
+    (worker,) = _children(stub_pid)
+    return worker
+
+
 def _children(pid: int) -> list[int]:
     """Return the process ids of the children that run workers."""
     # /proc lists the children of each thread apart
     threads = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for each in threads for child in (each / "children").read_text().split()]
-    return [child for child in children if "varlen.execution.workers.host" in _command_line(child)]
+    return [child for child in children if _WORKERS.intersection(_command_line(child))]
 
 
 def is_running(pid: int) -> bool:

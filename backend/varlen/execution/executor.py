@@ -20,6 +20,10 @@ Completed: TypeAlias = Callable[[Batch, BatchResult], None]
 Outputs: TypeAlias = Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
 
 
+class WorkerEndedError(Exception):
+    """The worker process of a batch ended before it answered."""
+
+
 class CheckedRunner(Protocol):
     """Runs batches, and can be checked after one has failed."""
 
@@ -115,6 +119,8 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
         padding = runner.padding_tokens(batch.shape)
     except MemoryError:
         failure = "memory"
+    except WorkerEndedError:
+        failure = "worker"
     except BaseException:
         _log.exception("a batch of %d sequences failed", len(batch.sequences))
         failure = "batch" if _still_runs(runner) else "model"

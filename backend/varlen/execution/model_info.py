@@ -54,6 +54,41 @@ class ModelInfo:
         return Masks(np.arange(count, dtype=np.int32))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """A loaded model that generates.
+
+    Attributes:
+        device: kind of the device that runs it: cpu or cuda.
+        device_name: name of the device, for the log.
+        dtype: data type of weights and activations.
+        vocab_size: token ids are below this.
+        has_sources: whether each sequence has a source text, which an encoder reads.
+        max_sequence_tokens: longest sequence, prompt and answer together, in tokens.
+        max_step_tokens: largest step, in tokens.
+        max_logit_rows: most rows of logits of a step.
+        weight_bytes: memory of the weights, in bytes.
+        arena_bytes: largest memory of intermediates, in bytes.
+        num_blocks: number of KV blocks.
+        block_size: tokens of a KV block.
+        block_bytes: memory of a KV block in all layers, in bytes.
+    """
+
+    device: str
+    device_name: str
+    dtype: str
+    vocab_size: int
+    has_sources: bool
+    max_sequence_tokens: int
+    max_step_tokens: int
+    max_logit_rows: int
+    weight_bytes: int
+    arena_bytes: int
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class GraphUse:
     """What the captured CUDA graphs of a model cost.

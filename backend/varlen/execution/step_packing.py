@@ -1,7 +1,9 @@
 """Packs the inputs of one step of generation."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,40 @@ from torch import Tensor
 from varlen.execution.packing import bounds_of, positions_of
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
-from varlen.scheduling.sequence import Chunk
+from varlen.scheduling.sequence import Chunk, StepBatch
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+# Packed inputs by name, each one-dimensional.
+StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as arrays, which its runner needs and no more.
+
+    Attributes:
+        copies: `[copies, 2]`, source and destination of blocks to copy before the step.
+        sources: inputs of the encoder, if source texts are encoded before the step; else empty.
+        inputs: inputs of the decoder.
+    """
+
+    copies: Int64Array
+    sources: StepArrays
+    inputs: StepArrays
+
+
+def pack_step(step: StepBatch, block_size: int) -> PackedStep:
+    """Return a step as arrays.
+
+    Args:
+        step: the step.
+        block_size: tokens of a block.
+    """
+    return PackedStep(
+        np.array(step.copies, np.int64).reshape(-1, 2),
+        source_arrays(step.chunks, block_size),
+        step_arrays(step.chunks, block_size),
+    )
 
 
 def step_dims(inputs: Mapping[str, Tensor]) -> Dims:
@@ -26,6 +61,16 @@ def step_dims(inputs: Mapping[str, Tensor]) -> Dims:
 
 
 def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
+    """Return `step_arrays` as tensors."""
+    return tensors_of(step_arrays(chunks, block_size))
+
+
+def tensors_of(arrays: StepArrays) -> dict[str, Tensor]:
+    """Return arrays as tensors, which share their memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
     """Return every input that a program of a step may read, by name.
 
     Args:
@@ -38,7 +83,7 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
     position_ids = positions_of(bounds, lengths, starts)
     block_ids, table_bounds = tables_of([chunk.block_ids for chunk in chunks])
     samples = [len(chunk.samples) for chunk in chunks]
-    arrays: dict[str, Int32Array | npt.NDArray[np.int64]] = {
+    arrays: dict[str, Int32Array | Int64Array] = {
         "token_ids": flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
         "position_ids": position_ids,
         "slots": slots_of(block_ids, table_bounds, position_ids, lengths, block_size),
@@ -49,8 +94,32 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
         "logit_rows": np.repeat(bounds[1:] - 1, samples).astype(np.int32),
     }
     if chunks[0].source_block_ids:
-        arrays |= _source_inputs(chunks, lengths)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        arrays |= _source_tables(chunks, lengths)
+    return arrays
+
+
+def source_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
+    """Return every input that a program of an encoder may read, by name.
+
+    There is none if no chunk encodes its source.
+
+    Args:
+        chunks: chunks of the step.
+        block_size: tokens of a block.
+    """
+    new = [chunk for chunk in chunks if chunk.encodes]
+    if not new:
+        return {}
+    lengths = np.fromiter((len(chunk.encodes) for chunk in new), np.int32, len(new))
+    bounds = bounds_of(lengths)
+    position_ids = positions_of(bounds, lengths)
+    block_ids, tables = tables_of([chunk.source_block_ids for chunk in new])
+    return {
+        "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),
+        "position_ids": position_ids,
+        "cu_seqlens": bounds,
+        "slots": slots_of(block_ids, tables, position_ids, lengths, block_size),
+    }
 
 
 def slots_of(
@@ -59,7 +128,7 @@ def slots_of(
     position_ids: Int32Array,
     lengths: Int32Array,
     block_size: int,
-) -> npt.NDArray[np.int64]:
+) -> Int64Array:
     """Return the slot of each token in the KV caches: block · block_size + place.
 
     Args:
@@ -69,7 +138,7 @@ def slots_of(
         block_size: tokens of a block.
     """
     first = np.repeat(bounds[:-1], lengths)
-    blocks: npt.NDArray[np.int64] = block_ids[first + position_ids // block_size].astype(np.int64)
+    blocks: Int64Array = block_ids[first + position_ids // block_size].astype(np.int64)
     return blocks * block_size + position_ids % block_size
 
 
@@ -84,7 +153,7 @@ def tables_of(tables: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
     return flat(tables, int(bounds[-1])), bounds
 
 
-def _source_inputs(chunks: Sequence[Chunk], lengths: Int32Array) -> dict[str, Int32Array]:
+def _source_tables(chunks: Sequence[Chunk], lengths: Int32Array) -> dict[str, Int32Array]:
     """Return the tables of sources: each token is a row of its own."""
     sources = np.fromiter(
         (chunk.sequence.prompt.num_source_tokens for chunk in chunks), np.int32, len(chunks)

@@ -1,8 +1,8 @@
 """A loaded decoder: steps in, one token per sequence that samples out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -15,29 +15,26 @@ from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.step_runner import CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.device import check_step_dtype, choose_device
+from varlen.execution.device import check_step_dtype, choose_device, name_of
 from varlen.execution.kv_cache import new_caches
-from varlen.execution.model_info import GraphUse
+from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
+from varlen.execution.step_model import Choose
+from varlen.execution.step_packing import Int64Array, PackedStep
 from varlen.execution.step_program import load_programs
+from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.scheduling.sequence import (
     Batch,
     BeamStep,
     Chunk,
-    GeneratedSequence,
     SampledToken,
     StepBatch,
 )
 from varlen_kernels.cpu import copy_blocks
 from varlen_kernels.ops import kernels_for
-
-# Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
-Choose: TypeAlias = Callable[
-    [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
-]
 
 
 class DeviceSteps(Protocol):
@@ -146,10 +143,46 @@ class StepRunner:
             logits = self.steps.logits(step.chunks)
             return self._choose(logits, [each for chunk in step.chunks for each in chunk.samples])
 
+    def run_packed(self, step: PackedStep) -> Tensor:
+        """Return the logits of a step on a CPU, `[logit rows, vocabulary]`, valid until the next one.
+
+        Raises:
+            MemoryError: too little memory for what the step needs beside the arena.
+        """
+        assert isinstance(self.steps, CpuSteps)
+        with memory_errors(), torch.inference_mode():
+            self._copy_blocks(step.copies)
+            if self._encoder is not None:
+                self._encoder.run(step.sources)
+            return self.steps.run(step.inputs)
+
     @property
     def has_sources(self) -> bool:
         """Whether each sequence has a source text, which an encoder reads."""
         return self._encoder is not None
+
+    @property
+    def info(self) -> StepInfo:
+        """Model facts for the engine."""
+        return StepInfo(
+            device=self.device.type,
+            device_name=name_of(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            vocab_size=self.vocab_size,
+            has_sources=self.has_sources,
+            max_sequence_tokens=self.max_sequence_tokens,
+            max_step_tokens=self.max_step_tokens,
+            max_logit_rows=self.arenas[0].largest["logit_rows"],
+            weight_bytes=self.weight_bytes,
+            arena_bytes=sum(arena.capacity for arena in self.arenas),
+            num_blocks=self.kv.num_blocks,
+            block_size=self.kv.block_size,
+            block_bytes=self.kv.block_bytes,
+        )
+
+    def use(self) -> MemoryUse:
+        """Return the memory use. From any thread."""
+        return MemoryUse.total(arena.use() for arena in self.arenas)
 
     def has_nan(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the logits of a step hold NaN."""
@@ -169,8 +202,8 @@ class StepRunner:
         self.steps.close()
         self._caches.clear()
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        if not copies:
+    def _copy_blocks(self, copies: Int64Array | Sequence[tuple[int, int]]) -> None:
+        if not len(copies):
             return
         sources, destinations = torch.tensor(np.array(copies).T, device=self.device)
         for cache in self._caches.values():

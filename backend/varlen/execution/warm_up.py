@@ -16,18 +16,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cuda.buckets import Bucket
 from varlen.execution.cuda.timeout import call_within
-from varlen.execution.model_info import ModelInfo
+from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner
+    from varlen.execution.step_model import Choose
     from varlen.execution.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     """
     limit = timeout if runner.device.type == "cuda" else 0.0
     lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
-    for options in (_SEARCHED,) if runner.has_sources else (_GREEDY, _DRAWN, _SEARCHED):
+    for options in _options(has_sources=runner.has_sources):
         for length in lengths:
             chunk = _chunk(runner, length, 1, options)
             _run(runner, [chunk._replace(samples=(chunk.sequence,))], limit)
@@ -110,6 +112,23 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
         warm_up_kernels(runner, limit)
     # everything is compiled
     call_within(limit, partial(_check_logits, runner))
+
+
+def warm_up_choice(choose: Choose, info: StepInfo) -> None:
+    """Choose tokens with options of each kind, on a CPU, without the model.
+
+    Where the model runs in a process of its own, that process has warmed it up.
+
+    Args:
+        choose: chooses them.
+        info: model facts for the engine.
+    """
+    for options in _options(has_sources=info.has_sources):
+        with torch.inference_mode():
+            choose(
+                torch.zeros(1, info.vocab_size),
+                [_sequence(1, 1, options, has_sources=info.has_sources)],
+            )
 
 
 def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
@@ -171,12 +190,25 @@ def _chunk(
     runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
 ) -> Chunk:
     """Return a prompt of zeros in block 0 and a source text if needed."""
-    text = Source(np.zeros(source, dtype=np.int32) if runner.has_sources else None)
-    prompt = Prompt(np.zeros(length, dtype=np.int32), payload=text)
-    request = Request((prompt,), RequestOptions(generation=options))
-    (sequence,) = unanswered_sequences(request)
-    assert isinstance(sequence, GeneratedSequence)
+    sequence = _sequence(length, source, options, has_sources=runner.has_sources)
     blocks, sources = ((0,) * -(-count // runner.kv.block_size) for count in (length, source))
     if not runner.has_sources:
         return Chunk(sequence, 0, (0,) * length, blocks, ())
     return Chunk(sequence, 0, (0,) * length, blocks, (), sources, (0,) * source)
+
+
+def _options(*, has_sources: bool) -> tuple[GenerationOptions, ...]:
+    """Return options of each kind of choice that a model has."""
+    return (_SEARCHED,) if has_sources else (_GREEDY, _DRAWN, _SEARCHED)
+
+
+def _sequence(
+    length: int, source: int, options: GenerationOptions, *, has_sources: bool
+) -> GeneratedSequence:
+    """Return a sequence with a prompt of zeros, and a source text if needed."""
+    text = Source(np.zeros(source, dtype=np.int32) if has_sources else None)
+    prompt = Prompt(np.zeros(length, dtype=np.int32), payload=text)
+    request = Request((prompt,), RequestOptions(generation=options))
+    (sequence,) = unanswered_sequences(request)
+    assert isinstance(sequence, GeneratedSequence)
+    return sequence

@@ -226,6 +226,14 @@ class BlockPool:
             self._key_of[block_ids[index]] = key
             self._block_of.setdefault(key, block_ids[index])
 
+    def forget_contents(self) -> None:
+        """Forget what blocks hold, which was lost. No block table may be in use."""
+        assert not any(self._references)
+        self._free = list(range(self.num_blocks))
+        self._key_of.clear()
+        self._block_of.clear()
+        self._cached.clear()
+
     def _forget_key(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
 
@@ -32,7 +33,11 @@ class MemoryUse:
     @classmethod
     def total(cls, uses: Iterable[MemoryUse]) -> MemoryUse:
         """Return the use of several arenas together."""
-        return cls(*map(sum, zip(*map(astuple, uses), strict=True)))
+        return cls(*map(sum, zip(*(use.values() for use in uses), strict=True)))
+
+    def values(self) -> tuple[float, ...]:
+        """Return the values of all fields, in order."""
+        return _values(self)
 
     def metrics(self) -> MetricsSnapshot:
         """Return the gauges and totals of it."""
@@ -45,3 +50,7 @@ class MemoryUse:
             SnapshotMetric.PLAN_CACHE_HITS: self.plan_hits,
             SnapshotMetric.PLAN_CACHE_MISSES: self.plan_misses,
         }
+
+
+# much faster than `astuple`, which copies deeply
+_values = attrgetter(*(field.name for field in fields(MemoryUse)))

@@ -156,6 +156,11 @@ class GroupMemory:
         self.copies.clear()
         self._release_kept()
 
+    def forget_contents(self) -> None:
+        """Forget copies and what blocks hold, which was lost. No group may hold a block."""
+        self.end_copies()
+        self.blocks.forget_contents()
+
     def held(self, group: Group) -> int:
         """Return the number of blocks that a group holds or reserves, shared ones too."""
         tables = (group.source_block_ids, *(branch.block_ids for branch in group.branches))

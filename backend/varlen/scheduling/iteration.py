@@ -7,7 +7,8 @@ behind it. It takes the place of running ones that are far behind it, which go o
 
 KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that memory
 never interrupts it. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
-last one gives back its own and is computed again later, its generated tokens included; a beam search starts again.
+last one gives back its own and is computed again later, its generated tokens included; a beam search starts again. So
+are all sequences after the end of a worker process, whose KV memory is lost.
 
 A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
 prompt. The beams of a search run in the same steps; each has a block table, and they share blocks.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import cast
@@ -57,11 +59,14 @@ from varlen.scheduling.step_limits import StepLimits, check_fits
 _log = logging.getLogger(__name__)
 
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
+_WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # After a step that ran out of memory, steps grow again by this part of the largest step each.
 _STEP_GROWTH = 32
 # See decision 0044.
 _PATIENCE = 2
+# A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
+_MAX_CRASHES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +226,8 @@ class IterationScheduler:
             self._step_tokens = max(1, step.shape.tokens // 2)
             _log.warning("too little memory for a step of %d tokens", step.shape.tokens)
             return []
+        if result.failure == "worker":
+            return self._restart_all(group for group in in_flight if group not in removed)
         if result.failure is not None:
             error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _STEP_FAILED)
             return [SequenceFailure(g.first, error) for g in in_flight if g not in removed]
@@ -420,6 +427,24 @@ class IterationScheduler:
         for sequence in group.sequences:
             sequence.status = "waiting"
         self._enqueue(group)
+
+    def _restart_all(self, present: Iterable[Group]) -> list[Event]:
+        """Let all running groups start again, after their worker ended; return the failures.
+
+        Args:
+            present: groups of the step that it ran.
+        """
+        requests = {group.first.request: group.first for group in present}
+        for group in [*self._running]:
+            self._preempt(group)
+        self._memory.forget_contents()
+        for request in requests:
+            request.crashes += 1
+        return [
+            SequenceFailure(sequence, EngineError(_WORKERS_ENDED))
+            for request, sequence in requests.items()
+            if request.crashes >= _MAX_CRASHES
+        ]
 
     def _enqueue(self, group: Group) -> None:
         self._waiting.add(group)

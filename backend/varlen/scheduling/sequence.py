@@ -26,7 +26,7 @@ from varlen.request.request import (
 )
 
 Status: TypeAlias = Literal["waiting", "running", "finished"]
-Failure: TypeAlias = Literal["memory", "batch", "model"]
+Failure: TypeAlias = Literal["memory", "batch", "worker", "model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class RequestState:
         seconds_per_token: expected run time of its sequences, by token.
         unfinished: number of sequences that are not finished.
         started: whether any sequence has run or runs.
+        crashes: number of worker processes that ended while they ran a step with one of its sequences.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class RequestState:
     seconds_per_token: float = field(init=False)
     unfinished: int = field(init=False)
     started: bool = False
+    crashes: int = 0
 
     def __post_init__(self) -> None:
         prompts = self.request.prompts
@@ -336,7 +338,8 @@ class BatchResult:
             where all beams of a search have the same one; empty after an error.
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
-        failure: reason why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
+        failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
+            KV memory is lost, or the model cannot run any more.
     """
 
     outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]

@@ -264,7 +264,7 @@ def _load_service(
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from varlen.service.generation import GenerationService
 
-        return GenerationService.load(folder, config, stats, gpu=gpu)
+        return GenerationService.load(folder, config, stats, gpu=gpu, isolated=True)
     from varlen.service.service import Service
 
     return Service.load(folder, config, stats, gpu=gpu, isolated=True)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,15 +18,15 @@ from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
-from varlen.execution.device import choose_device, name_of, usable_cores
+from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import ModelExecutor, ThreadExecutor
-from varlen.execution.step_runner import StepRunner
-from varlen.execution.warm_up import warm_up
+from varlen.execution.model_info import StepInfo
+from varlen.execution.step_model import StepModel
+from varlen.execution.workers.step_models import load_step_model
 from varlen.intake.checks import InputLimits, Intake
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
-from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
@@ -41,7 +41,6 @@ from varlen.service.running import MEGABYTE, RunningModel
 from varlen.service.sandbox import generation_sandbox
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
-from varlen_kernels.cpu.compiled_ops import compiling
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +69,17 @@ class GenerationService(RunningModel):
     sandbox: Sandbox
     defaults: Mapping[str, object]
     scheduler: IterationScheduler
-    runner: StepRunner
+    runner: StepModel
 
     @classmethod
     def load(
-        cls, folder: str | Path, config: EngineConfig, stats: Stats, *, gpu: int = 0
+        cls,
+        folder: str | Path,
+        config: EngineConfig,
+        stats: Stats,
+        *,
+        gpu: int = 0,
+        isolated: bool = False,
     ) -> "GenerationService":
         """Return the model of a checkpoint folder, warmed up; see `Service.load`."""
         began = time.monotonic()
@@ -83,27 +88,33 @@ class GenerationService(RunningModel):
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
         sandbox, template = generation_sandbox(checkpoint, config, tokenizer.huggingface, ends)
-        # it loads while the weights do
-        sandbox.start()
-        grammars = Grammars(
-            sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
-        )
-        bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-        choice = TokenChoice(checkpoint, grammars, bad_words, choose_device(config.device, gpu))
-        runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
-        with compiling() if runner.device.type == "cpu" else nullcontext():
-            warm_up(runner, config.device_timeout_seconds)
-        intake = _new_intake(
-            checkpoint,
-            tokenizer,
-            max_sequence_tokens=runner.max_sequence_tokens,
-            max_text_bytes=config.max_text_bytes,
-            template=template,
-        )
-        if template is not None:
-            template.check()
+        with ExitStack() as opened:
+            opened.callback(sandbox.close)
+            # it loads while the weights do
+            sandbox.start()
+            grammars = Grammars(
+                sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
+            )
+            bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
+            choice = TokenChoice(checkpoint, grammars, bad_words, choose_device(config.device, gpu))
+            runner = load_step_model(
+                checkpoint, config, choice.choose, stats, gpu=gpu, isolated=isolated
+            )
+            opened.callback(runner.close)
+            info = runner.info
+            intake = _new_intake(
+                checkpoint,
+                tokenizer,
+                max_sequence_tokens=info.max_sequence_tokens,
+                max_text_bytes=config.max_text_bytes,
+                template=template,
+            )
+            if template is not None:
+                template.check()
+            # nothing fails from here on
+            opened.pop_all()
         executor: ModelExecutor = ThreadExecutor([runner])
-        if runner.device.type == "cuda":
+        if info.device == "cuda":
             executor = with_timeout(executor, config.device_timeout_seconds)
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
@@ -117,18 +128,18 @@ class GenerationService(RunningModel):
                 eos_ids=ends,
             )
 
-        scheduler = _new_scheduler(config, runner, admission)
+        scheduler = _new_scheduler(config, info, admission)
         engine = Engine(scheduler, executor, stats, new_writer=new_writer)
         engine.start()
-        _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
-        defaults = search_defaults(checkpoint, runner.max_sequence_tokens)
+        _log_loaded(checkpoint, config, info, seconds=time.monotonic() - began)
+        defaults = search_defaults(checkpoint, info.max_sequence_tokens)
         parts = checkpoint, intake, admission, engine, executor
         compile_queue = _new_compile_queue(config, admission, stats)
         compile_queue.start()
         model = cls(
             *parts, grammars, bad_words, compile_queue, sandbox, defaults, scheduler, runner
         )
-        model.log_notes(runner.max_sequence_tokens)
+        model.log_notes(info.max_sequence_tokens)
         return model
 
     @property
@@ -210,7 +221,7 @@ class GenerationService(RunningModel):
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""
-        arenas = self.runner.arenas
+        info = self.runner.info
         counts = self.scheduler.snapshot()
         grammars = self.grammars.use()
         queue = dict(self.queue_metrics())
@@ -221,9 +232,9 @@ class GenerationService(RunningModel):
             SnapshotMetric.GRAMMAR_BYTES: grammars.held_bytes,
             SnapshotMetric.GRAMMAR_COMPILATIONS: grammars.started,
             SnapshotMetric.GRAMMAR_EVICTIONS: grammars.evictions,
-            SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
-            SnapshotMetric.ARENA_CAPACITY: sum(arena.capacity for arena in arenas),
-            **MemoryUse.total(arena.use() for arena in arenas).metrics(),
+            SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: info.arena_bytes,
+            **self.runner.use().metrics(),
             **self.runner.graph_use.metrics(),
             SnapshotMetric.RUNNING_SEQUENCES: counts.running,
             SnapshotMetric.WAITING_SEQUENCES: counts.waiting,
@@ -238,7 +249,7 @@ class GenerationService(RunningModel):
         }
 
     def release(self) -> None:
-        """Release the weights and the KV caches."""
+        """Release the weights and the KV caches, and end their process."""
         self.runner.close()
 
 
@@ -277,33 +288,32 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 
 
 def _new_scheduler(
-    config: EngineConfig, runner: StepRunner, admission: Admission
+    config: EngineConfig, info: StepInfo, admission: Admission
 ) -> IterationScheduler:
     limits = StepLimits(
-        max_step_tokens=runner.max_step_tokens,
+        max_step_tokens=info.max_step_tokens,
         max_running_sequences=config.max_running_sequences,
-        max_sequence_tokens=runner.max_sequence_tokens,
+        max_sequence_tokens=info.max_sequence_tokens,
     )
-    kv = runner.kv
-    blocks = BlockPool(kv.num_blocks, kv.block_size, prefix_cache=config.prefix_cache)
+    blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)
     return IterationScheduler(limits, blocks, config.kv_policy, admission)
 
 
 def _log_loaded(
-    checkpoint: Checkpoint, config: EngineConfig, runner: StepRunner, *, seconds: float
+    checkpoint: Checkpoint, config: EngineConfig, info: StepInfo, *, seconds: float
 ) -> None:
     _log.info(
         "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
         " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
         _task_of(checkpoint),
-        str(runner.dtype).removeprefix("torch."),
-        name_of(runner.device),
-        runner.max_sequence_tokens,
+        info.dtype,
+        info.device_name,
+        info.max_sequence_tokens,
         config.max_running_sequences,
-        runner.max_step_tokens,
-        runner.kv.num_blocks,
-        runner.kv.block_size,
-        runner.kv.num_blocks * runner.kv.block_bytes / MEGABYTE,
-        runner.weight_bytes / MEGABYTE,
+        info.max_step_tokens,
+        info.num_blocks,
+        info.block_size,
+        info.num_blocks * info.block_bytes / MEGABYTE,
+        info.weight_bytes / MEGABYTE,
         seconds,
     )

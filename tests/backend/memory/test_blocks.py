@@ -321,3 +321,17 @@ def test_whatever_happens_blocks_are_conserved_and_hold_what_is_found(
     while tables.sequences:
         tables.end(0)
     assert tables.pool.available == num_blocks
+
+
+def test_lost_contents_are_found_by_no_sequence():
+    pool = BlockPool(4, 2)
+    table = [pool.allocate(reserved=False) for _ in range(2)]
+    pool.store([1, 2, 3, 4], table, begin=0, end=4)
+    pool.release(table)
+    assert pool.find_prefix([1, 2, 3, 4, 5])
+
+    pool.forget_contents()
+
+    assert pool.find_prefix([1, 2, 3, 4, 5]) == []
+    assert pool.counts().cached == 0
+    assert [pool.allocate(reserved=False) for _ in range(4)] == [0, 1, 2, 3]

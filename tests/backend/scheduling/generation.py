@@ -129,6 +129,8 @@ class KvExecutor(HeldExecutor):
             for chunk in batch.chunks:
                 self._write(chunk.block_ids, chunk.start, [None] * len(chunk.token_ids))
                 self._write(chunk.source_block_ids, 0, [None] * len(chunk.encodes))
+            if failure == "worker":
+                self.memory.clear()
             return BatchResult([], 1.0, failure=failure.split()[0])
         for chunk in batch.chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])

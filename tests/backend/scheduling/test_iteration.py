@@ -14,11 +14,12 @@ from varlen.errors import (
     RequestCancelled,
     RequestError,
 )
+from varlen.request.generation import GenerationOptions
 from varlen.scheduling import groups
 from varlen.scheduling.groups import divide_step
 
 from ..fakes.engine_parts import FakeReply
-from .generation import END, Bench, answer, tokens_of
+from .generation import END, Bench, answer, search_answers, tokens_of
 
 _POLICIES = ["reserve", "optimistic"]
 _both_policies = pytest.mark.parametrize("policy", _POLICIES)
@@ -688,6 +689,47 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
     bench.run_all()
 
     assert [type(reply.end) for reply in replies] == [EngineError, EngineError, str]
+    bench.check_idle()
+
+
+@_both_policies
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("ended_at", range(0, 12, 2))
+def test_every_request_goes_on_when_a_worker_ends_in_any_step(policy, prefix_cache, ended_at):
+    bench = Bench(policy=policy, prefix_cache=prefix_cache)
+    prompts = [prompt_of(9), prompt_of(9), prompt_of(20, seed=2)]
+    asked = [{"n": 3}, {}, {"num_beams": 3, "n": 2}]
+    replies = [
+        bench.submit(prompt, max_tokens=9, **options)
+        for prompt, options in zip(prompts, asked, strict=True)
+    ]
+    bench.executor.failures = [None] * ended_at + ["worker"]
+
+    bench.run_all()
+
+    assert tokens_of(replies[0]) == {row: answer(prompts[0], 9, row) for row in range(3)}
+    assert tokens_of(replies[1]) == {0: answer(prompts[1], 9)}
+    searched = search_answers(prompts[2], [], GenerationOptions(max_tokens=9, **asked[2]))
+    assert list(map(tokens_of(replies[2]).get, range(2))) == searched
+    assert [reply.end for reply in replies] == ["finished"] * 3
+    # none of its blocks has been found by a later one, which the bench would show
+    bench.check_idle()
+
+
+def test_a_request_in_the_steps_of_two_workers_that_ended_fails_and_others_go_on():
+    bench = Bench()
+    present = bench.submit(prompt_of(4), [2, 3], max_tokens=20)
+    bench.executor.failures = [None, "worker"]
+    bench.step()
+    bench.step()
+    later = bench.submit(prompt_of(6), max_tokens=20)
+    bench.executor.failures = [None, "worker"]
+
+    bench.run_all()
+
+    assert isinstance(present.end, EngineError)
+    assert "worker processes ended" in str(present.end)
+    assert tokens_of(later) == {0: answer(prompt_of(6), 20)}
     bench.check_idle()
 
 

@@ -24,7 +24,7 @@ from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, ModelFaultError
 from varlen.server import shared_memory
-from varlen.service import service
+from varlen.service import generation, service
 from varlen.telemetry.metrics import SnapshotMetric
 from varlen.telemetry.tracing import RequestTracer
 
@@ -94,6 +94,12 @@ def load(server_model, pb_utils, small_bert, monkeypatch, our_threads):
         return load_workers(*args, isolated=False, **kwargs)
 
     monkeypatch.setattr(service, "load_workers", load_thread)
+    load_step_model = generation.load_step_model
+
+    def load_here(*args, isolated, **kwargs):
+        return load_step_model(*args, isolated=False, **kwargs)
+
+    monkeypatch.setattr(generation, "load_step_model", load_here)
 
     def load(folder=small_bert, given=None, **parameters):
         pb_utils.model_dir = str(folder)

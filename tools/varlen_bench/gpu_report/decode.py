@@ -40,6 +40,7 @@ def measure_decoder(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[
     row = partial(figure, "decode")
     with loaded(name, grid) as service:
         runner, use = service.runner, service.runner.graph_use
+        assert isinstance(runner, StepRunner)
         yield row(name, "captures", use.seconds, "s")
         yield row(name, "memory of graphs", use.num_bytes / 2**20, "MiB")
         for count, context in grid.steps:

@@ -254,13 +254,13 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
     config = replace(config, max_sequence_tokens=limit, kv_bytes=_KV_BYTES)
     prompts = sample_prompts()
     service = GenerationService.load(checkpoint.folder, config, Stats())
-    runner = service.runner
-    dtype = short_dtype(str(runner.dtype).removeprefix("torch."))
+    info = service.runner.info
+    dtype = short_dtype(info.dtype)
     memory = (
-        ("weights", f"{runner.weight_bytes / _MEGABYTE:.1f} MB in {dtype}"),
+        ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}"),
         (
             "KV cache",
-            f"{runner.kv.block_bytes / runner.kv.block_size:.0f} bytes per token in {dtype}",
+            f"{info.block_bytes / info.block_size:.0f} bytes per token in {dtype}",
         ),
     )
     speeds: tuple[Speed, ...] = ()

@@ -44,14 +44,14 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
 
     source = find_source(folder, settings)
     service = GenerationService.load(source.checkpoint, source.config, Stats())
-    runner = service.runner
+    runner, info = service.runner, service.runner.info
 
     def seconds(step: StepBatch) -> float:
         began = time.perf_counter()
         runner.run_batch(step)
         return time.perf_counter() - began
 
-    longest = min(_LONGEST_PROMPT, runner.max_sequence_tokens - _GENERATED)
+    longest = min(_LONGEST_PROMPT, info.max_sequence_tokens - _GENERATED)
     arrivals = [
         Arrival(_GAP * number, max(1, round(share * longest)), generated=_GENERATED)
         for number, (count, share) in enumerate(_GROUPS * _REPEATS)
@@ -59,11 +59,11 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
     ]
     config = replace(
         source.config,
-        kv_block_tokens=runner.kv.block_size,
-        max_step_tokens=runner.max_step_tokens,
+        kv_block_tokens=info.block_size,
+        max_step_tokens=info.max_step_tokens,
     )
     try:
-        return fit(simulate(arrivals, config, runner.kv.num_blocks, seconds).steps)
+        return fit(simulate(arrivals, config, info.num_blocks, seconds).steps)
     finally:
         service.close()
 

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from varlen.execution.bound_program import BoundProgram
-from varlen.execution.step_packing import step_dims, step_inputs
+from varlen.execution.step_packing import StepArrays, step_arrays, step_dims, tensors_of
+from varlen.memory.shared import map_shared, new_shared
 from varlen.scheduling.sequence import Chunk
 
 
@@ -24,11 +26,28 @@ class CpuSteps:
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one."""
-        inputs = step_inputs(chunks, self._bound.block_size)
+        return self.run(step_arrays(chunks, self._bound.block_size))
+
+    def run(self, arrays: StepArrays) -> Tensor:
+        """Return the logits of a step whose inputs are `step_arrays`; see `logits`."""
+        inputs = tensors_of(arrays)
         dims = step_dims(inputs)
         logits = self._logits[: dims["logit_rows"]]
         self._bound.run(inputs, dims, [logits])
         return logits
 
+    def share_logits(self) -> int:
+        """Move the logits to memory that another process can map; return its file descriptor."""
+        rows, vocab_size = self._logits.shape
+        descriptor = new_shared(self._logits.nbytes)
+        self._logits = map_logits(descriptor, rows, vocab_size)
+        return descriptor
+
     def close(self) -> None:
         """No resources to release."""
+
+
+def map_logits(descriptor: int, rows: int, vocab_size: int) -> Tensor:
+    """Return the logits in the memory of a file descriptor, `[rows, vocabulary]` fp32."""
+    memory = map_shared(descriptor)
+    return torch.frombuffer(memory, dtype=torch.float32).view(rows, vocab_size)

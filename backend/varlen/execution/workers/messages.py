@@ -5,7 +5,7 @@ Arrays are sent as their bytes, everything else as JSON. Nothing is pickled.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal, TypeAlias
 
@@ -84,7 +84,7 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
 def send_answers(connection: Connection, answers: Answers) -> None:
     """Send the answers of a batch: a header, then all rows as one array."""
     header = {
-        "use": asdict(answers.use),
+        "use": answers.use.values(),
         "problem": answers.problem,
         "trace": answers.trace,
         "shapes": [row.shape for row in answers.rows],
@@ -109,4 +109,4 @@ def receive_answers(connection: Connection) -> Answers:
         bounds = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
         parts = np.split(numbers, bounds[:-1])
         rows = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return Answers(rows, MemoryUse(**header["use"]), header["problem"], header["trace"])
+    return Answers(rows, MemoryUse(*header["use"]), header["problem"], header["trace"])

@@ -17,7 +17,7 @@ import pytest
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
 from varlen.execution.runner import Runner
-from varlen.execution.workers import process as worker_process
+from varlen.execution.workers import connection as worker_connection
 from varlen.execution.workers.messages import Answers, receive_batch, send_answers
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
 from varlen.memory.memory_use import MemoryUse
@@ -187,7 +187,7 @@ def test_an_answer_that_was_not_read_is_not_that_of_the_next_batch(worker, resta
         raise MemoryError
 
     with monkeypatch.context() as context:
-        context.setattr(worker_process, "receive_answers", too_little_memory)
+        context.setattr(worker_connection, "receive_answers", too_little_memory)
         with pytest.raises(MemoryError):
             worker.run(*one)
 
@@ -197,7 +197,7 @@ def test_an_answer_that_was_not_read_is_not_that_of_the_next_batch(worker, resta
 
 def test_a_worker_that_hangs_is_ended_and_replaced(worker, restarts, monkeypatch):
     expected = worker.run(*batch(3))
-    monkeypatch.setattr(worker_process, "_HUNG_SECONDS", 2.0)
+    monkeypatch.setattr(worker_connection, "_HUNG_SECONDS", 2.0)
     os.kill(worker.pid, signal.SIGSTOP)
 
     np.testing.assert_array_equal(worker.run(*batch(3)), expected)

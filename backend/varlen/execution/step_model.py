@@ -1,0 +1,39 @@
+"""A model that generates, as the engine sees it.
+
+It runs in this process or in one of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from varlen.execution.executor import BatchRunner
+from varlen.execution.model_info import GraphUse, StepInfo
+from varlen.memory.memory_use import MemoryUse
+from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
+
+# Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
+Choose: TypeAlias = Callable[
+    [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
+]
+
+
+class StepModel(BatchRunner, Protocol):
+    """A loaded model that generates.
+
+    Attributes:
+        graph_use: cost of its CUDA graphs.
+    """
+
+    graph_use: GraphUse
+
+    @property
+    def info(self) -> StepInfo:
+        """Model facts for the engine."""
+
+    def use(self) -> MemoryUse:
+        """Return the memory use. From any thread."""
+
+    def close(self) -> None:
+        """Release memory and end processes. Nothing may run."""

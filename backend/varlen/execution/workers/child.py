@@ -1,0 +1,153 @@
+"""A process of a model: loads the model, then answers batches.
+
+It gets a socket of whole JSON messages, its control socket. The engine sends the checkpoint and the settings, and gets
+log lines and then the model's description, or an error. When the engine closes its end, or dies, the process ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+
+from varlen.config import EngineConfig
+from varlen.errors import VarlenError
+from varlen.execution.model_info import ModelInfo, StepInfo
+from varlen.execution.workers.messages import Answers, send_answers
+from varlen.memory.heap import return_large_memory, trim_heap
+from varlen.memory.memory_use import MemoryUse
+from varlen.request.request import Float32Array
+
+_log = logging.getLogger("varlen")
+
+# Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
+MAX_MESSAGE = 1 << 16
+# Of a log line or an error, which JSON may make six times as long.
+_TEXT_CHARACTERS = MAX_MESSAGE // 16
+# Seconds between two trims of a worker's heap.
+_TRIM_SECONDS = 1.0
+
+_Order = TypeVar("_Order")
+
+
+class LoadedModel(Protocol):
+    """A model that this process has loaded."""
+
+    @property
+    def info(self) -> ModelInfo | StepInfo:
+        """Model facts for the engine."""
+
+
+_Model = TypeVar("_Model", bound=LoadedModel)
+
+
+def run_model(
+    load: Callable[[Path, EngineConfig], _Model], serve: Callable[[socket.socket, _Model], None]
+) -> None:
+    """Load a model, describe it to the engine, and serve it.
+
+    Args:
+        load: returns the model of a checkpoint folder.
+        serve: serves it until the engine closes the control socket, which it gets.
+    """
+    # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _log.addHandler(_ToEngine(control))
+    message, *_ = socket.recv_fds(control, MAX_MESSAGE, 0)
+    setup = json.loads(message)
+    _log.setLevel(setup["log_level"])
+    return_large_memory()
+    try:
+        model = load(Path(setup["folder"]), EngineConfig(**setup["config"]))
+    except VarlenError as error:
+        send(control, {"error": [type(error).__name__, str(error)[:_TEXT_CHARACTERS]]})
+        return
+    except Exception:
+        _log.exception("the model could not be loaded")
+        send(control, {"error": ["EngineError", "the model could not be loaded"]})
+        return
+    # collections in a worker would write to every page that holds an object
+    gc.collect()
+    gc.freeze()
+    send(control, {"model": asdict(model.info)})
+    serve(control, model)
+
+
+def answer_batches(
+    connection: Connection,
+    receive: Callable[[Connection], _Order],
+    run: Callable[[_Order], Sequence[Float32Array]],
+    use: Callable[[], MemoryUse],
+) -> NoReturn:
+    """Answer batches until the engine closes the connection, then end the process.
+
+    Args:
+        connection: connection to the engine.
+        receive: returns the next batch.
+        run: returns the answers of a batch.
+        use: returns the memory use.
+    """
+    # later lines have no engine that reads them
+    _log.handlers[:] = [logging.StreamHandler()]
+    status, trimmed = 1, 0.0
+    try:
+        while True:
+            send_answers(connection, _answers(receive(connection), run, use))
+            if time.monotonic() - trimmed > _TRIM_SECONDS:
+                trim_heap()
+                trimmed = time.monotonic()
+    except (EOFError, OSError):
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # without cleanup: everything but the connection may belong to the process that forked this one
+        os._exit(status)
+
+
+def send(
+    control: socket.socket, message: dict[str, object], descriptors: Sequence[int] = ()
+) -> None:
+    """Send a message to the engine, perhaps with file descriptors."""
+    socket.send_fds(control, [json.dumps(message).encode()], descriptors)
+
+
+def _answers(
+    order: _Order,
+    run: Callable[[_Order], Sequence[Float32Array]],
+    use: Callable[[], MemoryUse],
+) -> Answers:
+    try:
+        rows = run(order)
+    except MemoryError:
+        return Answers((), use(), "memory")
+    except Exception:
+        return Answers((), use(), "error", traceback.format_exc())
+    return Answers(rows, use())
+
+
+class _ToEngine(logging.Handler):
+    """Sends log records to the engine, which logs them."""
+
+    def __init__(self, control: socket.socket) -> None:
+        super().__init__()
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)[-_TEXT_CHARACTERS:]
+            send(self._control, {"log": [record.levelno, text]})
+        except Exception:
+            self.handleError(record)

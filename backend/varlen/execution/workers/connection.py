@@ -1,0 +1,94 @@
+"""The engine's connection to a worker process: batches there, answers back, and its memory use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from varlen.errors import EngineError
+from varlen.execution.executor import WorkerEndedError
+from varlen.execution.workers.messages import Answers, receive_answers
+from varlen.memory.memory_use import MemoryUse
+from varlen.request.request import Float32Array
+
+_log = logging.getLogger(__name__)
+
+# A worker that takes longer than this, and than twenty times what is expected, hangs.
+_HUNG_SECONDS, _HUNG_FACTOR = 300.0, 20
+
+
+class WorkerConnection:
+    """A connection to one worker process at a time.
+
+    Not for two threads at once, except for `use`.
+
+    Attributes:
+        pid: id of the process.
+    """
+
+    def __init__(self, connection: Connection, pid: int) -> None:
+        self._connection = connection
+        self.pid = pid
+        self._use = MemoryUse()
+        # totals of the workers before it
+        self._earlier = MemoryUse()
+
+    def replace(self, connection: Connection, pid: int) -> None:
+        """Connect to the worker that replaces one that has ended; totals go on."""
+        self._earlier = self._use
+        self._connection, self.pid = connection, pid
+
+    def run(
+        self, send: Callable[[Connection], None], *, seconds: float = 0.0
+    ) -> Sequence[Float32Array]:
+        """Send a batch and return its answers.
+
+        Args:
+            send: sends the batch.
+            seconds: expected run time.
+
+        Raises:
+            WorkerEndedError: the process has ended, or hung and was ended.
+            MemoryError: the worker has too little memory.
+            EngineError: the batch failed.
+        """
+        try:
+            send(self._connection)
+            if not self._connection.poll(max(_HUNG_SECONDS, _HUNG_FACTOR * seconds)):
+                _log.error("worker process %d hangs; it is ended", self.pid)
+                os.kill(self.pid, signal.SIGKILL)
+            answers = receive_answers(self._connection)
+        except (EOFError, OSError):
+            self._connection.close()
+            raise WorkerEndedError from None
+        except BaseException:
+            # an answer that was not read would be taken for the answer of the next batch
+            self._connection.close()
+            raise
+        return self._rows(answers)
+
+    def use(self) -> MemoryUse:
+        """Return the memory use after the last batch. From any thread."""
+        return self._use
+
+    def close(self) -> None:
+        """End the worker."""
+        self._connection.close()
+
+    def _rows(self, answers: Answers) -> Sequence[Float32Array]:
+        before, use = self._earlier, answers.use
+        self._use = replace(
+            use,
+            plan_seconds=before.plan_seconds + use.plan_seconds,
+            plan_hits=before.plan_hits + use.plan_hits,
+            plan_misses=before.plan_misses + use.plan_misses,
+        )
+        if answers.problem == "memory":
+            raise MemoryError("too little memory in a worker process")
+        if answers.problem:
+            raise EngineError(f"a worker process failed:\n{answers.trace}")
+        return answers.rows

@@ -1,0 +1,72 @@
+"""Messages from the engine to a worker of a model that generates: one step each.
+
+A message has the length of every array in a fixed order, then the arrays. Nothing is pickled.
+"""
+
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from varlen.execution.step_packing import Int64Array, PackedStep
+from varlen.request.request import Int32Array
+
+# Group, name and data type of every array. The larger type comes first, so that all arrays are aligned.
+_LAYOUT = (
+    ("copies", "", np.int64),
+    ("sources", "slots", np.int64),
+    ("inputs", "slots", np.int64),
+    ("sources", "token_ids", np.int32),
+    ("sources", "position_ids", np.int32),
+    ("sources", "cu_seqlens", np.int32),
+    ("inputs", "token_ids", np.int32),
+    ("inputs", "position_ids", np.int32),
+    ("inputs", "cu_seqlens", np.int32),
+    ("inputs", "context_lens", np.int32),
+    ("inputs", "block_ids", np.int32),
+    ("inputs", "cu_blocks", np.int32),
+    ("inputs", "logit_rows", np.int32),
+    ("inputs", "source_rows", np.int32),
+    ("inputs", "source_lens", np.int32),
+    ("inputs", "source_block_ids", np.int32),
+    ("inputs", "cu_source_blocks", np.int32),
+)
+# Length of an array that is absent.
+_ABSENT = -1
+
+
+def send_step(connection: Connection, step: PackedStep | None) -> None:
+    """Send a step to a worker; None asks it to check its device."""
+    if step is None:
+        connection.send_bytes(b"")
+        return
+    groups = {"copies": {"": step.copies.ravel()}, "sources": step.sources, "inputs": step.inputs}
+    found = [groups[group].get(name) for group, name, _ in _LAYOUT]
+    lengths = [_ABSENT if array is None else len(array) for array in found]
+    arrays = [array.data for array in found if array is not None]
+    assert len(arrays) == sum(map(len, groups.values()))
+    connection.send_bytes(b"".join((np.array(lengths, np.int64).data, *arrays)))
+
+
+def receive_step(connection: Connection) -> PackedStep | None:
+    """Return the next step; None asks for a check of the device.
+
+    Raises:
+        EOFError: the engine has closed the connection.
+    """
+    # a copy that may be written to, as torch asks
+    content = bytearray(connection.recv_bytes())
+    if not content:
+        return None
+    lengths = np.frombuffer(content, np.int64, len(_LAYOUT))
+    groups: dict[str, dict[str, Int32Array | Int64Array]] = {"sources": {}, "inputs": {}}
+    copies, offset = np.empty(0, np.int64), lengths.nbytes
+    for (group, name, dtype), length in zip(_LAYOUT, lengths.tolist(), strict=True):
+        if length == _ABSENT:
+            continue
+        array = np.frombuffer(content, dtype, length, offset)
+        offset += array.nbytes
+        if group == "copies":
+            copies = array.astype(np.int64, copy=False)
+        else:
+            groups[group][name] = array
+    return PackedStep(copies.reshape(-1, 2), **groups)

@@ -1,0 +1,69 @@
+"""Loads a model that generates, into this process or one of its own.
+
+On a server's CPU it has its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+from varlen.config import EngineConfig
+from varlen.execution.device import choose_device
+from varlen.execution.step_model import Choose, StepModel
+from varlen.execution.step_runner import StepRunner
+from varlen.execution.warm_up import warm_up, warm_up_choice
+from varlen.execution.workers.step_process import StepProcess
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.telemetry.metrics import CountedMetric, Stats
+from varlen_kernels.cpu.compiled_ops import compiling
+
+
+def load_step_model(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    choose: Choose,
+    stats: Stats,
+    *,
+    gpu: int,
+    isolated: bool,
+) -> StepModel:
+    """Return a model that generates, warmed up.
+
+    Args:
+        checkpoint: checkpoint to load.
+        config: the settings.
+        choose: chooses tokens from logits on the device of the settings.
+        stats: counts processes that had to be started again.
+        gpu: number of the GPU, if the model runs on one.
+        isolated: whether a model on a CPU has a process of its own.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+        ConfigError: a setting does not fit the checkpoint.
+    """
+    on_cpu = choose_device(config.device, gpu).type == "cpu"
+    if on_cpu and isolated:
+        return _process(checkpoint, config, choose, stats)
+    runner = StepRunner(checkpoint, config, choose, gpu=gpu)
+    with compiling() if on_cpu else nullcontext():
+        warm_up(runner, config.device_timeout_seconds)
+    return runner
+
+
+def _process(
+    checkpoint: Checkpoint, config: EngineConfig, choose: Choose, stats: Stats
+) -> StepProcess:
+    model = StepProcess(
+        checkpoint.folder,
+        replace(config, device="cpu"),
+        choose,
+        lambda: stats.count(CountedMetric.WORKER_RESTARTS),
+    )
+    try:
+        with compiling():
+            warm_up_choice(choose, model.info)
+    except BaseException:
+        model.close()
+        raise
+    return model

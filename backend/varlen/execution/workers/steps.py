@@ -1,0 +1,73 @@
+"""The process that loads a model that generates and runs its steps: `python -m varlen.execution.workers.steps FD`.
+
+It has the weights, the KV caches and the intermediates. Tokens are chosen by the engine, from logits in memory that
+both map.
+
+FD is its control socket (`child`). After the model's description, one message of the engine brings the socket of the
+steps; its answer brings the memory of the logits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from varlen.config import EngineConfig
+from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
+from varlen.execution.workers.step_messages import receive_step
+
+if TYPE_CHECKING:
+    from varlen.execution.step_packing import PackedStep
+    from varlen.execution.step_runner import StepRunner
+
+
+def main() -> None:
+    """Load the model, then run steps."""
+    # a signal for the server's group is not for it
+    os.setpgid(0, 0)
+    run_model(_load, _run_steps)
+
+
+def _load(folder: Path, settings: EngineConfig) -> StepRunner:
+    import torch
+
+    from varlen.execution.device import usable_cores
+    from varlen.execution.step_runner import StepRunner
+    from varlen.execution.warm_up import warm_up
+    from varlen.models.checkpoint_folder import Checkpoint
+    from varlen_kernels.cpu.compiled_ops import compiling
+
+    torch.set_num_threads(settings.threads or usable_cores())
+    checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
+    runner = StepRunner(checkpoint, settings, lambda logits, sequences: [])  # noqa: ARG005  # chosen by the engine
+    with compiling():
+        warm_up(runner)
+    return runner
+
+
+def _run_steps(control: socket.socket, runner: StepRunner) -> None:
+    from varlen.execution.cpu.step_runner import CpuSteps
+
+    message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
+    if not message:
+        return
+    assert isinstance(runner.steps, CpuSteps)
+    logits = runner.steps.share_logits()
+    send(control, {}, [logits])
+    os.close(logits)
+
+    def run(step: PackedStep | None) -> tuple[()]:
+        if step is None:
+            runner.check()
+        else:
+            runner.run_packed(step)
+        return ()
+
+    answer_batches(Connection(descriptors[0]), receive_step, run, runner.use)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Generation in a worker process: its end costs no request a token."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread, Timer
+
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError, EngineError, ModelFaultError
+from varlen.execution.step_packing import pack_step
+from varlen.execution.step_runner import StepRunner
+from varlen.execution.workers import step_process
+from varlen.execution.workers.restarts import RestartLimit
+from varlen.generator import Generator
+from varlen.request.generation import GenerationOptions
+from varlen.service.generation import GenerationService
+from varlen.telemetry.metrics import CountedMetric, Stats
+
+SECONDS = 60.0
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "fp32",
+    "threads": 1,
+    "max_running_sequences": 24,
+    "max_step_tokens": 64,
+    "kv_block_tokens": 16,
+    "kv_bytes": 4_000_000,
+    "warmup_seconds": 0,
+}
+POLICIES = ["reserve", "optimistic"]
+SHARED = list(range(1, 40))
+# Options of each kind of answer; the first prompts share a beginning, which the prefix cache finds.
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 3, "top_p": 0.9},
+    "samples": {"seed": 4, "n": 3, "top_k": 50},
+    "logprobs": {"seed": 5, "logprobs": 3},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "bias": {"seed": 6, "logit_bias": {"17": 3.0, "18": -5.0}},
+    "beams": {"num_beams": 4, "n": 2},
+    "sampled beams": {"num_beams": 3, "do_sample": True, "temperature": 1.5, "seed": 7},
+    "grammar": {"seed": 8, "structured_outputs": {"regex": "[a-f]{40}"}},
+}
+TRANSLATIONS = {
+    "one beam": {"num_beams": 1},
+    "beams": {"num_beams": 4, "n": 2},
+    "other beams": {"num_beams": 3, "length_penalty": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("decoder"), "GPT2LMHeadModel")
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("translator"), "MarianMTModel")
+
+
+@contextmanager
+def generator_of(folder, *, restarts=100, stats=None, **settings):
+    """Yield a generator whose model runs in a process, which may end often."""
+    config = EngineConfig(**{**SETTINGS, **settings})
+    service = GenerationService.load(folder, config, stats or Stats(), isolated=True)
+    service.runner._restarts = RestartLimit(restarts, 600.0)
+    with Generator(service) as generator:
+        yield generator
+
+
+class Killer:
+    """Kills the worker while it runs some steps.
+
+    Attributes:
+        at: numbers of these steps.
+        steps: number of steps so far.
+    """
+
+    def __init__(self, generator, *at):
+        self.at = set(at)
+        self.steps = 0
+        self._runner = generator._service.runner
+        self._run = type(self._runner).run_batch
+        self._runner.run_batch = self.run_batch
+
+    def run_batch(self, batch):
+        if self.steps in self.at:
+            # it gets the step and cannot answer
+            os.kill(self._runner.pid, signal.SIGSTOP)
+            Timer(0.05, os.kill, (self._runner.pid, signal.SIGKILL)).start()
+        self.steps += 1
+        return self._run(self._runner, batch)
+
+    def stop(self):
+        del self._runner.run_batch
+
+
+def is_gone(pid):
+    """Wait until a process has ended; return whether it has."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            # a zombie has ended too
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def answers_of(generator, kinds, *, max_tokens=24):
+    """Return the answer of each kind, and the parts that were sent."""
+    parts = {}
+    futures = {}
+    for number, (kind, options) in enumerate(kinds.items()):
+        checked = generator._service.options({"max_tokens": max_tokens, **options})
+
+        def on_part(row, part, kind=kind):
+            assert parts.get((kind, row, "end")) is None
+            parts.setdefault((kind, row), []).extend(part.token_ids)
+            if part.finish_reason is not None:
+                parts[kind, row, "end"] = part.finish_reason
+
+        prompt = (
+            "a text to translate"
+            if generator._service.checkpoint.translate
+            else [*SHARED[: 20 + number], number + 1]
+        )
+        futures[kind] = generator.submit(prompt, checked, on_part)
+    wait(futures.values(), SECONDS)
+    return {kind: future.result(0) for kind, future in futures.items()}, parts
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_of_every_kind_are_the_same_though_the_worker_is_killed(
+    decoder, policy, prefix_cache
+):
+    stats = Stats()
+    with generator_of(decoder, kv_policy=policy, prefix_cache=prefix_cache, stats=stats) as made:
+        undisturbed = answers_of(made, KINDS)
+        runner = made._service.runner
+        for at in (0, 11):
+            killed = runner.pid
+            killer = Killer(made, at)
+            disturbed = answers_of(made, KINDS)
+            killer.stop()
+            assert runner.pid != killed
+            assert is_gone(killed)
+            assert disturbed[1] == undisturbed[1]
+            for kind, answers in undisturbed[0].items():
+                for expected, found in zip(answers, disturbed[0][kind], strict=True):
+                    assert found.text == expected.text, kind
+                    assert found.finish_reason == expected.finish_reason, kind
+                    if expected.score is not None:
+                        assert found.score == pytest.approx(expected.score, rel=1e-5)
+                    for one, other in zip(expected.logprobs, found.logprobs, strict=True):
+                        assert other.token_id == one.token_id
+                        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+        assert made.snapshot().running == 0
+        assert made.snapshot().blocks.used == 0
+    assert stats.drain().counts[CountedMetric.WORKER_RESTARTS] == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_translations_are_the_same_though_the_worker_is_killed(translator, policy):
+    with generator_of(translator, kv_policy=policy) as made:
+        undisturbed = answers_of(made, TRANSLATIONS, max_tokens=12)
+        for at in (0, 5):
+            killer = Killer(made, at)
+            disturbed = answers_of(made, TRANSLATIONS, max_tokens=12)
+            killer.stop()
+            assert killer.steps > at
+            assert disturbed[1] == undisturbed[1]
+
+
+def test_a_request_in_the_steps_of_two_killed_workers_fails_and_the_next_one_is_answered(decoder):
+    with generator_of(decoder) as made:
+        expected = made.generate([SHARED], max_tokens=8, temperature=0.0)
+        killer = Killer(made, 2, 4)
+        with pytest.raises(EngineError, match="worker processes ended while they ran this"):
+            made.generate([SHARED], max_tokens=30, temperature=0.0, ignore_eos=True)
+        killer.stop()
+
+        assert made.generate([SHARED], max_tokens=8, temperature=0.0) == expected
+
+
+def test_after_too_many_restarts_the_model_stops(decoder, caplog):
+    with generator_of(decoder, restarts=1) as made:
+        killer = Killer(made, 1)
+        made.generate([SHARED], max_tokens=4, temperature=0.0)
+        killer.at.add(killer.steps)
+        with pytest.raises(ModelFaultError):
+            made.generate([SHARED], max_tokens=4, temperature=0.0)
+
+        assert not made._service.is_ready
+        with pytest.raises(ModelFaultError):
+            made.generate([SHARED], max_tokens=4, temperature=0.0)
+        assert is_gone(made._service.runner.pid)
+    assert "ended with code -9, after" in caplog.text
+
+
+def test_an_idle_worker_that_is_killed_is_replaced_at_the_next_request(decoder):
+    with generator_of(decoder) as made:
+        expected = made.generate([SHARED], max_tokens=8, temperature=0.0)
+        killed = made._service.runner.pid
+        os.kill(killed, signal.SIGKILL)
+        assert is_gone(killed)
+
+        assert made.generate([SHARED], max_tokens=8, temperature=0.0) == expected
+        assert made._service.runner.pid != killed
+
+
+def test_a_step_that_fails_in_the_worker_fails_its_requests_and_no_worker_ends(
+    decoder, monkeypatch, caplog
+):
+    with generator_of(decoder) as made:
+        pid = made._service.runner.pid
+
+        def broken(step, block_size):
+            return replace(pack_step(step, block_size), inputs={})
+
+        with monkeypatch.context() as context:
+            context.setattr(step_process, "pack_step", broken)
+            with pytest.raises(EngineError, match="the model failed on the step"):
+                made.generate([SHARED], max_tokens=4, temperature=0.0)
+
+        made.generate([SHARED], max_tokens=4, temperature=0.0)
+        assert made._service.runner.pid == pid
+    assert "KeyError" in caplog.text
+
+
+def test_closing_while_the_worker_starts_again_answers_what_is_open_and_leaves_no_process(decoder):
+    config = EngineConfig(**SETTINGS)
+    service = GenerationService.load(decoder, config, Stats(), isolated=True)
+    made = Generator(service)
+    expected = made.generate([SHARED], max_tokens=8, temperature=0.0, ignore_eos=True)
+    killed = service.runner.pid
+    Killer(made, 2)
+    answer = made.submit(SHARED, GenerationOptions(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert is_gone(killed)
+
+    closing = Thread(target=made.close)
+    closing.start()
+    closing.join(SECONDS)
+
+    assert not closing.is_alive()
+    assert answer.result(0) == expected
+    assert is_gone(service.runner.pid)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(decoder):
+    with pytest.raises(ConfigError, match="kv_bytes allows 64 bytes"):
+        GenerationService.load(
+            decoder, EngineConfig(**{**SETTINGS, "kv_bytes": 64}), Stats(), isolated=True
+        )
+
+
+def test_in_process_there_is_no_worker(decoder):
+    with Generator.from_pretrained(decoder, device="cpu", dtype="fp32") as made:
+        assert isinstance(made._service.runner, StepRunner)
+
+
+SCRIPT = """
+import sys, time
+from varlen.config import EngineConfig
+from varlen.service.generation import GenerationService
+from varlen.telemetry.metrics import Stats
+config = EngineConfig(device="cpu", dtype="fp32", threads=1)
+service = GenerationService.load(sys.argv[1], config, Stats(), isolated=True)
+print(service.runner.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_death_of_the_engine_ends_the_worker(decoder):
+    command = [sys.executable, "-c", SCRIPT, str(decoder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        worker = int(engine.stdout.readline())
+
+        engine.kill()
+
+    assert is_gone(worker)
