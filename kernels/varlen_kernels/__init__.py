@@ -1,7 +1,7 @@
 """Ops for transformers on packed (padding-free) input.
 
-`reference` is the specification of every op, `cpu` runs on CPUs and `fused` on CUDA GPUs. The types below
-are here because importing this module does not import torch.
+`reference` is the specification of every op, `cpu` runs on CPUs and `fused` on CUDA GPUs. The types and facts
+below are here because importing this module does not import torch.
 """
 
 from typing import Literal, TypeAlias
@@ -13,3 +13,5 @@ Pooling: TypeAlias = Literal["cls", "mean", "max", "last", "sum", "mean_sqrt", "
 TermPooling: TypeAlias = Literal["max", "sum"]
 # gelu is the exact (erf) form, gelu_tanh its tanh approximation.
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu"]
+# Activations that GPUs compute in the epilogue of a matrix product, see `linear_activate`.
+IN_EPILOGUE: frozenset[Activation] = frozenset({"gelu_tanh", "relu"})

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import torch
 
-from varlen_kernels import Activation
-
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -20,9 +18,6 @@ IN_PLACE: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("residual_layer_norm", "residual_rms_norm"), (1, 0)),
     "linear_int8_panels_add_layer_norm": (2,),
 }
-
-# Activations that GPUs compute in the epilogue of a matrix product, see `linear_activate`.
-IN_EPILOGUE: frozenset[Activation] = frozenset({"gelu_tanh", "relu"})
 
 
 def kernels_for(device: torch.device) -> ModuleType:

@@ -9,8 +9,7 @@ from varlen.memory.usage import Size
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.recording import Axes, Recording
-from varlen_kernels import Activation, Pooling, TermPooling
-from varlen_kernels.ops import IN_EPILOGUE
+from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 

@@ -7,8 +7,7 @@ registers, which saves reading and writing them once more. Its GELU has no exact
 import torch
 from torch import Tensor
 
-from varlen_kernels import Activation
-from varlen_kernels.ops import IN_EPILOGUE
+from varlen_kernels import IN_EPILOGUE, Activation
 from varlen_kernels.reference import linear
 from varlen_kernels.triton.activation import activate
 
