@@ -79,6 +79,7 @@ class AsyncClient:
             requests hold one text each.
         retry: policy of retries, see retry.py.
         ca_file: certificates to trust with TLS, instead of the default ones.
+        tenant: tenant of all requests that name none, see `RowOptions`.
 
     Raises:
         InvalidUrl: `url` is not a valid server address.
@@ -94,6 +95,7 @@ class AsyncClient:
         concurrency: int | None = None,
         retry: RetryPolicy | None = None,
         ca_file: str | Path | None = None,
+        tenant: str | None = None,
     ) -> None:
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; at least 1")
@@ -101,7 +103,7 @@ class AsyncClient:
             raise ValueError(f"rows_per_request is {rows_per_request}; at least 1")
         self._concurrency = concurrency
         trusted = None if ca_file is None else Path(ca_file)
-        self._session = Session(Endpoint.parse(url), model, retry or RetryPolicy(), trusted)
+        self._session = Session(Endpoint.parse(url), model, retry or RetryPolicy(), trusted, tenant)
         limits = rows_per_request, concurrency or DEFAULT_CONCURRENCY
         self._rows = RowSender(self._session, *limits)
         self._tokenizer = TokenizerSender(self._session, *limits)

@@ -88,6 +88,7 @@ class Client:
         concurrency: int | None = None,
         retry: RetryPolicy | None = None,
         ca_file: str | Path | None = None,
+        tenant: str | None = None,
     ) -> None:
         self._client = AsyncClient(
             url,
@@ -96,6 +97,7 @@ class Client:
             concurrency=concurrency,
             retry=retry,
             ca_file=ca_file,
+            tenant=tenant,
         )
 
     embed = _sync(AsyncClient.embed)

@@ -55,3 +55,14 @@ def test_a_model_that_was_loaded_again_may_have_other_sizes(server, monkeypatch)
     asyncio.run(embed_twice())
 
     assert [received.num_rows for received in server.model.requests] == [8, 2, 2, 2, 2]
+
+
+def test_a_client_sends_its_tenant_unless_a_call_names_one(server):
+    async def embed_for_two():
+        async with AsyncClient(server.url, tenant="a") as client:
+            await client.embed(["x"])
+            await client.embed(["x"], tenant="b")
+
+    asyncio.run(embed_for_two())
+
+    assert [received.parameters["tenant"] for received in server.model.requests] == ["a", "b"]

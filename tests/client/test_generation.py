@@ -93,6 +93,16 @@ def test_streams_several_samples(server):
     assert [each.finish_reason for each in parts[-1]] == ["length", "length"]
 
 
+def test_a_client_sends_its_tenant(server):
+    async def generate():
+        async with AsyncClient(server.url, tenant="a") as client:
+            await client.generate("hello", max_tokens=2)
+
+    asyncio.run(generate())
+
+    assert [received.sampling["tenant"] for received in server.model.requests] == ["a"]
+
+
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_one_answer_is_not_several_samples(client, call):
     with pytest.raises(InvalidRequest, match="n is 2; .* come from samples"):

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from varlen_client.gateway.caller import TENANT, tenant_of
 from varlen_client.gateway.errors import error_response
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
@@ -67,7 +68,9 @@ class Edge:
         name_path: Callable[[str], str],
     ) -> None:
         self._app = app
-        self._keys = [encoded for key in settings.api_keys for encoded in _encoded(key)]
+        self._tenants = {
+            encoded: tenant_of(key) for key in settings.api_keys for encoded in _encoded(key)
+        }
         self._seconds = settings.timeout_seconds + _LAST_SECONDS
         self._max_body_bytes = settings.max_body_bytes
         self._max_requests = settings.max_requests
@@ -122,7 +125,8 @@ class Edge:
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return why a request is refused before its body is read, if it is."""
-        if self._keys and scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
+        TENANT.set(self._tenant(scope))
+        if self._tenants and scope["path"] not in _OPEN_PATHS and TENANT.get() is None:
             return error_response(
                 401,
                 "the request has no valid API key; send the header Authorization: Bearer KEY",
@@ -158,12 +162,17 @@ class Edge:
         message = f"the body is larger than {self._max_body_bytes} bytes"
         return error_response(413, message, code="body_too_large")
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _tenant(self, scope: Scope) -> str | None:
+        """Return the tenant of the request's API key; None without a valid key."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         # all keys are compared, so that the time does not tell which one is close
-        matches = [secrets.compare_digest(key.strip(), each) for each in self._keys]
-        return bool(scheme.lower() == b"bearer" and any(matches))
+        matches = [
+            tenant
+            for each, tenant in self._tenants.items()
+            if secrets.compare_digest(key.strip(), each)
+        ]
+        return matches[0] if matches and scheme.lower() == b"bearer" else None
 
     async def _body_or_error(self, receive: Receive) -> bytes | Response:
         """Return the body of a request, or why it is not read to its end."""

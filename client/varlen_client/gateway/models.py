@@ -19,6 +19,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
+from varlen_client.gateway.caller import TENANT
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.gateway.text_fields import TextFields
@@ -58,7 +59,8 @@ class Models:
     def __init__(self, default: str | None, connect: Connect) -> None:
         self._default = default
         self._connect = connect
-        self._clients: dict[str | None, AsyncClient] = {}
+        # by model and tenant: as many as there are models and API keys
+        self._clients: dict[tuple[str | None, str | None], AsyncClient] = {}
         self._asking_health = asyncio.Lock()
         self._is_healthy = False
         self._asked_health_at = -math.inf
@@ -77,7 +79,7 @@ class Models:
                 f"the request has the model {name!r}, and {in_query!r} in its query; send one of them"
             )
         wanted = name or in_query or self._default
-        if wanted not in self._clients or wanted is None:
+        if (wanted, TENANT.get()) not in self._clients or wanted is None:
             wanted = await self._existing(wanted)
         return NamedModel(wanted, self._client(wanted))
 
@@ -123,9 +125,11 @@ class Models:
         return name
 
     def _client(self, name: str | None) -> AsyncClient:
-        if name not in self._clients:
-            self._clients[name] = self._connect(name)
-        return self._clients[name]
+        # questions about the server have no tenant
+        key = name, None if name is None else TENANT.get()
+        if key not in self._clients:
+            self._clients[key] = self._connect(name)
+        return self._clients[key]
 
 
 async def read_query_model(
@@ -180,6 +184,7 @@ class Gateway:
         """Return the gateway of these settings; `connect` replaces gRPC in tests."""
 
         def over_grpc(model: str | None) -> AsyncClient:
-            return AsyncClient(settings.url, model, retry=_RETRIES)
+            tenant = None if model is None else TENANT.get()
+            return AsyncClient(settings.url, model, retry=_RETRIES, tenant=tenant)
 
         return cls(Models(settings.model, connect or over_grpc), settings, GatewayMetrics())

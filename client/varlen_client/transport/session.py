@@ -54,15 +54,22 @@ class Session:
         model: the model's name; None for the only ready model of the server.
         retry: policy of requests that are sent again.
         ca_file: certificates to trust with TLS, instead of the default ones.
+        tenant: tenant of all requests that name none.
     """
 
     def __init__(
-        self, endpoint: Endpoint, model: str | None, retry: RetryPolicy, ca_file: Path | None
+        self,
+        endpoint: Endpoint,
+        model: str | None,
+        retry: RetryPolicy,
+        ca_file: Path | None,
+        tenant: str | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._model = model
         self._retry = retry
         self._ca_file = ca_file
+        self._common = {} if tenant is None else {"tenant": tenant}
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._info_until = 0.0
@@ -89,6 +96,7 @@ class Session:
 
         async def attempt() -> Arrays:
             parameters = with_remaining_deadline(request.parameters, clock() - start)
+            parameters = {**self._common, **parameters}
             return await transport.infer(info.name, replace(request, parameters=parameters))
 
         latest = _earlier(deadline, start, request.parameters.get("deadline_ms"))
@@ -104,6 +112,7 @@ class Session:
 
         async def begin() -> tuple[Response, AsyncGenerator[Response, None]]:
             sampling = with_remaining_deadline(request.sampling, clock() - start)
+            sampling = {**self._common, **sampling}
             responses = transport.generate(info.name, replace(request, sampling=sampling))
             try:
                 return await anext(responses), responses

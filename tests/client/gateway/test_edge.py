@@ -15,12 +15,14 @@ from varlen_client.errors import (
     ServerUnavailable,
 )
 from varlen_client.gateway import edge, models
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.caller import TENANT
 from varlen_client.gateway.chat import MAX_MESSAGES
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
 from .conftest import http_client
-from .fake_models import MODELS
+from .fake_models import MODELS, FakeClient
 
 EMBED = {"model": "embedder", "inputs": "a"}
 KEYS = ("first-key", "schlüssel")
@@ -411,3 +413,26 @@ def test_the_end_of_the_gateway_closes_its_clients(make_app, calls):
 def test_refuses_impossible_settings(options, message):
     with pytest.raises(ValueError, match=message):
         GatewaySettings(url="grpc://127.0.0.1", **options)
+
+
+def test_callers_of_different_keys_are_different_tenants_and_their_names_tell_no_key(calls):
+    connected = []
+
+    def connect(model):
+        connected.append((model, TENANT.get()))
+        return FakeClient(calls, model)
+
+    app = create_app(GatewaySettings(url="grpc://127.0.0.1:1", api_keys=KEYS), connect)
+
+    async def ask():
+        for key in (*KEYS, KEYS[0]):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            async with http_client(app, headers=headers) as client:
+                assert (await client.post("/embed", json=EMBED)).status_code == 200
+
+    asyncio.run(ask())
+
+    # a client of each caller, beside the one that asks for the server's models
+    tenants = [tenant for model, tenant in connected if model is not None]
+    assert len(tenants) == len(set(tenants)) == len(KEYS)
+    assert not any(key in tenant for key in KEYS for tenant in tenants)
