@@ -13,7 +13,7 @@ from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.structured import Grammars
+from varlen.decoding.structured import MAX_COMPILING, GrammarHold, Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
@@ -30,7 +30,7 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
-from varlen.request.request import Prompt, Reply, Request
+from varlen.request.request import Output, Prompt, Reply, Request
 from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
@@ -44,10 +44,6 @@ from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen_kernels.cpu.compiled_ops import compiling
 
 _log = logging.getLogger(__name__)
-
-# Grammars that compile at the same time. The processors' time is shared evenly between them, so a quick one does not
-# wait for slow ones.
-_COMPILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +163,28 @@ class GenerationService(RunningModel):
         self._check_tokens(options)
         if options.bad_words:
             self.bad_words.check(options)
-        grammar = options.grammar
-        if grammar is None or self.grammars.is_compiled(grammar):
+        if options.grammar is None:
             self.engine.submit(request, reply)
             return
-        draft = Draft((self._grammar_step(grammar),), request.options)
+        hold = self.grammars.hold(options.grammar)
+        try:
+            self._submit_with_hold(request, _HoldingReply(reply, hold), hold)
+        except BaseException:
+            hold.release()
+            raise
+
+    def _submit_with_hold(self, request: Request, reply: Reply, hold: GrammarHold) -> None:
+        """Answer a request whose reply releases its grammar."""
+        if hold.take():
+            self.engine.submit(request, reply)
+            return
         arrival = request.arrived(time.monotonic())
         admitted = replace(request, arrival=arrival)
         self.compile_queue.submit(
-            draft, reply, lambda _: self.engine.submit(admitted, reply), arrival=arrival
+            Draft((_compile_task(hold),), request.options),
+            reply,
+            lambda _: self.engine.submit(admitted, reply),
+            arrival=arrival,
         )
 
     def close(self) -> bool:
@@ -197,16 +206,6 @@ class GenerationService(RunningModel):
                 raise RequestError(
                     f"logit_bias has the token {token_id}; this model generates 0 to {last}"
                 )
-
-    def _grammar_step(self, grammar: str) -> TokenizationTask:
-        def compile_grammar() -> tuple[Prompt, ...]:
-            self.grammars.check(grammar)
-            return ()
-
-        def wait(seconds: float) -> bool:
-            return self.grammars.compile(grammar, wait_seconds=seconds)
-
-        return TokenizationTask(len(grammar), compile_grammar, wait)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""
@@ -242,6 +241,37 @@ class GenerationService(RunningModel):
         self.runner.close()
 
 
+class _HoldingReply:
+    """The reply of a request that holds its grammar until it is answered."""
+
+    def __init__(self, reply: Reply, hold: GrammarHold) -> None:
+        self._reply = reply
+        self._hold = hold
+
+    def is_cancelled(self) -> bool:
+        return self._reply.is_cancelled()
+
+    def send(self, row: int, output: Output) -> None:
+        self._reply.send(row, output)
+
+    def finish(self) -> None:
+        self._hold.release()
+        self._reply.finish()
+
+    def fail(self, error: Exception) -> None:
+        self._hold.release()
+        self._reply.fail(error)
+
+
+def _compile_task(hold: GrammarHold) -> TokenizationTask:
+    """Return the task that compiles the grammar of a request."""
+
+    def is_compiled(seconds: float) -> bool:
+        return hold.compile(wait_seconds=seconds)
+
+    return TokenizationTask(hold.num_characters, lambda: (), is_compiled)
+
+
 def _task_of(checkpoint: Checkpoint) -> Task:
     return "generate" if checkpoint.translate is None else "translate"
 
@@ -273,7 +303,9 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
         config.max_queued_text_bytes,
         waiting_elsewhere=lambda: admission.depth[0],
     )
-    return TokenizerPool(limits, stats, threads=_COMPILE_THREADS, name="grammar")
+    return TokenizerPool(
+        limits, stats, threads=MAX_COMPILING, name="grammar", work="its grammar was compiled"
+    )
 
 
 def _new_scheduler(
