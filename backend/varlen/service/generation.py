@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.structured import MAX_COMPILING, GrammarHold, Grammars
+from varlen.decoding.structured import MAX_COMPILING, Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
@@ -30,13 +30,14 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
-from varlen.request.request import Output, Prompt, Reply, Request
+from varlen.request.request import Prompt, Reply, Request
 from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.scheduling.step_limits import StepLimits
+from varlen.service.grammar_requests import submit_with_grammar
 from varlen.service.running import MEGABYTE, RunningModel
 from varlen.service.sandbox import generation_sandbox
 from varlen.tasks import Task
@@ -167,25 +168,7 @@ class GenerationService(RunningModel):
             self.engine.submit(request, reply)
             return
         hold = self.grammars.hold(options.grammar)
-        try:
-            self._submit_with_hold(request, _HoldingReply(reply, hold), hold)
-        except BaseException:
-            hold.release()
-            raise
-
-    def _submit_with_hold(self, request: Request, reply: Reply, hold: GrammarHold) -> None:
-        """Answer a request whose reply releases its grammar."""
-        if hold.take():
-            self.engine.submit(request, reply)
-            return
-        arrival = request.arrived(time.monotonic())
-        admitted = replace(request, arrival=arrival)
-        self.compile_queue.submit(
-            Draft((_compile_task(hold),), request.options),
-            reply,
-            lambda _: self.engine.submit(admitted, reply),
-            arrival=arrival,
-        )
+        submit_with_grammar(request, reply, hold, self.compile_queue, self.engine.submit)
 
     def close(self) -> bool:
         """Run what is queued, then stop; see `RunningModel.close`."""
@@ -239,37 +222,6 @@ class GenerationService(RunningModel):
     def release(self) -> None:
         """Release the weights and the KV caches."""
         self.runner.close()
-
-
-class _HoldingReply:
-    """The reply of a request that holds its grammar until it is answered."""
-
-    def __init__(self, reply: Reply, hold: GrammarHold) -> None:
-        self._reply = reply
-        self._hold = hold
-
-    def is_cancelled(self) -> bool:
-        return self._reply.is_cancelled()
-
-    def send(self, row: int, output: Output) -> None:
-        self._reply.send(row, output)
-
-    def finish(self) -> None:
-        self._hold.release()
-        self._reply.finish()
-
-    def fail(self, error: Exception) -> None:
-        self._hold.release()
-        self._reply.fail(error)
-
-
-def _compile_task(hold: GrammarHold) -> TokenizationTask:
-    """Return the task that compiles the grammar of a request."""
-
-    def is_compiled(seconds: float) -> bool:
-        return hold.compile(wait_seconds=seconds)
-
-    return TokenizationTask(hold.num_characters, lambda: (), is_compiled)
 
 
 def _task_of(checkpoint: Checkpoint) -> Task:
