@@ -133,6 +133,11 @@ class GenerationService(RunningModel):
         """The task of the model."""
         return _task_of(self.checkpoint)
 
+    @property
+    def waiting_requests(self) -> int:
+        """Number of requests that wait to run, or for their grammar."""
+        return self.admission.depth[0] + self.compile_queue.depth[0]
+
     def options(self, parameters: Mapping[str, object]) -> GenerationOptions:
         """Return the checked options of a request, given by name.
 
@@ -195,10 +200,8 @@ class GenerationService(RunningModel):
         arenas = self.runner.arenas
         counts = self.scheduler.snapshot()
         grammars = self.grammars.use()
-        queue = dict(self.queue_metrics())
-        queue[SnapshotMetric.QUEUED_REQUESTS] += self.compile_queue.depth[0]
         return {
-            **queue,
+            **self.queue_metrics(),
             SnapshotMetric.GRAMMARS: grammars.grammars,
             SnapshotMetric.GRAMMAR_BYTES: grammars.held_bytes,
             SnapshotMetric.GRAMMAR_COMPILATIONS: grammars.started,
