@@ -365,28 +365,30 @@ def test_a_grammar_that_takes_too_much_memory_is_refused():
         server.grammars.check(json.dumps({"choice": [text]}))
 
 
+def process_of(server, grammar):
+    """Return the process id of a grammar, once it has started."""
+    found = server.grammars._grammars[structured._key(grammar)]
+    assert found.await_start(60)
+    return found._process._pid
+
+
 def test_an_answer_whose_masks_take_too_long_fails_and_the_others_do_not():
     server = Server(byte_level(), limits=SandboxLimits(60, 1 << 28))
     costly = server.sequence({"regex": "[ab]{1,9}c"}, seed=1)
     other = server.sequence({"choice": CHOICES}, seed=1)
-    # the time of a grammar's process is up
-    [process] = [each._process for each in server.grammars._grammars.values() if each.is_compiled][
-        :1
-    ]
-    os.kill(process._pid, signal.SIGPROF)
+    process = process_of(server, costly.generation.grammar)
+    # its first mask is asked for and cannot come before the time of the process is up
+    os.kill(process, signal.SIGSTOP)
+    [token] = server.sampler.sample(server.model.logits([costly]), [costly])
+    assert token.is_pending
+    os.kill(process, signal.SIGPROF)
+    os.kill(process, signal.SIGCONT)
 
     (_, error), (text, reason) = server.answers([costly, other])
 
     assert "more than 60 s of processor time" in str(error)
     assert text in CHOICES
     assert reason == "stop"
-
-
-def process_of(server, grammar):
-    """Return the process id of a grammar, once it has started."""
-    found = server.grammars._grammars[structured._key(grammar)]
-    assert found.await_start(60)
-    return found._process._pid
 
 
 def await_background(server):
