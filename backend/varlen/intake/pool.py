@@ -107,6 +107,7 @@ class TokenizerPool:
         *,
         threads: int = TOKENIZER_THREADS,
         name: str = "tokenizer",
+        work: str = "the text was tokenized",
     ) -> None:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
@@ -116,10 +117,12 @@ class TokenizerPool:
             clock: clock of the engine.
             threads: number of threads.
             name: name of the threads in tools that list them.
+            work: words for what a deadline came before.
         """
         self._limits = limits
         self._stats = stats
         self._clock = clock
+        self._work = work
         # guards what follows
         self._changed = Condition()
         self._heap: list[tuple[float, int, _Work]] = []
@@ -261,7 +264,7 @@ class TokenizerPool:
         now = self._clock()
         if now > work.options.deadline(work.arrival):
             self._stats.count_refusal("expired")
-            raise DeadlineError("the deadline passed before the text was tokenized")
+            raise DeadlineError(f"the deadline passed before {self._work}")
         # the server is not asked for a request that has just come
         if now - work.last_check > _CANCEL_CHECK_SECONDS:
             work.last_check = now

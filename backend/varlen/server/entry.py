@@ -184,7 +184,7 @@ class TritonPythonModel:
         limits = PoolLimits(
             config.max_queued_requests,
             config.max_queued_text_bytes,
-            waiting_elsewhere=lambda: self._service.admission.depth[0],
+            waiting_elsewhere=lambda: self._service.waiting_requests,
         )
         self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()

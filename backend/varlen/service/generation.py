@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.structured import Grammars
+from varlen.decoding.structured import MAX_COMPILING, Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
@@ -37,16 +37,13 @@ from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.scheduling.step_limits import StepLimits
+from varlen.service.grammar_requests import submit_with_grammar
 from varlen.service.running import MEGABYTE, RunningModel
 from varlen.service.sandbox import generation_sandbox
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
 _log = logging.getLogger(__name__)
-
-# Grammars that compile at the same time. The processors' time is shared evenly between them, so a quick one does not
-# wait for slow ones.
-_COMPILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +144,11 @@ class GenerationService(RunningModel):
         """The task of the model."""
         return _task_of(self.checkpoint)
 
+    @property
+    def waiting_requests(self) -> int:
+        """Number of requests that wait to run, or for their grammar."""
+        return self.admission.depth[0] + self.compile_queue.depth[0]
+
     def options(self, parameters: Mapping[str, object]) -> GenerationOptions:
         """Return the checked options of a request, given by name.
 
@@ -178,16 +180,11 @@ class GenerationService(RunningModel):
         self._check_tokens(options)
         if options.bad_words:
             self.bad_words.check(options)
-        grammar = options.grammar
-        if grammar is None or self.grammars.is_compiled(grammar):
+        if options.grammar is None:
             self.engine.submit(request, reply)
             return
-        draft = Draft((self._grammar_step(grammar),), request.options)
-        arrival = request.arrived(time.monotonic())
-        admitted = replace(request, arrival=arrival)
-        self.compile_queue.submit(
-            draft, reply, lambda _: self.engine.submit(admitted, reply), arrival=arrival
-        )
+        hold = self.grammars.hold(options.grammar)
+        submit_with_grammar(request, reply, hold, self.compile_queue, self.engine.submit)
 
     def close(self) -> bool:
         """Run what is queued, then stop; see `RunningModel.close`."""
@@ -209,25 +206,13 @@ class GenerationService(RunningModel):
                     f"logit_bias has the token {token_id}; this model generates 0 to {last}"
                 )
 
-    def _grammar_step(self, grammar: str) -> TokenizationTask:
-        def compile_grammar() -> tuple[Prompt, ...]:
-            self.grammars.check(grammar)
-            return ()
-
-        def wait(seconds: float) -> bool:
-            return self.grammars.compile(grammar, wait_seconds=seconds)
-
-        return TokenizationTask(len(grammar), compile_grammar, wait)
-
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""
         info = self.runner.info
         counts = self.scheduler.snapshot()
         grammars = self.grammars.use()
-        queue = dict(self.queue_metrics())
-        queue[SnapshotMetric.QUEUED_REQUESTS] += self.compile_queue.depth[0]
         return {
-            **queue,
+            **self.queue_metrics(),
             SnapshotMetric.GRAMMARS: grammars.grammars,
             SnapshotMetric.GRAMMAR_BYTES: grammars.held_bytes,
             SnapshotMetric.GRAMMAR_COMPILATIONS: grammars.started,
@@ -284,7 +269,9 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
         config.max_queued_text_bytes,
         waiting_elsewhere=lambda: admission.depth[0],
     )
-    return TokenizerPool(limits, stats, threads=_COMPILE_THREADS, name="grammar")
+    return TokenizerPool(
+        limits, stats, threads=MAX_COMPILING, name="grammar", work="its grammar was compiled"
+    )
 
 
 def _new_scheduler(

@@ -47,6 +47,11 @@ class RunningModel(ABC):
         """Whether requests are accepted; False for good after a fault of the device."""
         return self.engine.is_ready
 
+    @property
+    def waiting_requests(self) -> int:
+        """Number of requests that wait to run, or for what they need to run."""
+        return self.admission.depth[0]
+
     @abstractmethod
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or later. Any thread may call this.
@@ -77,8 +82,10 @@ class RunningModel(ABC):
 
     def queue_metrics(self) -> MetricsSnapshot:
         """Return how much work waits."""
-        requests, tokens = self.admission.depth
-        return {SnapshotMetric.QUEUED_REQUESTS: requests, SnapshotMetric.QUEUED_TOKENS: tokens}
+        return {
+            SnapshotMetric.QUEUED_REQUESTS: self.waiting_requests,
+            SnapshotMetric.QUEUED_TOKENS: self.admission.depth[1],
+        }
 
     def log_notes(self, max_sequence_tokens: int) -> None:
         """Log what a user should know of the checkpoint."""

@@ -5,11 +5,13 @@ import os
 import re
 import signal
 from contextlib import suppress
+from multiprocessing.connection import wait
+from threading import Event
 
 import pytest
 import torch
 
-from varlen.decoding import sampling
+from varlen.decoding import sampling, structured
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.structured import wait_for_masks
 from varlen.decoding.token_bias import BadWords
@@ -363,21 +365,69 @@ def test_a_grammar_that_takes_too_much_memory_is_refused():
         server.grammars.check(json.dumps({"choice": [text]}))
 
 
+def process_of(server, grammar):
+    """Return the process id of a grammar, once it has started."""
+    found = server.grammars._grammars[structured._key(grammar)]
+    assert found.await_start(60)
+    return found._process._pid
+
+
 def test_an_answer_whose_masks_take_too_long_fails_and_the_others_do_not():
     server = Server(byte_level(), limits=SandboxLimits(60, 1 << 28))
     costly = server.sequence({"regex": "[ab]{1,9}c"}, seed=1)
     other = server.sequence({"choice": CHOICES}, seed=1)
-    # the time of a grammar's process is up
-    [process] = [each._process for each in server.grammars._grammars.values() if each.is_compiled][
-        :1
-    ]
-    os.kill(process._pid, signal.SIGPROF)
+    process = process_of(server, costly.generation.grammar)
+    # its first mask is asked for and cannot come before the time of the process is up
+    os.kill(process, signal.SIGSTOP)
+    [token] = server.sampler.sample(server.model.logits([costly]), [costly])
+    assert token.is_pending
+    os.kill(process, signal.SIGPROF)
+    os.kill(process, signal.SIGCONT)
 
     (_, error), (text, reason) = server.answers([costly, other])
 
     assert "more than 60 s of processor time" in str(error)
     assert text in CHOICES
     assert reason == "stop"
+
+
+def await_background(server):
+    done = Event()
+    server.grammars._background.run(done.set)
+    assert done.wait(60)
+
+
+def test_the_process_of_a_grammar_ends_when_its_requests_have_gone():
+    server = Server(byte_level())
+    grammar = json.dumps(COSTLY["counts"])
+    hold = server.grammars.hold(grammar)
+    hold.compile(wait_seconds=0)
+    process = process_of(server, grammar)
+    # it cannot be done before the request has gone
+    os.kill(process, signal.SIGSTOP)
+
+    hold.release()
+    await_background(server)
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    assert server.grammars.use().grammars == 0
+
+
+def test_a_grammar_whose_idle_process_was_killed_is_compiled_for_the_next_answer():
+    server = Server(byte_level())
+    sequence = server.sequence({"choice": CHOICES}, seed=1)
+    grammar = sequence.generation.grammar
+    [compiled] = server.grammars._grammars.values()
+    os.kill(process_of(server, grammar), signal.SIGKILL)
+    # its end has come when the descriptor becomes readable
+    wait([compiled.fileno()], 60)
+
+    assert not server.grammars.hold(grammar).take()
+    [[text, _]] = server.answers([sequence])
+
+    assert text in CHOICES
+    assert server.grammars.use().started == 2
 
 
 def test_the_sandbox_starts_again_after_its_host_was_killed():

@@ -61,10 +61,10 @@ class Client:
 class Bench:
     """A pool without threads, its clock, and the order in which steps run."""
 
-    def __init__(self, max_requests=100, max_bytes=10**9, elsewhere=0):
+    def __init__(self, max_requests=100, max_bytes=10**9, elsewhere=0, **options):
         self.clock, self.stats, self.ran = Clock(), Stats(), []
         limits = PoolLimits(max_requests, max_bytes, lambda: elsewhere)
-        self.pool = TokenizerPool(limits, self.stats, self.clock)
+        self.pool = TokenizerPool(limits, self.stats, self.clock, **options)
 
     def ask(self, name, *sizes, client=None, errors=(), **options):
         """Submit a draft with a step per size."""
@@ -437,7 +437,7 @@ def test_a_request_in_work_holds_up_no_other():
 
 
 def test_a_request_that_waits_for_a_process_ends_at_its_deadline_or_when_its_client_goes():
-    bench = Bench()
+    bench = Bench(work="its grammar was compiled")
     asked = []
 
     def step_of(name):
@@ -463,6 +463,7 @@ def test_a_request_that_waits_for_a_process_ends_at_its_deadline_or_when_its_cli
     bench.run()
 
     assert isinstance(late.error, DeadlineError)
+    assert str(late.error).endswith("the deadline passed before its grammar was compiled")
     assert isinstance(gone.error, RequestCancelled)
     assert ready.ends == ["accepted"]
     assert asked.count("late") < 10

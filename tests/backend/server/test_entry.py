@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, ModelFaultError
+from varlen.request.draft import Draft, TokenizationTask
+from varlen.request.request import DEFAULT_OPTIONS
 from varlen.server import shared_memory
 from varlen.service import generation, service
 from varlen.telemetry.metrics import SnapshotMetric
@@ -995,8 +998,10 @@ def small_gpt2(make_checkpoint):
 def load_generator(load, small_gpt2):
     """Return a function that loads a model that generates."""
 
-    def load_generator(*, decoupled=True):
-        given = model_config("generate", parameters={"dtype": "fp32", "kv_bytes": "1000000"})
+    def load_generator(*, decoupled=True, **parameters):
+        given = model_config(
+            "generate", parameters={"dtype": "fp32", "kv_bytes": "1000000", **parameters}
+        )
         given["max_batch_size"] = 0
         given["model_transaction_policy"] = {"decoupled": decoupled}
         return load(small_gpt2, given)
@@ -1060,6 +1065,22 @@ def test_a_model_that_generates_without_parts_answers_once(load_generator, ask, 
     generated(whole)
     [_, ids] = whole.response.output_tensors()
     assert (ids.name(), ids.as_numpy().shape) == ("output_ids", (5,))
+
+
+def test_requests_that_wait_for_their_grammar_count_among_those_that_wait(
+    load_generator, ask, pb_utils
+):
+    model = load_generator(max_queued_requests="1")
+    go_on, late = Event(), ask(text_input=prompt())
+    draft = Draft((TokenizationTask(1, lambda: (), lambda _: go_on.is_set()),), DEFAULT_OPTIONS)
+    reply = SimpleNamespace(is_cancelled=lambda: False)
+    model._service.compile_queue.submit(draft, reply, lambda _: None, arrival=time.monotonic())
+
+    model.execute([late])
+
+    go_on.set()
+    assert failure(late)[0] == pb_utils.TritonError.UNAVAILABLE
+    assert "1 requests wait" in failure(late)[1]
 
 
 def test_a_bad_request_to_generate_is_the_caller_s_fault(load_generator, ask, pb_utils):
