@@ -112,6 +112,7 @@ class KvExecutor(HeldExecutor):
         self.bench = bench
         self.memory = {}
         self.failures = []
+        self.has_lost_worker = False
         self.steps = []
         self.has_failed = False
         self.is_pending = lambda _: False
@@ -131,6 +132,7 @@ class KvExecutor(HeldExecutor):
                 self._write(chunk.source_block_ids, 0, [None] * len(chunk.encodes))
             if failure == "worker":
                 self.memory.clear()
+                self.has_lost_worker = True
             return BatchResult([], 1.0, failure=failure.split()[0])
         for chunk in batch.chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
@@ -381,7 +383,7 @@ class Bench:
             prompt = request.request.prompts[row // options.n]
             branches = max(options.n, options.num_beams)
             most = self.scheduler._memory.need(prompt, options.max_tokens, branches)
-            if self.scheduler.snapshot().preemptions:
+            if self.scheduler.snapshot().preemptions or self.executor.has_lost_worker:
                 # a sample that starts again reserves all that it needs by itself
                 most = branches * self.scheduler._memory.need(prompt, options.max_tokens, 1)
             assert len(held[request, row]) + reserved[request, row] <= most
