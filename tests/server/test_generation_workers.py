@@ -111,7 +111,7 @@ def test_streams_go_on_when_their_worker_is_killed_and_fail_when_two_are(
 
 
 def _loaded_worker(stub: int) -> int | None:
-    """Return the process id of the worker, if it has loaded the model and shares its logits."""
+    """Return the process id of the worker, if it has loaded the model."""
     with suppress(ValueError, FileNotFoundError, ProcessLookupError):
         worker = step_worker(stub)
         if "memfd:" in Path(f"/proc/{worker}/maps").read_text():
