@@ -376,7 +376,8 @@ def test_tokens_have_the_texts_of_the_tokenizer_beside_their_scores(load, ask, m
 
 def test_a_response_has_the_outputs_that_the_client_requests(load, ask, make_checkpoint):
     given = model_config("classify", labels=3, parameters={"task": "classify"})
-    model = load(make_checkpoint("BertForSequenceClassification", num_labels=3), given)
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=3)
+    model = load(folder, given)
     names = ("num_tokens", "labels", "scores")
     requests = [ask(text=text("the", "the cat"), outputs=names)]
     requests.append(ask({"activation": "none"}, text=text("the", "the cat"), outputs=["scores"]))
@@ -388,7 +389,9 @@ def test_a_response_has_the_outputs_that_the_client_requests(load, ask, make_che
     assert results(requests[0])["num_tokens"].tolist() == [[3], [4]]
     assert results(requests[0])["labels"].tolist() == [[b"LABEL_0", b"LABEL_1", b"LABEL_2"]] * 2
     np.testing.assert_allclose(results(requests[0])["scores"].sum(axis=1), 1, rtol=1e-6)
-    np.testing.assert_array_equal(results(requests[1])["scores"], results(requests[2])["logits"])
+    # they may run in different batches
+    scores, logits = results(requests[1])["scores"], results(requests[2])["logits"]
+    assert_close(scores, logits, roundings=encoder_roundings(folder))
 
 
 @pytest.mark.parametrize("cache_bytes", ["0", "1000000"])
