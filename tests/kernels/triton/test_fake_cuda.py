@@ -18,12 +18,12 @@ from varlen.decoding.structured import Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
+from varlen.execution.workers import step_models
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import RequestOptions
 from varlen.scheduling.sequence import BeamStep, SampledToken
-from varlen.service import generation
 from varlen_bench.gpu_report import decode, dependent_launch, figures, overlap, serve
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
 from varlen_bench.gpu_report.encoders import EncoderGrid
@@ -183,7 +183,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "_PASSES", 1)
     monkeypatch.setattr(overlap, "_PASSES", 1)
     monkeypatch.setattr(overlap, "_BATCHES", 2)
-    monkeypatch.setattr(generation, "warm_up", lambda *_: None)
+    monkeypatch.setattr(step_models, "warm_up", lambda *_: None)
 
 
 def test_stages_of_the_gpu_report_measure_encoders(gpu: FakeCuda, once: None) -> None:
