@@ -13,7 +13,7 @@ from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
 from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
 
-# Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
+# Chooses the token or search step of each row of logits, `[sequences, vocabulary]` fp32. It may overwrite the logits.
 Choose: TypeAlias = Callable[
     [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
 ]

@@ -130,7 +130,7 @@ class StepRunner:
             self.steps = CpuSteps(bound[0])
 
     def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        """Return what each row of logits goes on with, chunk by chunk.
+        """Return the token or search step of each row of logits, chunk by chunk.
 
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.

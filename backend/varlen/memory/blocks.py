@@ -239,7 +239,7 @@ class BlockPool:
 
 
 def _root(salt: str) -> bytes:
-    """Return what stands for the block before the first one."""
+    """Return the hash that a sequence has before its first block."""
     if not salt:
         return b""
     # JSON may hold half a surrogate pair

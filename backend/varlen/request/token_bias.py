@@ -24,8 +24,8 @@ def logit_bias_field() -> LogitBias:
     """Return the field of `logit_bias`."""
     return parameter_field(
         (),
-        "numbers by token id that are added to the logits of these tokens, before penalties. In a search the scores are"
-        " those of the changed logits",
+        "numbers by token id that are added to the logits of these tokens, before penalties. In a search the scores"
+        " come from the changed logits",
         allowed_text=f"an object of {_BIAS}, at most {MAX_BIASED_TOKENS}",
     )
 

@@ -340,7 +340,7 @@ def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other():
 
 
 class EmptyMatcher:
-    """A place in a grammar from which no token of the model goes on."""
+    """A position in a grammar at which no token of the model is allowed."""
 
     def advance(self, token_ids, begin):
         pass

@@ -88,7 +88,7 @@ class StepProcess(ModelProcess[StepInfo]):
         self._worker = WorkerConnection(connection, self.pid)
 
     def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        """Return what each row of logits goes on with, chunk by chunk; see `StepRunner.run_batch`.
+        """Return the choice of each row of logits, chunk by chunk; see `StepRunner.run_batch`.
 
         Raises:
             MemoryError: too little memory.
