@@ -4,16 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread, Timer
 
 import pytest
 
 from tests.checkpoints import save_checkpoint
+from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.step_packing import pack_step
@@ -102,20 +101,6 @@ class Killer:
 
     def stop(self):
         del self._runner.run_batch
-
-
-def is_gone(pid):
-    """Wait until a process has ended; return whether it has."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        try:
-            # a zombie has ended too
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def answers_of(generator, kinds, *, max_tokens=24):

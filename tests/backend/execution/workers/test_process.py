@@ -5,15 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from multiprocessing.connection import Pipe
-from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import pytest
 
+from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
 from varlen.execution.runner import Runner
@@ -51,20 +50,6 @@ def batch(*lengths):
     numbers = np.random.default_rng(0)
     prompts = [Prompt(numbers.integers(0, 50, n, dtype=np.int32)) for n in lengths]
     return prompts, [RequestOptions(normalize=n % 2 == 0) for n in lengths]
-
-
-def is_gone(pid):
-    """Wait until a process has ended; return whether it has."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        try:
-            # a zombie has ended too
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_answers_are_those_of_a_runner_in_process(worker, host, small_bert):
