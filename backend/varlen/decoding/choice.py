@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from varlen.decoding.checkpoint_rules import search_rules
+from varlen.decoding.grammars import Grammars
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
-from varlen.decoding.structured import Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken

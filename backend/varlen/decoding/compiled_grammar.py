@@ -1,9 +1,13 @@
 """The engine's side of a grammar: the messages to and from its process."""
 
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from multiprocessing.connection import wait
 from threading import Event, Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +15,9 @@ from varlen.decoding.background import Background
 from varlen.errors import RequestError, VarlenError
 from varlen.sandbox.process import SandboxProcess
 from varlen.sandbox.protocol import ADVANCE, COMPILED, FORGET, HEAD, MASK, MEMORY
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 # Characters of the library's explanation that an error repeats.
 _MAX_REASON = 300
@@ -198,6 +205,21 @@ class CompiledGrammar:
             self._errors[number] = refusal(content.decode())
             return False
         return True
+
+
+def await_processes(sources: Iterable[HasFileno], seconds: float) -> None:
+    """Wait until the process of any grammar answers, or the time is over.
+
+    Args:
+        sources: grammars, or answers of grammars.
+        seconds: longest time to wait.
+    """
+    try:
+        # answers may share a process; one that was ended has no descriptor, and reading it says so
+        wait({each.fileno() for each in sources} - {-1}, seconds)
+    except (OSError, ValueError):
+        # ended meanwhile
+        return
 
 
 def refusal(reason: str) -> RequestError:

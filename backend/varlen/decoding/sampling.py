@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from varlen.decoding.grammar_matcher import BoolArray, Matcher, wait_for_masks
+from varlen.decoding.grammars import Grammars
 from varlen.decoding.random_numbers import random_key, uniform_numbers
-from varlen.decoding.structured import BoolArray, Grammars, Matcher, wait_for_masks
 from varlen.decoding.token_bias import BadWords, TokenBias, add_to_rows
 from varlen.decoding.token_counts import TokenCounts
 from varlen.errors import EngineError, RequestError, VarlenError

@@ -154,7 +154,7 @@ class GenerationOptions:
         MAX_LOGPROBS,
         "number of most likely tokens reported with each token; null reports no probability",
     )
-    # a JSON object with one of `json`, `regex` and `choice`, which `decoding.structured` compiles
+    # a JSON object with one of `json`, `regex` and `choice`, which `decoding.grammars` compiles
     grammar: str | None = parameter_field(
         None,
         "what the answer has to match",

@@ -13,7 +13,7 @@ from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.structured import MAX_COMPILING, Grammars
+from varlen.decoding.grammars import MAX_COMPILING, Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate, template_setup
-from varlen.decoding.structured import grammar_tokens
+from varlen.decoding.grammars import grammar_tokens
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.sandbox.limits import SandboxLimits
 from varlen.sandbox.process import Sandbox

@@ -14,7 +14,7 @@ from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.structured import Grammars
+from varlen.decoding.grammars import Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner

@@ -14,7 +14,7 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.structured import Grammars
+from varlen.decoding.grammars import Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner

@@ -6,23 +6,20 @@ answers while the model runs. Limits of time and memory end that process, and fa
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from hashlib import sha256
-from multiprocessing.connection import wait
 from threading import Lock
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from varlen.decoding.background import Background
 from varlen.decoding.compiled_grammar import CompiledGrammar, refusal
+from varlen.decoding.grammar_hold import GrammarHold
+from varlen.decoding.grammar_matcher import Matcher
 from varlen.errors import EngineError, QueueFullError, RequestError, VarlenError
 from varlen.sandbox.process import Sandbox
-
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 _log = logging.getLogger(__name__)
 
@@ -53,134 +50,6 @@ class GrammarUse(NamedTuple):
     grammars: int
     started: int
     evictions: int
-
-
-class Matcher:
-    """Position of one answer in its grammar. Not for two threads at once."""
-
-    def __init__(self, grammars: "Grammars", grammar: str, vocab_size: int) -> None:
-        self._grammars = grammars
-        self._content = grammar
-        self._vocab_size = vocab_size
-        self._grammar: CompiledGrammar | None = None
-        self._number = 0
-        # tokens that the process has got, and the last of them
-        self._num_sent = 0
-        self._last = 0
-        self._mask: BoolArray | None = None
-
-    def advance(self, token_ids: Sequence[int], begin: int) -> None:
-        """Start to compute the mask after the tokens of the answer, unless that is done.
-
-        Args:
-            token_ids: tokens of the prompt and of the answer.
-            begin: place of the first token of the answer.
-
-        Raises:
-            VarlenError: the grammar cannot be compiled again.
-        """
-        num_sent = begin + self._num_sent
-        # a step that chose another token may have been repeated
-        is_ahead = num_sent > len(token_ids) or (
-            self._num_sent > 0 and token_ids[num_sent - 1] != self._last
-        )
-        if self._grammar is None or is_ahead:
-            self._release()
-            self._grammar, self._number = self._grammars.open(self._content)
-            self._send(token_ids[begin:])
-        elif num_sent < len(token_ids):
-            self._send(token_ids[num_sent:])
-
-    def expect(self, token_id: int) -> None:
-        """Start to compute the mask after one more token, which was chosen now."""
-        self._send([token_id])
-
-    def allowed_tokens(self) -> BoolArray | None:
-        """Return the tokens that may come next, `[vocabulary]`; None if they are not known yet.
-
-        End tokens are among them where the answer may end.
-
-        Raises:
-            VarlenError: the grammar takes too much time or memory, or became too complex.
-        """
-        if self._mask is None and self._grammar is not None:
-            mask = self._grammar.take_mask(self._number)
-            if mask is not None:
-                bits = np.frombuffer(mask, np.uint8)
-                self._mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(
-                    np.bool_
-                )
-        return self._mask
-
-    def fileno(self) -> int:
-        """Return the descriptor, which becomes readable when the mask comes."""
-        assert self._grammar is not None
-        return self._grammar.fileno()
-
-    def __del__(self) -> None:
-        self._release()
-
-    def _send(self, token_ids: Sequence[int]) -> None:
-        assert self._grammar is not None
-        self._grammar.advance(self._number, token_ids)
-        self._mask = None
-        if token_ids:
-            self._num_sent += len(token_ids)
-            self._last = token_ids[-1]
-
-    def _release(self) -> None:
-        if self._grammar is not None:
-            self._grammar.forget(self._number)
-        self._grammar = None
-        self._num_sent = 0
-
-
-class GrammarHold:
-    """Keeps the process of a grammar for one request. Not for two threads at once."""
-
-    def __init__(self, grammars: "Grammars", grammar: str) -> None:
-        self._grammars = grammars
-        self._content = grammar
-        self._grammar: CompiledGrammar | None = None
-
-    @property
-    def num_characters(self) -> int:
-        """Length of the grammar."""
-        return len(self._content)
-
-    def take(self) -> bool:
-        """Hold the grammar if it is compiled; return whether it is."""
-        if self._grammar is None:
-            self._grammar = self._grammars.held_if_compiled(self._content)
-        return self._grammar is not None and self._grammar.is_compiled
-
-    def compile(self, *, wait_seconds: float) -> bool:
-        """Hold the grammar, and compile it; return whether it is compiled.
-
-        Args:
-            wait_seconds: longest time to wait for the process.
-
-        Raises:
-            VarlenError: see `Grammars.check`.
-        """
-        if self._grammar is None:
-            self._grammar = self._grammars.held(self._content)
-        found = self._grammar
-        if found.is_compiling and found.await_start(wait_seconds):
-            _wait([found], wait_seconds)
-            found.receive()
-        if found.error is not None:
-            raise found.error
-        return found.is_compiled
-
-    def release(self) -> None:
-        """Let the grammar go.
-
-        It ends if it is not compiled and no other request needs it.
-        """
-        found, self._grammar = self._grammar, None
-        if found is not None:
-            self._grammars.let_go(found)
 
 
 class Grammars:
@@ -234,7 +103,7 @@ class Grammars:
 
     def matcher(self, grammar: str) -> Matcher:
         """Return the start of an answer to a grammar that was checked."""
-        return Matcher(self, grammar, self._vocab_size)
+        return Matcher(partial(self.open, grammar), self._vocab_size)
 
     def open(self, grammar: str) -> tuple[CompiledGrammar, int]:
         """Return a grammar, which may still compile, and the number of a new answer.
@@ -380,11 +249,6 @@ class Grammars:
         found.start(process)
 
 
-def wait_for_masks(matchers: Sequence[Matcher], seconds: float) -> None:
-    """Wait until the process of any answer says something, or the time is over."""
-    _wait(matchers, seconds)
-
-
 def grammar_tokens(
     tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]
 ) -> Mapping[str, object] | None:
@@ -400,15 +264,6 @@ def grammar_tokens(
         return None
     num_tokens = max(vocab_size, tokenizer.get_vocab_size())
     return {"tokenizer": tokenizer.to_str(), "num_tokens": num_tokens, "ends": ends}
-
-
-def _wait(sources: Sequence[CompiledGrammar] | Sequence[Matcher], seconds: float) -> None:
-    try:
-        # sequences may share a process; one that was ended has no descriptor, and reading it says so
-        wait({each.fileno() for each in sources} - {-1}, seconds)
-    except (OSError, ValueError):
-        # ended meanwhile
-        return
 
 
 def _unused() -> VarlenError:

@@ -1,81 +1,23 @@
 """Structured output: a model of random logits gives only answers that match."""
 
 import json
-import os
 import re
-import signal
 from contextlib import suppress
-from multiprocessing.connection import wait
-from threading import Event
 
 import pytest
-import torch
 
-from varlen.decoding import sampling, structured
-from varlen.decoding.sampling import Sampler
-from varlen.decoding.structured import wait_for_masks
-from varlen.decoding.token_bias import BadWords
-from varlen.decoding.writer import TextWriter
-from varlen.errors import QueueFullError, RequestError
+from varlen.decoding import sampling
+from varlen.decoding.grammar_matcher import wait_for_masks
+from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
-from varlen.sandbox.limits import SandboxLimits
 
 from ..refusals import refused_request as refused
+from .grammar_server import CHOICES, Server
 from .sandboxes import new_grammars
-from .sequences import RandomModel, sequence_of, sequences_of
+from .sequences import sequence_of, sequences_of
 from .small_tokenizers import END, PAD, byte_fallback, byte_level, metaspace
 
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
-
-
-class Server:
-    """A model of random logits with all that decodes its tokens."""
-
-    def __init__(self, tokenizer, **limits):
-        self.tokenizer = tokenizer
-        self.eos_id = tokenizer.token_to_id(END)
-        # wider than the tokenizer, as checkpoints are
-        self.model = RandomModel(tokenizer.get_vocab_size() + 13, scale=4.0)
-        self.grammars = new_grammars(tokenizer, self.model.vocab_size, [self.eos_id], **limits)
-        self.sampler = Sampler(
-            self.model.vocab_size,
-            [self.eos_id],
-            self.grammars,
-            BadWords(tokenizer, self.model.vocab_size, [self.eos_id]),
-            torch.device("cpu"),
-        )
-
-    def sequence(self, structured, **options):
-        options = GenerationOptions.from_parameters(
-            {"structured_outputs": structured, "max_tokens": 200, **options}
-        )
-        self.grammars.check(options.grammar)
-        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        return sequence_of(1, 2, **fields)
-
-    def answers(self, sequences):
-        """Return text and finish reason of each sequence, or text and error."""
-        writers = [
-            TextWriter(
-                self.tokenizer, each.generation, prompt_ids=each.token_ids, eos_ids=[self.eos_id]
-            )
-            for each in sequences
-        ]
-        answers = [["", None] for _ in sequences]
-        while running := [row for row, answer in enumerate(answers) if answer[1] is None]:
-            step = [sequences[row] for row in running]
-            tokens = self.sampler.sample(self.model.logits(step), step)
-            for row, token in zip(running, tokens, strict=True):
-                if token.is_pending:
-                    continue
-                if token.error is not None:
-                    answers[row][1] = token.error
-                    continue
-                part = writers[row].write(token)
-                sequences[row].token_ids.append(token.token_id)
-                answers[row][0] += part.text
-                answers[row][1] = part.finish_reason
-        return answers
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
@@ -113,7 +55,6 @@ def is_person(text):
     )
 
 
-CHOICES = ["red", "red green", 'say "no"\\/', "café 你好 😀"]
 GRAMMARS = {
     "schema": ({"json": PERSON}, is_person),
     "array": (
@@ -290,172 +231,6 @@ def test_a_model_may_have_several_end_tokens_and_fewer_tokens_than_its_tokenizer
     assert set(allowed.nonzero()[0]) == {*ends[:2], tokenizer.token_to_id("a")}
 
 
-def regex(text):
-    return json.dumps({"regex": text})
-
-
-def test_compiled_grammars_are_ended_when_they_have_too_much_memory_and_compiled_again():
-    server = Server(byte_level(), max_bytes=20_000_000)
-    for index in range(20):
-        server.grammars.check(regex(f"x{index}{{1,300}}"))
-
-    use = server.grammars.use()
-    assert 0 < use.held_bytes <= 20_000_000
-    assert use.started == 20
-    assert use.evictions == 20 - use.grammars > 0
-    sequence = sequence_of(1, 2, grammar=regex("x0{1,300}"), max_tokens=300)
-    [[text, _]] = server.answers([sequence])
-    assert re.fullmatch("x0*", text)
-    assert server.grammars.use().started == 21
-
-
-def test_only_some_grammars_keep_their_processes_without_an_answer():
-    server = Server(byte_level())
-    for index in range(20):
-        server.grammars.check(regex(f"x{index}"))
-    used = []
-    for index in range(18):
-        server.grammars.check(regex(f"y{index}"))
-        used.append(server.grammars.matcher(regex(f"y{index}")))
-        used[-1].advance([1], 1)
-
-    server.grammars.check(regex("z"))
-
-    # answers in progress keep their grammars
-    assert server.grammars.use().grammars == 16 + 18
-    assert not any(each._grammar.error for each in used)
-
-
-def test_a_grammar_that_fits_beside_none_in_use_is_refused_for_now():
-    server = Server(byte_level(), max_bytes=1)
-
-    with pytest.raises(QueueFullError, match="more than 1 bytes of memory; try again later"):
-        server.grammars.check(regex("a"))
-    assert server.grammars.use().grammars == 0
-
-
-COSTLY = {
-    "multiples": {
-        "json": {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}
-    },
-    "patterns": {
-        "json": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(1, 30)]}
-    },
-    "counts": {"regex": "(a{0000000001000}){ 1000 }"},
-}
-
-
-@pytest.mark.parametrize("name", COSTLY)
-def test_a_grammar_that_takes_too_long_is_refused_and_remembered(name):
-    # each takes more than ten times as long on the fastest processors
-    server = Server(byte_level(), limits=SandboxLimits(0.1, 1 << 28))
-
-    for _ in range(3):
-        with refused("the grammar takes more than 0.1 s of processor time"):
-            server.grammars.check(json.dumps(COSTLY[name]))
-    assert server.grammars.use().started == 1
-    server.grammars.check(regex("a"))
-
-
-def test_a_grammar_that_takes_too_much_memory_is_refused():
-    server = Server(byte_level(), limits=SandboxLimits(60, 1 << 23))
-    text = "".join(f"{index} " for index in range(12_000))
-
-    with refused("the grammar takes more than 8388608 bytes of memory"):
-        server.grammars.check(json.dumps({"choice": [text]}))
-
-
-def process_of(server, grammar):
-    """Return the process id of a grammar, once it has started."""
-    found = server.grammars._grammars[structured._key(grammar)]
-    assert found.await_start(60)
-    return found._process._pid
-
-
-def test_an_answer_whose_masks_take_too_long_fails_and_the_others_do_not():
-    server = Server(byte_level(), limits=SandboxLimits(60, 1 << 28))
-    costly = server.sequence({"regex": "[ab]{1,9}c"}, seed=1)
-    other = server.sequence({"choice": CHOICES}, seed=1)
-    process = process_of(server, costly.generation.grammar)
-    # its first mask is asked for and cannot come before the time of the process is up
-    os.kill(process, signal.SIGSTOP)
-    [token] = server.sampler.sample(server.model.logits([costly]), [costly])
-    assert token.is_pending
-    os.kill(process, signal.SIGPROF)
-    os.kill(process, signal.SIGCONT)
-
-    (_, error), (text, reason) = server.answers([costly, other])
-
-    assert "more than 60 s of processor time" in str(error)
-    assert text in CHOICES
-    assert reason == "stop"
-
-
-def await_background(server):
-    done = Event()
-    server.grammars._background.run(done.set)
-    assert done.wait(60)
-
-
-def test_the_process_of_a_grammar_ends_when_its_requests_have_gone():
-    server = Server(byte_level())
-    grammar = json.dumps(COSTLY["counts"])
-    hold = server.grammars.hold(grammar)
-    hold.compile(wait_seconds=0)
-    process = process_of(server, grammar)
-    # it cannot be done before the request has gone
-    os.kill(process, signal.SIGSTOP)
-
-    hold.release()
-    await_background(server)
-
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
-    assert server.grammars.use().grammars == 0
-
-
-def test_a_grammar_whose_idle_process_was_killed_is_compiled_for_the_next_answer():
-    server = Server(byte_level())
-    sequence = server.sequence({"choice": CHOICES}, seed=1)
-    grammar = sequence.generation.grammar
-    [compiled] = server.grammars._grammars.values()
-    os.kill(process_of(server, grammar), signal.SIGKILL)
-    # its end has come when the descriptor becomes readable
-    wait([compiled.fileno()], 60)
-
-    assert not server.grammars.hold(grammar).take()
-    [[text, _]] = server.answers([sequence])
-
-    assert text in CHOICES
-    assert server.grammars.use().started == 2
-
-
-def test_the_sandbox_starts_again_after_its_host_was_killed():
-    server = Server(byte_level())
-    server.grammars.check(regex("a"))
-    host = server.grammars._sandbox._host._process
-    os.kill(host.pid, signal.SIGKILL)
-    host.wait(60)
-
-    sequence = server.sequence({"choice": CHOICES}, seed=1)
-
-    [[text, _]] = server.answers([sequence])
-    assert text in CHOICES
-
-
-def test_all_processes_end_with_the_sandbox():
-    server = Server(byte_level())
-    server.grammars.check(regex("a"))
-    host = server.grammars._sandbox._host._process
-    [grammar] = server.grammars._grammars.values()
-
-    server.grammars._sandbox.close()
-
-    assert host.poll() == 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(grammar._process._pid, 0)
-
-
 def test_samples_of_a_prompt_get_their_first_tokens_in_one_step(one_server, monkeypatch):
     options = one_server.sequence({"regex": "[ab]{10}"}, temperature=1.0, seed=1).generation
     fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
@@ -482,18 +257,6 @@ def test_samples_of_a_prompt_get_their_first_tokens_in_one_step(one_server, monk
     ][-1:]
     assert {sample.sampler_state.matcher._grammar for sample in samples} == {grammar}
     assert grammar.users() == 2
-
-
-def test_answers_that_ended_are_released_when_another_begins():
-    server = Server(byte_level())
-    for _ in range(3):
-        server.answers([server.sequence({"choice": ["a"]}, seed=1)])
-    [grammar] = server.grammars._grammars.values()
-
-    server.answers([server.sequence({"choice": ["a"]}, seed=1)])
-
-    # the last one waits for the next
-    assert len(grammar._forgotten) <= 1
 
 
 def test_a_step_that_chose_another_token_before_it_was_repeated_does_no_harm(one_server):
