@@ -12,24 +12,8 @@ from dataclasses import dataclass, field
 
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source
+from varlen.scheduling.claims import Claim
 from varlen.scheduling.sequence import Chunk, GeneratedSequence
-
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """Tokens that a part of a request may still run, owed to its tenant.
-
-    The part is what starts as one group.
-
-    Attributes:
-        tenant: see `FairShare`.
-        unserved: tokens that may still run, if its answers have `max_tokens`.
-        groups: groups that it consists of now.
-    """
-
-    tenant: str
-    unserved: int
-    groups: int = 1
 
 
 @dataclass(slots=True, eq=False)

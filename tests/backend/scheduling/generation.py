@@ -342,7 +342,10 @@ class Bench:
 
     def check_blocks(self):
         """Check that running groups, also in flight, own the used blocks."""
-        groups = list(self.scheduler._running)
+        queues = self.scheduler._queues
+        groups = list(queues.running)
+        assert queues.num_running == sum(group.max_branches for group in groups)
+        assert queues.num_waiting == sum(group.max_branches for group in queues._waiting)
         branches = [branch for group in groups for branch in group.branches]
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
@@ -401,7 +404,7 @@ class Bench:
         # nothing is remembered of what has ended
         assert not self.scheduler._group_of
         assert not self.scheduler._new
-        assert not self.scheduler._share._backlogs
+        assert not self.scheduler._claims._share._backlogs
 
 
 def tokens_of(reply):

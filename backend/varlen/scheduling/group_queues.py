@@ -1,0 +1,176 @@
+"""The waiting and the running groups of a scheduler, in one order.
+
+Waiting groups start in this order; the first that does not fit holds back those behind it. It takes the place of
+running groups that are far behind it, which go on later, if that loses few tokens. When a running group needs a block
+and there is none, the last running groups give back theirs.
+"""
+
+from __future__ import annotations
+
+from sortedcontainers import SortedKeyList
+
+from varlen.scheduling.fair_share import RANK_UNIT
+from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
+from varlen.scheduling.step_size import StepSize
+
+
+class GroupQueues:
+    """Waiting and running groups, in one order.
+
+    Only running groups have blocks. At most `max_running` branches run.
+
+    Attributes:
+        running: running groups, in order.
+        num_running, num_waiting: number of running and of waiting branches.
+        memory_preemptions: number of branches that gave back their blocks because there were too few.
+        order_preemptions: number of branches that gave back their blocks to a group before them.
+    """
+
+    def __init__(self, memory: GroupMemory, max_running: int) -> None:
+        """Start without a group.
+
+        Args:
+            memory: block tables of the running groups.
+            max_running: largest number of branches that run at the same time.
+        """
+        self._memory = memory
+        self._max_running = max_running
+        self._waiting = SortedKeyList(key=lambda group: group.order)
+        self.running = SortedKeyList(key=lambda group: group.order)
+        self.num_running = self.num_waiting = 0
+        self.memory_preemptions = self.order_preemptions = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no group waits or runs."""
+        return not self.running and not self._waiting
+
+    def add(self, group: Group) -> None:
+        """Let a group wait in its place."""
+        self._waiting.add(group)
+        self.num_waiting += group.max_branches
+
+    def start_waiting(self, step: StepSize) -> list[Group]:
+        """Start waiting groups, up to the first that does not fit; return new ones.
+
+        Args:
+            step: size of the next step.
+        """
+        new = []
+        while self._waiting:
+            group = self._waiting[0]
+            # what does not fit into the step starts in a later one: a source text runs in one piece
+            fits = not self.running or group.least_tokens <= self._free_tokens(step)
+            if not fits and step.is_reduced:
+                break
+            has_slots = self.num_running + group.max_branches <= self._max_running
+            # each running sequence may need a block soon; without them the new one would be preempted at once
+            if not (fits and has_slots and self._memory.start(group, keep=self.num_running)):
+                if not self._make_room(group, step):
+                    break
+                continue
+            del self._waiting[0]
+            self.num_waiting -= group.max_branches
+            self._run(group)
+            for sequence in group.sequences:
+                sequence.status = "running"
+            if not group.has_started:
+                new.append(group)
+        return new
+
+    def extend_running(self, step: StepSize) -> bool:
+        """Allocate the blocks of tokens to generate; return whether no group was preempted.
+
+        If no block is available, the last groups are preempted, perhaps the one that needs it.
+
+        Args:
+            step: size of the next step.
+        """
+        before = self.memory_preemptions
+        for group in groups_of_step(self.running, step.tokens):
+            # one before it may have preempted it
+            if group.remaining > 1 or not group.is_encoded:
+                continue
+            while group.first.status == "running" and not self._memory.extend(group):
+                last = self.running[-1]
+                self.memory_preemptions += last.max_branches
+                self._preempt(last)
+        return self.memory_preemptions == before
+
+    def split(self, group: Group) -> list[Group]:
+        """Replace a running group by one for each sample that goes on; return them."""
+        self._stop(group)
+        groups = self._memory.split(group)
+        for alone in groups:
+            self._run(alone)
+        return groups
+
+    def preempt_all(self) -> None:
+        """Let all running groups wait and start again."""
+        for group in [*self.running]:
+            self._preempt(group)
+
+    def remove_waiting(self, group: Group) -> None:
+        """Remove a group that waits."""
+        self._waiting.remove(group)
+        self.num_waiting -= group.max_branches
+
+    def remove_running(self, group: Group) -> None:
+        """Remove a group that runs, and release its blocks."""
+        self._stop(group)
+        self._memory.release(group)
+
+    def _make_room(self, group: Group, step: StepSize) -> bool:
+        """Preempt running groups behind a waiting one that needs their place.
+
+        Returns whether the waiting one has a place now.
+
+        A preempted group runs its tokens again. Counted as tokens of the waiting group, they may not move it behind
+        the preempted one, so what is lost is at most as much as what is served.
+        """
+        memory, rank, running = self._memory, group.order[0], self.num_running
+        blocks, tokens = memory.blocks.available, self._free_tokens(step)
+        if blocks + sum(map(memory.held, self.running)) < memory.least_available(group, keep=0):
+            return False
+        last_first, behind = reversed(self.running), list[Group]()
+        while (
+            running + group.max_branches > self._max_running
+            or blocks < memory.least_available(group, keep=running)
+            # what is larger than a step runs when nothing else does
+            or (tokens < group.least_tokens and len(behind) < len(self.running))
+        ):
+            other = next(last_first, None)
+            if other is None:
+                return False
+            rank += RANK_UNIT * other.lost_tokens
+            if rank >= other.order[0]:
+                return False
+            behind.append(other)
+            running -= other.max_branches
+            blocks += memory.freed(other)
+            tokens += other.least_tokens
+        for other in behind:
+            self.order_preemptions += other.max_branches
+            self._preempt(other)
+        return bool(behind)
+
+    def _free_tokens(self, step: StepSize) -> int:
+        """Return how many tokens of a step no running group needs."""
+        used: int = sum(group.least_tokens for group in self.running)
+        return step.tokens - used
+
+    def _preempt(self, group: Group) -> None:
+        """Release the blocks of a group, and let it wait in its old place."""
+        self.remove_running(group)
+        group.restart()
+        for sequence in group.sequences:
+            sequence.status = "waiting"
+        self.add(group)
+
+    def _run(self, group: Group) -> None:
+        self.running.add(group)
+        self.num_running += group.max_branches
+
+    def _stop(self, group: Group) -> None:
+        self.running.remove(group)
+        self.num_running -= group.max_branches
