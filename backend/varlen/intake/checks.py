@@ -1,11 +1,10 @@
-"""Checks texts and token ids, and makes prompts of them.
+"""Checks texts, chats and token ids, and makes prompts of them.
 
-Requests of the server and in-process calls both pass here. An error says what came and what is allowed. The layers
-below trust their inputs.
+Requests of the server and in-process calls both pass here. The layers below trust their inputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -13,47 +12,19 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import RequestError, shorten
+from varlen.errors import RequestError
+from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
-from varlen.parameter import MAX_JSON_MARKS, JsonLimits
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
 from varlen.request.row_parameters import InputType, TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
 _STEP_BYTES = 4096
-# How much longer than a text its chat messages may be, as JSON: escapes have up to 6 bytes for one of the text.
-_MESSAGE_FACTOR = 8
-
-
-@dataclass(frozen=True, slots=True)
-class InputLimits:
-    """Limits of one sequence.
-
-    Attributes:
-        max_sequence_tokens: longest sequence, in tokens.
-        max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
-        vocab_size, type_vocab_size: token ids and token type ids are below these.
-        max_arena_tokens: longest sequence that the arena has memory for; None if a longer one runs in chunks.
-    """
-
-    max_sequence_tokens: int
-    max_text_bytes: int
-    vocab_size: int
-    type_vocab_size: int
-    max_arena_tokens: int | None = None
-
-    @property
-    def messages(self) -> JsonLimits:
-        """Limits of chat messages as JSON. Their texts may consist of commas."""
-        return JsonLimits(
-            _MESSAGE_FACTOR * self.max_text_bytes, MAX_JSON_MARKS + self.max_text_bytes
-        )
 
 
 class ChatTemplate(Protocol):
@@ -101,8 +72,8 @@ class Intake:
         """
         self.tokenizer = tokenizer
         self.limits = limits
+        self.roles = roles
         self._chat_template = chat_template
-        self._roles = roles
         self._mask_token = mask_token
         self._pair_template = pair_template
         self._can_truncate = can_truncate
@@ -130,8 +101,8 @@ class Intake:
             RequestError: a text is empty, too long, or holds a NUL; the message names the row. Or there is no prompt
                 of that name or meaning.
         """
-        self.check_texts(texts)
-        role = self.role_of(prompt_name, input_type)
+        self.limits.check_texts(texts)
+        role = self.roles.select(prompt_name, input_type)
         return self._tokenize(texts, truncate, special_tokens, role=role)
 
     def text_steps(
@@ -152,8 +123,8 @@ class Intake:
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
-        sizes = self.check_texts(texts)
-        role = self.role_of(prompt_name, input_type)
+        sizes = self.limits.check_texts(texts)
+        role = self.roles.select(prompt_name, input_type)
 
         def tokenize(rows: range) -> tuple[Prompt, ...]:
             part = texts[rows.start : rows.stop]
@@ -178,10 +149,7 @@ class Intake:
         if not len(rows):
             raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
-        return tuple(
-            self._placed(row, self._sequence(row, ids, types[row]), self._roles.default)
-            for row, ids in enumerate(rows)
-        )
+        return tuple(self._token_prompt(row, ids, types[row]) for row, ids in enumerate(rows))
 
     def chat(
         self,
@@ -242,57 +210,6 @@ class Intake:
         """Whether its texts are the sources of translations."""
         return self._target_ids is not None
 
-    def role_of(self, name: str | None, input_type: InputType | None) -> TextRole:
-        """Return the role that a request names, or whose meaning it names.
-
-        Raises:
-            RequestError: there is none, or the request names both.
-        """
-        if input_type is not None:
-            if name is not None:
-                raise RequestError(
-                    "the request has both prompt_name and input_type; send one or the other"
-                )
-            return self._role_of_type(input_type)
-        if name is None:
-            return self._roles.default
-        if name not in self._roles.named:
-            raise RequestError(
-                f"prompt_name is {shorten(repr(name))}; this model has the prompts:"
-                f" {shorten(', '.join(self._roles.named)) or 'none'}"
-            )
-        return self._roles.named[name]
-
-    def _role_of_type(self, input_type: InputType) -> TextRole:
-        role = self._roles.of_type(input_type)
-        if role is None:
-            raise RequestError(
-                f"input_type is {input_type}; this model has no prompt for it. Name one of its prompts with"
-                f" prompt_name: {shorten(', '.join(self._roles.named))}"
-            )
-        return role
-
-    def check_texts(self, texts: Sequence[Text]) -> list[int]:
-        """Return the length of each row in UTF-8, or raise RequestError."""
-        if not texts:
-            raise RequestError("text has no rows; send at least one row")
-        sizes = []
-        for row, text in enumerate(texts):
-            if isinstance(text, tuple) and len(text) != 2:
-                raise RequestError(
-                    f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
-                )
-            parts = text if isinstance(text, tuple) else (text,)
-            sizes.append(sum(self._check_text(row, part) for part in parts))
-        return sizes
-
-    def check_text_bytes(self, row: int, size: int) -> None:
-        """Raise RequestError if a text of this length in UTF-8 is too long."""
-        if size > self.limits.max_text_bytes:
-            raise RequestError(
-                f"row {row}: text has {size} bytes; this model takes at most {self.limits.max_text_bytes}"
-            )
-
     def _tokenize(
         self,
         texts: Sequence[Text],
@@ -304,7 +221,7 @@ class Intake:
         first_row: int = 0,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of checked texts."""
-        role = role or self._roles.default
+        role = role or self.roles.default
         if role.prompt:
             texts = [role.prompt + text if isinstance(text, str) else text for text in texts]
         if self._pair_template is not None:
@@ -341,7 +258,7 @@ class Intake:
             ending = template.ending[-most:]
             ids = np.concatenate([found.token_ids[: most - len(ending)], ending])
             found = Tokenized(ids, None)
-        return self._prompt(row, found, self._roles.default)
+        return self._prompt(row, found, self.roles.default)
 
     def _prompt(self, row: int, text: Tokenized, role: TextRole, num_unpooled: int = 0) -> Prompt:
         tokens, most = len(text.token_ids), role.max_tokens or self.limits.max_sequence_tokens
@@ -353,14 +270,21 @@ class Intake:
             )
         if not tokens:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")
-        self._check_ids(row, "text", text.token_ids, text.type_ids)
+        self.limits.check_ids(row, "text", text.token_ids, text.type_ids)
         prompt = Prompt(text.token_ids, text.type_ids, Unpooled(count=num_unpooled))
         return self._placed(row, prompt, role)
+
+    def _token_prompt(
+        self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
+    ) -> Prompt:
+        self.limits.check_sequence(row, ids, types)
+        prompt = Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
+        return self._placed(row, prompt, self.roles.default)
 
     def _placed(self, row: int, tokens: Prompt, role: TextRole) -> Prompt:
         """Return tokens in their role, with their masks, or as the source of a target."""
         tokens = role.place(tokens)
-        self._check_arena(row, len(tokens.token_ids))
+        self.limits.check_arena(row, len(tokens.token_ids))
         if self._mask_token is not None:
             return replace(tokens, payload=self._masks(row, tokens.token_ids))
         if self._target_ids is None:
@@ -377,59 +301,6 @@ class Intake:
                 f"row {row}: the input has {len(places)} tokens {name}; this model takes 1 to {MAX_MASKS}"
             )
         return Masks(places.astype(np.int32))
-
-    def _sequence(
-        self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
-    ) -> Prompt:
-        limits = self.limits
-        if ids.ndim != 1:
-            raise RequestError(f"row {row}: input_ids has shape {list(ids.shape)}; send [tokens]")
-        if not len(ids):
-            raise RequestError(f"row {row}: input_ids has no tokens; send at least one")
-        if len(ids) > limits.max_sequence_tokens:
-            raise RequestError(
-                f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
-            )
-        self._check_ids(row, "input_ids", ids, types)
-        return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
-
-    def _check_arena(self, row: int, tokens: int) -> None:
-        most = self.limits.max_arena_tokens
-        if most is not None and tokens > most:
-            raise RequestError(
-                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
-            )
-
-    def _check_ids(
-        self,
-        row: int,
-        name: str,
-        ids: IntegerArray,
-        types: IntegerArray | None,
-    ) -> None:
-        _check_range(row, name, ids, self.limits.vocab_size)
-        if types is not None:
-            _check_range(row, "token_type_ids", types, self.limits.type_vocab_size)
-
-    def _check_text(self, row: int, text: str) -> int:
-        """Return the length of a text in UTF-8, or raise RequestError."""
-        if not isinstance(text, str):
-            raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
-        # characters are bytes, or more: a text that is much too long is only counted
-        if len(text) > self.limits.max_text_bytes:
-            self.check_text_bytes(row, len(text.encode(errors="surrogatepass")))
-        if not text.strip():
-            raise RequestError(f"row {row}: text is empty; send at least one word")
-        if "\0" in text:
-            raise RequestError(f"row {row}: text holds a NUL character; remove it")
-        try:
-            size = len(text.encode("utf-8"))
-        except UnicodeEncodeError:
-            raise RequestError(
-                f"row {row}: text holds half a surrogate pair; send valid Unicode"
-            ) from None
-        self.check_text_bytes(row, size)
-        return size
 
 
 def steps_of(
@@ -449,10 +320,3 @@ def steps_of(
             steps.append(TokenizationTask(num_bytes, partial(run, range(begin, end))))
             begin, num_bytes = end, 0
     return tuple(steps)
-
-
-def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= size:
-        wrong = low if low < 0 else high
-        raise RequestError(f"row {row}: {name} holds {wrong}; this model takes 0 to {size - 1}")

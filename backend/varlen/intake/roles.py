@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varlen.errors import CheckpointError, ConfigError
+from varlen.errors import CheckpointError, ConfigError, RequestError, shorten
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint_folder import Checkpoint
@@ -110,6 +110,27 @@ class TextRoles:
     named: Mapping[str, TextRole]
     default: TextRole = TextRole()
 
+    def select(self, name: str | None, input_type: InputType | None) -> TextRole:
+        """Return the role that a request names, or whose meaning it names.
+
+        Raises:
+            RequestError: there is none, or the request names both.
+        """
+        if input_type is not None:
+            if name is not None:
+                raise RequestError(
+                    "the request has both prompt_name and input_type; send one or the other"
+                )
+            return self._select_type(input_type)
+        if name is None:
+            return self.default
+        if name not in self.named:
+            raise RequestError(
+                f"prompt_name is {shorten(repr(name))}; this model has the prompts:"
+                f" {shorten(', '.join(self.named)) or 'none'}"
+            )
+        return self.named[name]
+
     def of_type(self, input_type: InputType) -> TextRole | None:
         """Return the role of an input type, None without one.
 
@@ -123,6 +144,15 @@ class TextRoles:
         if found is None and names is _DOCUMENTS and self._first(_QUERIES) is not None:
             return TextRole()
         return found
+
+    def _select_type(self, input_type: InputType) -> TextRole:
+        role = self.of_type(input_type)
+        if role is None:
+            raise RequestError(
+                f"input_type is {input_type}; this model has no prompt for it. Name one of its prompts with"
+                f" prompt_name: {shorten(', '.join(self.named))}"
+            )
+        return role
 
     def _first(self, names: Sequence[str]) -> TextRole | None:
         """Return the role of the first of these names that exists, None without one."""

@@ -23,7 +23,8 @@ from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.model_info import StepInfo
 from varlen.execution.step_model import StepModel
 from varlen.execution.workers.step_models import load_step_model
-from varlen.intake.checks import InputLimits, Intake
+from varlen.intake.checks import Intake
+from varlen.intake.input_limits import InputLimits
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool

@@ -16,7 +16,8 @@ from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers.workers import Workers, load_workers
-from varlen.intake.checks import InputLimits, Intake
+from varlen.intake.checks import Intake
+from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import mask_token, roles_of
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.heap import trim_heap

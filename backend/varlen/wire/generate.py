@@ -314,7 +314,7 @@ def _prefix(tensors: Tensors, stream: bool, intake: Intake) -> str:
 
 def _text_input(tensors: Tensors, intake: Intake) -> str:
     text = _bytes("text_input", tensors)
-    intake.check_text_bytes(0, len(text))
+    intake.limits.check_text_bytes(0, len(text))
     return _decoded("text_input", text)
 
 

@@ -126,7 +126,7 @@ def _strings(name: str, tensor: npt.NDArray[Any], intake: Intake) -> list[str]:
     for row, element in enumerate(tensor[:, 0]):
         text = bytes(element)
         # before it is decoded
-        intake.check_text_bytes(row, len(text))
+        intake.limits.check_text_bytes(row, len(text))
         try:
             texts.append(text.decode("utf-8"))
         except UnicodeDecodeError as error:

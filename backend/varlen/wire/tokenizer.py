@@ -101,8 +101,8 @@ def tokenizer_draft(
     Raises:
         RequestError: a text cannot be read, or there is no such prompt. A step raises it for token ids.
     """
-    sizes = intake.check_texts(texts)
-    role = intake.role_of(given.prompt_name, given.input_type)
+    sizes = intake.limits.check_texts(texts)
+    role = intake.roles.select(given.prompt_name, given.input_type)
 
     def run(rows: range) -> tuple[Prompt, ...]:
         part = texts[rows.start : rows.stop]
@@ -150,7 +150,7 @@ def chat_draft(
 
     def run() -> tuple[Prompt, ...]:
         text = intake.chat_text(chat.read(), chat.variables)
-        intake.check_texts([text])
+        intake.limits.check_texts([text])
         answer.rows += _token_objects([text], given, intake, TextRole(), special_tokens=False)
         return ()
 
