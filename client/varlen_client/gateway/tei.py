@@ -157,65 +157,27 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/embed", tags=tags)
     async def embed(given: EmbedBody) -> Response:
         """Embed texts or token ids; the answer is a list of vectors."""
-        body = _merged(given)
-        options = given_options(
-            normalize=body.normalize, dimensions=body.dimensions, prompt_name=body.prompt_name
-        )
-        rows = rows_of(body.inputs, "inputs")
-        _, vectors, _ = await gateway.answer(body.model, EMBED, rows, text_fields=body, **options)
-        return json_response(Rows(vector.tolist() for vector in vectors))
+        return await _embed(gateway, given)
 
     @app.post("/embed_sparse", tags=tags)
     async def embed_sparse(given: SparseBody) -> Response:
         """Embed texts or token ids sparsely: their terms and weights, the largest first."""
-        body = _merged(given)
-        options = given_options(prompt_name=body.prompt_name)
-        _, vectors, _ = await gateway.answer(
-            body.model, SPARSE_EMBED, rows_of(body.inputs, "inputs"), text_fields=body, **options
-        )
-        return json_response(Rows(map(_terms, vectors)))
+        return await _embed_sparse(gateway, given)
 
     @app.post("/embed_all", tags=tags)
     async def embed_all(given: SparseBody) -> Response:
         """Embed each token of texts or token ids: a list of vectors for each row."""
-        body = _merged(given)
-        rows = rows_of(body.inputs, "inputs")
-        info = await gateway.info(body.model)
-        task = _token_task(info)
-        _check_size(rows, info)
-        options = given_options(prompt_name=body.prompt_name)
-        if task is HIDDEN and options:
-            raise InvalidRequest(
-                f"model {info.name!r} gives hidden states, whose texts have no prompt; leave prompt_name out"
-            )
-        _, arrays, _ = await gateway.answer(body.model, task, rows, text_fields=body, **options)
-        return json_response(Rows(Blocks(_blocks(array)) for array in arrays))
+        return await _embed_all(gateway, given)
 
     @app.post("/similarity", tags=tags)
     async def similarity(given: SimilarityBody) -> Response:
         """Compare sentences with one; the answer is a list of cosine similarities."""
-        body = _merged(given)
-        sentences = [body.inputs.source_sentence, *body.inputs.sentences]
-        options = given_options(prompt_name=body.prompt_name)
-        _, vectors, _ = await gateway.answer(
-            body.model, EMBED, sentences, text_fields=body, normalize=True, **options
-        )
-        return json_response((vectors[1:] @ vectors[0]).tolist())
+        return await _similarity(gateway, given)
 
     @app.post("/predict", tags=tags)
     async def predict(given: PredictBody) -> Response:
         """Classify texts; the answer has labels with their scores, the best first."""
-        body = _merged(given)
-        rows, is_batch = _rows(body.inputs)
-        options = given_options(top_k=body.top_k)
-        _, found, _ = await gateway.answer(
-            body.model, PREDICT, rows, text_fields=body, activation=body.activation(), **options
-        )
-        rows_of_labels = map(_labels, found)
-        return json_response(Rows(rows_of_labels) if is_batch else next(rows_of_labels))
-
-    async def rerank(body: RerankBody) -> Response:
-        return await rerank_as_tei(gateway, body)
+        return await _predict(gateway, given)
 
     @app.post("/", tags=tags)
     async def root(given: AnyBody) -> Response:
@@ -223,29 +185,91 @@ def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
 
         A body of `/similarity` or `/rerank` is answered as there.
         """
-        body = {**(given.model_extra or {}), "model": given.model}
-        info = await gateway.info(given.model)
-        inputs = body.get("inputs")
-        if isinstance(inputs, dict) and "source_sentence" in inputs:
-            return await _call(similarity, SimilarityBody, body)
-        if "query" in body:
-            return await _call(rerank, RerankBody, body)
-        if classifies_texts(info):
-            return await _call(predict, PredictBody, body)
-        if "indices" in info.outputs:
-            return await _call(embed_sparse, SparseBody, body)
-        if "logits" in info.outputs:
-            raise InvalidRequest(
-                f"model {info.name!r} labels tokens, which TEI has no path for; ask the server itself"
-            )
-        return await _call(embed, EmbedBody, body)
+        return await _answer_any(gateway, given)
+
+
+async def _embed(gateway: Gateway, given: EmbedBody) -> Response:
+    body = _merged(given)
+    options = given_options(
+        normalize=body.normalize, dimensions=body.dimensions, prompt_name=body.prompt_name
+    )
+    rows = rows_of(body.inputs, "inputs")
+    _, vectors, _ = await gateway.answer(body.model, EMBED, rows, text_fields=body, **options)
+    return json_response(Rows(vector.tolist() for vector in vectors))
+
+
+async def _embed_sparse(gateway: Gateway, given: SparseBody) -> Response:
+    body = _merged(given)
+    options = given_options(prompt_name=body.prompt_name)
+    _, vectors, _ = await gateway.answer(
+        body.model, SPARSE_EMBED, rows_of(body.inputs, "inputs"), text_fields=body, **options
+    )
+    return json_response(Rows(map(_terms, vectors)))
+
+
+async def _embed_all(gateway: Gateway, given: SparseBody) -> Response:
+    body = _merged(given)
+    rows = rows_of(body.inputs, "inputs")
+    info = await gateway.info(body.model)
+    task = _token_task(info)
+    _check_size(rows, info)
+    options = given_options(prompt_name=body.prompt_name)
+    if task is HIDDEN and options:
+        raise InvalidRequest(
+            f"model {info.name!r} gives hidden states, whose texts have no prompt; leave prompt_name out"
+        )
+    _, arrays, _ = await gateway.answer(body.model, task, rows, text_fields=body, **options)
+    return json_response(Rows(Blocks(_blocks(array)) for array in arrays))
+
+
+async def _similarity(gateway: Gateway, given: SimilarityBody) -> Response:
+    body = _merged(given)
+    sentences = [body.inputs.source_sentence, *body.inputs.sentences]
+    options = given_options(prompt_name=body.prompt_name)
+    _, vectors, _ = await gateway.answer(
+        body.model, EMBED, sentences, text_fields=body, normalize=True, **options
+    )
+    return json_response((vectors[1:] @ vectors[0]).tolist())
+
+
+async def _predict(gateway: Gateway, given: PredictBody) -> Response:
+    body = _merged(given)
+    rows, is_batch = _rows(body.inputs)
+    options = given_options(top_k=body.top_k)
+    _, found, _ = await gateway.answer(
+        body.model, PREDICT, rows, text_fields=body, activation=body.activation(), **options
+    )
+    rows_of_labels = map(_labels, found)
+    return json_response(Rows(rows_of_labels) if is_batch else next(rows_of_labels))
+
+
+async def _answer_any(gateway: Gateway, given: AnyBody) -> Response:
+    body = {**(given.model_extra or {}), "model": given.model}
+    info = await gateway.info(given.model)
+    inputs = body.get("inputs")
+    if isinstance(inputs, dict) and "source_sentence" in inputs:
+        return await _call(gateway, _similarity, SimilarityBody, body)
+    if "query" in body:
+        return await _call(gateway, rerank_as_tei, RerankBody, body)
+    if classifies_texts(info):
+        return await _call(gateway, _predict, PredictBody, body)
+    if "indices" in info.outputs:
+        return await _call(gateway, _embed_sparse, SparseBody, body)
+    if "logits" in info.outputs:
+        raise InvalidRequest(
+            f"model {info.name!r} labels tokens, which TEI has no path for; ask the server itself"
+        )
+    return await _call(gateway, _embed, EmbedBody, body)
 
 
 async def _call(
-    route: Callable[[_Checked], Awaitable[Response]], form: type[_Checked], body: dict[str, Any]
+    gateway: Gateway,
+    answer: Callable[[Gateway, _Checked], Awaitable[Response]],
+    form: type[_Checked],
+    body: dict[str, Any],
 ) -> Response:
     """Return the answer of a route to a body, which is checked for its form."""
-    return await route(await in_thread(partial(checked, form, body)))
+    return await answer(gateway, await in_thread(partial(checked, form, body)))
 
 
 def _merged(body: _Body) -> _Body:
