@@ -15,7 +15,7 @@ from varlen_client.row_outputs import Output, RowAnswers
 from varlen_client.tasks import Options, RowTask
 from varlen_client.transport.session import Session
 from varlen_client.waits import all_or_first_error, with_timeout
-from varlen_client.wire import InferRequest, Inputs, Pairs, read_inputs
+from varlen_client.wire import InferRequest, Inputs, ModelInfo, Pairs, read_inputs
 
 DEFAULT_ROWS_PER_REQUEST = 32
 
@@ -105,8 +105,8 @@ class RowCall:
                 self._on_progress(self._rows_answered)
 
 
-class RowSender:
-    """Sends rows to one model.
+class RequestSender:
+    """Sends the requests of calls to one model.
 
     Args:
         session: connection to the model.
@@ -118,6 +118,17 @@ class RowSender:
         self._session = session
         self._rows_per_request = rows_per_request
         self._concurrency = concurrency
+
+    def _request_rows(self, info: ModelInfo) -> int:
+        """Return the number of rows in a request."""
+        # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it
+        # with its own message.
+        default = min(DEFAULT_ROWS_PER_REQUEST, max(info.max_batch_size, 1))
+        return self._rows_per_request or default
+
+
+class RowSender(RequestSender):
+    """Sends rows to one model."""
 
     async def send(
         self,
@@ -152,10 +163,7 @@ class RowSender:
         async def send_all() -> RowAnswers:
             info = await self._session.model_info(call.deadline)
             outputs = task.of_model(requested, info, counts_tokens=counts_tokens)
-            # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it
-            # with its own message.
-            default = min(DEFAULT_ROWS_PER_REQUEST, info.max_batch_size)
-            size = 1 if task.row_by_row else self._rows_per_request or default
+            size = 1 if task.row_by_row else self._request_rows(info)
 
             async def send(request: InferRequest) -> dict[str, Output]:
                 arrays = await self._session.infer(info, request, call.deadline)

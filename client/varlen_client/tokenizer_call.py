@@ -16,10 +16,9 @@ import numpy as np
 
 from varlen_client.errors import InvalidRequest, ServerError
 from varlen_client.generation import GenerateRequest, Messages, json_text
-from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST, RowCall
+from varlen_client.row_call import RequestSender, RowCall
 from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
 from varlen_client.tasks import Options, parameters_of
-from varlen_client.transport.session import Session
 from varlen_client.wire import InferRequest, ModelInfo, Parameters, Rows, TokenIds, read_inputs
 
 # What is tokenized: texts, or chats.
@@ -62,19 +61,8 @@ class OperationRequest(GenerateRequest):
         return {name: prompt, "sampling_parameters": json.dumps(self.sampling)}
 
 
-class TokenizerSender:
-    """Sends texts to the tokenizer of one model.
-
-    Args:
-        session: connection to the model.
-        rows_per_request: None is 32, or the model's max_batch_size if that is less.
-        concurrency: maximum requests of one call in flight.
-    """
-
-    def __init__(self, session: Session, rows_per_request: int | None, concurrency: int) -> None:
-        self._session = session
-        self._rows_per_request = rows_per_request
-        self._concurrency = concurrency
+class TokenizerSender(RequestSender):
+    """Sends texts to the tokenizer of one model."""
 
     async def tokenize(self, inputs: Tokenizable, options: Options) -> list[TokenizedText]:
         """Return the tokens of each text or chat."""
@@ -166,10 +154,9 @@ class TokenizerSender:
 
         if info.requires_pairs:
             rows = Rows(tuple((text, b"") for (text,) in rows.texts))
-        size = self._rows_per_request or min(DEFAULT_ROWS_PER_REQUEST, max(info.max_batch_size, 1))
         requests = (
             (each, InferRequest(each, rows.tensors(each), (name,), parameters))
-            for each in rows.split(size)
+            for each in rows.split(self._request_rows(info))
         )
         return _joined(await call.send_all(requests, send, concurrency=self._concurrency))
 
