@@ -18,7 +18,8 @@ from varlen_kernels.cpu.int8_ops import (
     linear_int8_panels_activate,
     linear_int8_panels_add_layer_norm,
 )
-from varlen_kernels.cpu.packed import linear_packed
+from varlen_kernels.cpu.packed import can_pack, linear_packed
+from varlen_kernels.cpu.widened import linear_widened
 from varlen_kernels.reference import (
     add_layer_norm,
     attention_tiles,
@@ -27,7 +28,6 @@ from varlen_kernels.reference import (
     embed_layer_norm,
     first_tokens,
     layer_norm,
-    linear,
     norm_heads,
     normalize_rows,
     paged_tiles,
@@ -62,6 +62,15 @@ def activate(
     out = torch.empty_like(x) if out is None else out
     gelu_tanh_rows(x, bias, out)
     return out
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return x @ weight + bias, see `reference.linear`."""
+    if x.dtype == torch.bfloat16 and not can_pack(torch.bfloat16):
+        return linear_widened(x, weight, bias, out=out)
+    return reference.linear(x, weight, bias, out=out)
 
 
 def linear_activate(

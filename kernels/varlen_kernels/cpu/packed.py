@@ -1,9 +1,12 @@
 """Matrix products of oneDNN on CPUs, whose weights are packed in advance."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 
+@cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Return whether oneDNN multiplies weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from tests.kernels.float64 import DTYPES, bounds_of, check, rand
 from tests.kernels.ops import OPS
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import paged as paged_cpu
+from varlen_kernels.cpu import widened
 from varlen_kernels.cpu.packed import can_pack, pack_weight
 from varlen_kernels.reference.linear_int8 import (
     linear_int8,
@@ -22,6 +23,7 @@ from varlen_kernels.reference.linear_int8 import (
 REFERENCES = {
     **OPS,
     "linear_packed": reference.linear,
+    "linear_widened": reference.linear,
     "linear_int8": linear_int8,
     "linear_int8_packed": linear_int8,
     "linear_int8_panels": linear_int8,
@@ -56,6 +58,42 @@ def test_a_packed_weight_multiplies_as_its_original(rows, hidden, features, has_
 
     assert actual is out
     check(actual, reference.linear(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("tile", [1, 300, 1 << 20])
+@pytest.mark.parametrize("rows, hidden, features", [(0, 8, 5), (1, 48, 96), (33, 100, 7)], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_a_widened_product_is_the_exact_one_rounded_to_bf16(
+    rows, hidden, features, has_bias, tile, monkeypatch
+):
+    monkeypatch.setattr(widened, "_TILE_ELEMENTS", tile)
+    dtype = torch.bfloat16
+    x, weight = rand(rows, hidden, dtype=dtype), rand(hidden, features, dtype=dtype, seed=1)
+    bias = rand(features, dtype=dtype, seed=2) if has_bias else None
+    out = torch.full((rows, features), torch.nan, dtype=dtype)
+
+    actual = cpu.linear_widened(x, weight, bias, out=out)
+
+    assert actual is out
+    assert torch.equal(actual, cpu.linear_widened(x, weight, bias))
+    operands = [each if each is None else each.double() for each in (x, weight, bias)]
+    exact = reference.linear(*operands)
+    # sums in fp32, then one rounding to the 8 bits of bf16
+    sizes = reference.linear(*(each if each is None else each.abs() for each in operands))
+    bound = 2**-8 * exact.abs() + (hidden + 1) * 2**-24 * sizes
+    assert ((actual.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("can_pack", [True, False])
+def test_products_of_bf16_are_widened_only_where_onednn_does_not_multiply_it(can_pack, monkeypatch):
+    called = []
+    monkeypatch.setattr(cpu, "can_pack", lambda _: can_pack)
+    monkeypatch.setattr(cpu, "linear_widened", lambda *_, **__: called.append("widened"))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        cpu.linear(rand(2, 3, dtype=dtype), rand(3, 4, dtype=dtype))
+
+    assert called == ([] if can_pack else ["widened"])
 
 
 def paged_inputs(new, contexts, *, heads, kv_heads, dim, block_size, dtype=torch.float32):

@@ -220,7 +220,8 @@ def _fastest(times: Mapping[str, Sequence[Sequence[float]]], default: str) -> tu
 def compiles_products(program: Program) -> bool:
     """Return whether oneDNN runs linear layers: it compiles a product for each number of rows."""
     return any(op.kernel in (PACKED, "linear_int8_packed") for op in program.ops) or any(
-        weight.dtype == torch.bfloat16 for weight in _linear_weights(program)
+        weight.dtype == torch.bfloat16 and can_pack(weight.dtype)
+        for weight in _linear_weights(program)
     )
 
 
