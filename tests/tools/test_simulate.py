@@ -6,8 +6,9 @@ Every run is a function of its seed: nothing here depends on how fast this machi
 import random
 import re
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from statistics import fmean
 
@@ -46,8 +47,14 @@ def core_seconds(count, length):
     return cpu_seconds(count, length) / 10
 
 
-def table(seconds=core_seconds, execution="packed"):
+@cache
+def fitted(seconds, execution):
     return CostModel.of_function(seconds, execution, max_sequences=SEQUENCES, max_length=500)
+
+
+def table(seconds=core_seconds, execution="packed"):
+    """Return costs of a function; a run refines its own."""
+    return deepcopy(fitted(seconds, execution))
 
 
 def config(policy, execution="packed", **settings):
