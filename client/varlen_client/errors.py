@@ -48,7 +48,7 @@ class ServerUnavailable(VarlenClientError):
 
 
 class ModelProcessEnded(ServerUnavailable):
-    """The model's process has ended or does not respond; the model has to be loaded again."""
+    """The model's process has ended or does not respond: load the model again."""
 
 
 class DeadlineMissed(VarlenClientError):

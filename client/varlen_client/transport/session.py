@@ -175,7 +175,7 @@ class Session:
         return self._watch.waiting() if info.can_be_watched else nullcontext()
 
     async def _probe(self) -> None:
-        """Send a small request to the model, which is known since a call waits for it."""
+        """Send a small request to the model for which calls wait."""
         assert self._info is not None
         if self._probe_transport is None:
             self._probe_transport = _connect(self._endpoint, self._ca_file)

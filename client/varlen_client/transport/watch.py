@@ -1,4 +1,4 @@
-"""A watch over calls that wait: they fail once the process of their model has ended.
+"""The watch over waiting calls, which fail once their model's process has ended.
 
 A server whose model process was killed answers none of the requests that the process held, and reports the model as
 ready. It refuses new requests though, one in a second. So while calls wait and none is answered, a small request is
@@ -32,7 +32,7 @@ class _Wait:
     Attributes:
         task: task of the call, which the watch cancels when the process has ended.
         since: start of the wait, on the event loop's clock.
-        failure: why the watch cancelled the task; None if it did not.
+        failure: reason why the watch cancelled the task; None if it did not.
     """
 
     task: asyncio.Task[object]
@@ -127,7 +127,7 @@ class ModelWatch:
             self._wake_at(_now() + self._seconds)
 
     async def _is_refused(self) -> bool:
-        """Send a small request; return whether it was refused, and calls wait for the next one."""
+        """Send a small request; return whether it was refused, and more are needed."""
         try:
             await with_timeout(self._probe(), _PROBE_SECONDS)
         except ModelProcessEnded as error:
@@ -143,7 +143,7 @@ class ModelWatch:
         self._refusals.clear()
 
     def _count_refusal(self, error: ModelProcessEnded) -> bool:
-        """Fail the calls that began before the refusals in a row, if they are enough; return whether they are."""
+        """Return whether the refusals in a row are enough; then fail the calls before them."""
         self._refusals.append(_now())
         if len(self._refusals) < _REFUSALS:
             self._start_asking()

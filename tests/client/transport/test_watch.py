@@ -17,8 +17,8 @@ class Model:
     """A model that ends at a time, and its answers to probes.
 
     Args:
-        ends_at: when the process ends; it refuses probes from then on, after a second as the server does.
-        back_at: when it takes requests again.
+        ends_at: time at which the process ends; it refuses probes from then on, after a second as the server does.
+        back_at: time from which it takes requests again.
         answers: errors that probes raise instead, in order.
     """
 
@@ -47,7 +47,7 @@ async def wait_for_answer(watch, seconds):
 
 
 def run(watch, call):
-    """Return the result of a call or its error, and the seconds that it took; close the watch."""
+    """Return a call's result or error, and its seconds; close the watch."""
 
     async def ended():
         try:
@@ -159,7 +159,7 @@ def test_refusals_of_new_calls_fail_those_that_wait():
     async def calls():
         first = asyncio.create_task(wait_for_answer(watch, 600))
         await asyncio.sleep(6)
-        # the small request waits behind those of others
+        # the small request waits behind requests of other clients
         errors = [(await asyncio.gather(refused(), return_exceptions=True))[0] for _ in range(3)]
         return [*errors, *await asyncio.gather(first, return_exceptions=True)]
 
