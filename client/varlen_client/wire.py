@@ -275,7 +275,7 @@ def with_remaining_deadline(
 
 
 def _num_instances(groups: Any) -> int:
-    """Return the number of instances in a config's groups: `count` on each GPU of a group."""
+    """Return the instances in a config's groups; a group has `count` on each GPU."""
     return sum(
         int(group.get("count", 1)) * max(len(group.get("gpus") or []), 1) for group in groups
     )
