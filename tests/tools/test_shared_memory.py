@@ -10,7 +10,8 @@ from uuid import uuid4
 import pytest
 
 from tests.processes import is_gone
-from varlen_tools.shared_memory import FOLDER, main, remove_unused, unused_regions
+from varlen_tools.clean_shared_memory import main
+from varlen_tools.shared_memory import FOLDER, remove_unused, unused_regions
 
 # Maps a file, closes its descriptor, and waits for the end of its input.
 _MAPS = """

@@ -1,10 +1,8 @@
-"""Removes shared memory that servers left behind, when no process uses it any more.
+"""Shared memory that servers left behind, and that no process uses any more.
 
 A killed server leaves the regions of its models, and a server one for each killed model process. The kernel says
 whether a file is in use: it gives a lease for writing only on files that no process has open or mapped, in any
-container. So regions of running servers are never touched.
-
-    python -m varlen_tools.shared_memory --remove
+container. So regions of running servers are never touched. Only the standard library is imported, as in `run_server`.
 """
 
 import fcntl
@@ -15,9 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 FOLDER = Path("/dev/shm")  # noqa: S108  # the one folder of POSIX shared memory
 # The names that the server gives to the regions of Python backends.
@@ -59,7 +54,7 @@ def remove_unused(folder: Path = FOLDER) -> list[Region]:
 
 @contextmanager
 def _claim(path: Path) -> Iterator[Region | None]:
-    """Yield an unused region, which no process can open inside the context; None if it is in use, or no region."""
+    """Yield an unused region, or None; no process can open the region inside the context."""
     if not _REGION.fullmatch(path.name):
         yield None
         return
@@ -88,22 +83,6 @@ def _leased(path: Path, descriptor: int) -> Region | None:
     return Region(path, status.st_size)
 
 
-def main(
-    *,
-    remove: Annotated[
-        bool, typer.Option("--remove", help="Remove the regions; default: only list them.")
-    ] = False,
-) -> None:
-    """List or remove the shared memory of servers and model processes that have ended.
-
-    Regions that any process uses are left out.
-    """
-    regions = remove_unused() if remove else unused_regions()
-    for region in regions:
-        typer.echo(f"{region.size:>12,}  {region.path}")
-    total = sum(region.size for region in regions)
-    typer.echo(f"{len(regions)} regions, {total:,} bytes{' removed' if remove else ''}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def described(regions: list[Region]) -> str:
+    """Return the number of regions and their size, for messages."""
+    return f"{len(regions)} regions, {sum(region.size for region in regions):,} bytes"
