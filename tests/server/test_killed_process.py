@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.processes import is_gone
 from varlen_client import Client, ModelProcessEnded
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LocalServer
+from varlen_tools.shared_memory import remove_unused
 
 from .local_gateway import local_gateway
 from .serving import (
@@ -161,7 +163,7 @@ def test_the_gateway_fails_requests_of_a_killed_process(
             http.post, "/v1/completions", json={**body, "max_tokens": LONG["max_tokens"]}
         )
         for model in (ENCODER, DECODER):
-            wait_until(lambda model=model: _is_working(server, model), f"{model} runs")
+            wait_until(partial(_is_working, server, model), f"{model} runs")
 
         for stub in stubs:
             os.kill(stub, signal.SIGKILL)
@@ -185,3 +187,27 @@ def _counted(server: LocalServer, model: str) -> dict[str, float]:
 def _is_working(server: LocalServer, model: str) -> bool:
     series = metrics(server, model)
     return any(series.get(name) for name in ("varlen_queued_tokens", "varlen_running_sequences"))
+
+
+def test_shared_memory_of_a_killed_process_is_removed_after_the_end_of_its_server(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    add_model(tmp_path, ENCODER, checkpoints["slow"])
+    with LocalServer(tmp_path) as server:
+        server.wait_ready()
+        (region,) = shared_memory(server.pid)
+        stub = stub_of(server, ENCODER)
+
+        os.kill(stub, signal.SIGKILL)
+
+        assert is_gone(stub)
+        assert region not in [each.path for each in remove_unused()]
+        assert region.exists(), "the server still has it mapped"
+        os.kill(server.pid, signal.SIGKILL)
+
+    def is_removed() -> bool:
+        # the start of another server may remove it too
+        remove_unused()
+        return not region.exists()
+
+    wait_until(is_removed, "the region is removed")
