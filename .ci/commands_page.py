@@ -23,6 +23,7 @@ _MODULES = {
     "profile_costs": "profile_costs.__main__",
     "profile_ops": "profile_ops.__main__",
     "show_plan": "show_plan.__main__",
+    "clean_shared_memory": "clean_shared_memory",
     "simulate": "simulate.__main__",
     "simulate.grid": "simulate.grid",
     "simulate.partition": "simulate.partition",

@@ -62,6 +62,8 @@ from varlen_client.wire import (
 _Answer = TypeVar("_Answer")
 
 DEFAULT_CONCURRENCY = 4
+# Longer than most answers take, and short beside the patience of a caller.
+DEFAULT_WATCH_SECONDS = 5.0
 # A request of one text is small, and the server runs many at a time.
 DEFAULT_TEXT_CONCURRENCY = 32
 
@@ -80,10 +82,12 @@ class AsyncClient:
         retry: policy of retries, see retry.py.
         ca_file: certificates to trust with TLS, instead of the default ones.
         tenant: tenant of all requests that name none, see `RowOptions`.
+        watch_seconds: seconds without any answer after which the client asks whether the model's process still
+            runs, while calls wait; they fail once it has ended. 0 never asks.
 
     Raises:
         InvalidUrl: `url` is not a valid server address.
-        ValueError: rows_per_request or concurrency is less than 1.
+        ValueError: rows_per_request or concurrency is less than 1, or watch_seconds less than 0.
     """
 
     def __init__(
@@ -96,14 +100,24 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         ca_file: str | Path | None = None,
         tenant: str | None = None,
+        watch_seconds: float = DEFAULT_WATCH_SECONDS,
     ) -> None:
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; at least 1")
         if rows_per_request is not None and rows_per_request < 1:
             raise ValueError(f"rows_per_request is {rows_per_request}; at least 1")
+        if watch_seconds < 0:
+            raise ValueError(f"watch_seconds is {watch_seconds:g}; at least 0")
         self._concurrency = concurrency
         trusted = None if ca_file is None else Path(ca_file)
-        self._session = Session(Endpoint.parse(url), model, retry or RetryPolicy(), trusted, tenant)
+        self._session = Session(
+            Endpoint.parse(url),
+            model,
+            retry or RetryPolicy(),
+            trusted,
+            tenant,
+            watch_seconds=watch_seconds,
+        )
         limits = rows_per_request, concurrency or DEFAULT_CONCURRENCY
         self._rows = RowSender(self._session, *limits)
         self._tokenizer = TokenizerSender(self._session, *limits)

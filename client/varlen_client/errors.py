@@ -5,6 +5,7 @@
     ├── InvalidRequest      the caller's fault: the input or a parameter was refused
     ├── ModelNotFound       the server has no such model, or several and none was chosen
     ├── ServerUnavailable   queue full, model not ready or no connection, after the last retry
+    │   └── ModelProcessEnded   the model's process has ended or does not respond; never retried
     ├── DeadlineMissed      the server cannot answer within the caller's `deadline_ms`; never retried
     ├── RequestTimeout      the caller's `timeout` passed; never retried
     ├── RequestCancelled    the server dropped the request before it ran
@@ -44,6 +45,10 @@ class ModelNotFound(VarlenClientError):
 
 class ServerUnavailable(VarlenClientError):
     """The server cannot accept the request now; a retry may succeed."""
+
+
+class ModelProcessEnded(ServerUnavailable):
+    """The model's process has ended or does not respond: load the model again."""
 
 
 class DeadlineMissed(VarlenClientError):

@@ -128,6 +128,16 @@ class GenerateRequest:
         return tuple(_tensor(name, value) for name, value in self.values().items())
 
 
+@dataclass(frozen=True, slots=True)
+class OperationRequest(GenerateRequest):
+    """A request to a model that generates, for its tokenizer only."""
+
+    def values(self) -> dict[str, str | bool | list[int]]:
+        """Return the inputs by name."""
+        name, prompt = self.prompt
+        return {name: prompt, "sampling_parameters": json.dumps(self.sampling)}
+
+
 def generate_request(
     prompt: GenerationPrompt,
     sampling: Mapping[str, Any],

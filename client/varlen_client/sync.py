@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from varlen_client.aio import AsyncClient
+from varlen_client.aio import DEFAULT_WATCH_SECONDS, AsyncClient
 from varlen_client.generation import GeneratedPart, GenerationPrompt
 from varlen_client.transport.retry import RetryPolicy
 
@@ -89,6 +89,7 @@ class Client:
         retry: RetryPolicy | None = None,
         ca_file: str | Path | None = None,
         tenant: str | None = None,
+        watch_seconds: float = DEFAULT_WATCH_SECONDS,
     ) -> None:
         self._client = AsyncClient(
             url,
@@ -98,6 +99,7 @@ class Client:
             retry=retry,
             ca_file=ca_file,
             tenant=tenant,
+            watch_seconds=watch_seconds,
         )
 
     embed = _sync(AsyncClient.embed)

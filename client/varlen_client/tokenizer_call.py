@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from varlen_client.errors import InvalidRequest, ServerError
-from varlen_client.generation import GenerateRequest, Messages, json_text
+from varlen_client.generation import Messages, OperationRequest, json_text
 from varlen_client.row_call import RequestSender, RowCall
 from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
 from varlen_client.tasks import Options, parameters_of
@@ -49,16 +49,6 @@ class TokenizedText:
     offsets: tuple[tuple[int, int], ...]
     prompt: str
     max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class OperationRequest(GenerateRequest):
-    """A request to a model that generates, for its tokenizer only."""
-
-    def values(self) -> dict[str, str | bool | list[int]]:
-        """Return the inputs by name."""
-        name, prompt = self.prompt
-        return {name: prompt, "sampling_parameters": json.dumps(self.sampling)}
 
 
 class TokenizerSender(RequestSender):
@@ -103,7 +93,7 @@ class TokenizerSender(RequestSender):
 
         async def send_all() -> list[_Object]:
             info = await self._session.model_info(call.deadline)
-            if _GENERATED in info.outputs:
+            if info.generates:
                 return await self._send_prompts(call, info, rows, parameters, is_chat=is_chat)
             if is_chat:
                 raise InvalidRequest(

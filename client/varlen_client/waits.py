@@ -34,9 +34,11 @@ async def all_or_first_error(tasks: Sequence[asyncio.Future[_T]]) -> None:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         await cancel_all(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
+    # all of them are read: asyncio logs an error that nothing reads
+    errors = [task.exception() for task in tasks if not task.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[_T]]) -> None:

@@ -94,6 +94,9 @@ class ModelInfo:
         outputs: dims of each output by name, without the batch.
         settings: settings of the engine by name, without the ones that the config leaves to the checkpoint.
         requires_pairs: whether each request needs the second texts of pairs.
+        inputs: names of the inputs.
+        backend: name of the backend that runs the model.
+        instances: number of instances, each in a process of its own.
     """
 
     name: str
@@ -101,6 +104,19 @@ class ModelInfo:
     outputs: Mapping[str, tuple[int, ...]]
     settings: Mapping[str, str] = field(default_factory=dict)
     requires_pairs: bool = False
+    inputs: tuple[str, ...] = ()
+    backend: str = ""
+    instances: int = 1
+
+    @property
+    def can_be_watched(self) -> bool:
+        """Whether one process of varlen answers all requests to the model."""
+        return self.backend == "varlen" and self.instances == 1
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answers are generated texts."""
+        return "text_output" in self.outputs
 
     @property
     def task(self) -> str | None:
@@ -132,6 +148,9 @@ class ModelInfo:
                 requires_pairs=any(
                     entry["name"] == "text_pair" and not entry.get("optional") for entry in inputs
                 ),
+                inputs=tuple(entry["name"] for entry in inputs),
+                backend=str(config.get("backend", "")),
+                instances=_num_instances(config.get("instance_group") or [{}]),
             )
         except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
             raise ServerError(f"the model's config cannot be read: {error!r}") from error
@@ -153,7 +172,7 @@ class ModelInfo:
 
     def check_generates(self) -> None:
         """Raise InvalidRequest if this model does not generate text."""
-        if "text_output" not in self.outputs:
+        if not self.generates:
             raise self._does_not_serve("generate", "text_output")
 
     def check_translates(self) -> None:
@@ -165,7 +184,7 @@ class ModelInfo:
             raise InvalidRequest(
                 f"model {self.name!r} does not serve translate: its task is {self.task}"
             )
-        if "text_output" not in self.outputs:
+        if not self.generates:
             raise self._does_not_serve("translate", "text_output")
 
     def _does_not_serve(self, method: str, needed: str) -> InvalidRequest:
@@ -253,6 +272,13 @@ def with_remaining_deadline(
     # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
     remaining = max(deadline_ms - elapsed_ms, min(deadline_ms, 1))
     return {**parameters, "deadline_ms": remaining}
+
+
+def _num_instances(groups: Any) -> int:
+    """Return the instances in a config's groups; a group has `count` on each GPU."""
+    return sum(
+        int(group.get("count", 1)) * max(len(group.get("gpus") or []), 1) for group in groups
+    )
 
 
 def _text_tensors(texts: Sequence[_Text]) -> Iterator[Tensor]:

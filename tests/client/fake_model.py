@@ -46,6 +46,9 @@ class Fault(Exception):  # noqa: N818 - injected, not a failure of the test
     @property
     def stream_message(self) -> str:
         """The message with its code, as the backend sends it in a stream."""
+        if self.kind == "python_backend":
+            # an error of the server itself
+            return str(self)
         code = {"invalid": "INVALID_ARG"}.get(self.kind, self.kind.upper())
         return f"{code}: {self}"
 
@@ -89,6 +92,9 @@ class FakeModel:
     more_settings: dict[str, dict[str, str]] = field(default_factory=dict)
     """Parameters of the config beside the task."""
     max_batch_size: int = 8
+    backend: str = ""
+    """The backend in the config."""
+    instances: int = 1
     requires_pairs: bool = False
     """Whether the config requires the second texts of pairs."""
     server_ready: bool = True
@@ -123,6 +129,8 @@ class FakeModel:
         parameters = {"task": {"string_value": self.task}} if self.shows_task else {}
         return {
             "name": self.name,
+            "backend": self.backend,
+            "instance_group": [{"count": self.instances}],
             "max_batch_size": self.max_batch_size,
             "input": [
                 {"name": "text", "data_type": "TYPE_STRING", "dims": [1]},

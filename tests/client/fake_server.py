@@ -25,6 +25,7 @@ STATUS = {
     "not_found": (grpc.StatusCode.NOT_FOUND, 404),
     "unavailable": (grpc.StatusCode.UNAVAILABLE, 503),
     "internal": (grpc.StatusCode.INTERNAL, 500),
+    "python_backend": (grpc.StatusCode.INTERNAL, 500),
     "hang_up": (grpc.StatusCode.UNAVAILABLE, 0),
 }
 
@@ -64,6 +65,9 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         config = self.model.config()
         response = service_pb2.ModelConfigResponse()
         response.config.name = config["name"]
+        response.config.backend = config["backend"]
+        for group in config["instance_group"]:
+            response.config.instance_group.add(count=group["count"])
         response.config.max_batch_size = config["max_batch_size"]
         for key, value in config["parameters"].items():
             response.config.parameters[key].string_value = value["string_value"]

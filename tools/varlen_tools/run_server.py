@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from varlen_tools.shared_memory import described, remove_unused
+
 LOOPBACK = "127.0.0.1"
 # endpoint -> default port
 ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -27,6 +29,7 @@ def tritonserver() -> NoReturn:
             check_numpy(metadata.version("numpy"))
             check_folder(Path.cwd())
             check_ports(arguments)
+            _remove_shared_memory()
     except ValueError as error:
         _stop(str(error))
     _become(kit / "bin/tritonserver", arguments, server_environment(kit, os.environ))
@@ -124,6 +127,15 @@ def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, s
     folders = [str(Path(sys.executable).parent), environment.get("PATH")]
     path = os.pathsep.join(filter(None, folders))
     return kept | {"PATH": path, "LD_LIBRARY_PATH": library_path(kit)}
+
+
+def _remove_shared_memory() -> None:
+    """Remove the shared memory that earlier servers left and no process uses."""
+    if removed := remove_unused():
+        print(
+            f"tritonserver: removed shared memory of ended servers: {described(removed)}",
+            file=sys.stderr,
+        )
 
 
 def _become(binary: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

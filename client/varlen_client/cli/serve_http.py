@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from varlen_client.aio import DEFAULT_WATCH_SECONDS
 from varlen_client.cli.options import DEFAULT_URL, Url, print_message, usage_error
 from varlen_client.errors import InvalidUrl
 from varlen_client.gateway import settings
@@ -54,6 +55,14 @@ def serve_http(
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds for each request.")
     ] = settings.DEFAULT_TIMEOUT_SECONDS,
+    watch_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds without any answer of a model after which requests ask whether its process still runs;"
+            " they fail once it has ended. 0 never asks.",
+        ),
+    ] = DEFAULT_WATCH_SECONDS,
     chat_max_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer of a chat that sets no limit, in tokens.")
     ] = settings.DEFAULT_CHAT_MAX_TOKENS,
@@ -89,6 +98,7 @@ def serve_http(
             max_body_bytes=max_body_bytes,
             max_requests=max_requests,
             timeout_seconds=timeout,
+            watch_seconds=watch_seconds,
             chat_max_tokens=chat_max_tokens,
             auto_truncate=auto_truncate,
         )

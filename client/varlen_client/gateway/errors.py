@@ -21,6 +21,7 @@ from varlen_client.errors import (
     DeadlineMissed,
     InvalidRequest,
     ModelNotFound,
+    ModelProcessEnded,
     RequestCancelled,
     RequestTimeout,
     ServerError,
@@ -31,6 +32,9 @@ from varlen_client.errors import (
 _LOG = logging.getLogger("varlen.gateway")
 
 _BUSY = "the server cannot accept the request now; send it later"
+_ENDED = (
+    "the model's process has ended or does not respond; its operator has to load the model again"
+)
 _LATE = "the answer was not complete in time"
 _FAILED = "the server failed; the gateway's log has the reason"
 
@@ -56,6 +60,7 @@ _KINDS: Mapping[type[VarlenClientError], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     ServerUnavailable: _Kind(503, "server_error", "unavailable", _BUSY),
+    ModelProcessEnded: _Kind(503, "server_error", "model_process_ended", _ENDED),
     RequestCancelled: _Kind(503, "server_error", "unavailable", _BUSY),
     DeadlineMissed: _Kind(504, "server_error", "timeout", _LATE),
     RequestTimeout: _Kind(504, "server_error", "timeout", _LATE),

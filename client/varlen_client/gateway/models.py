@@ -185,6 +185,12 @@ class Gateway:
 
         def over_grpc(model: str | None) -> AsyncClient:
             tenant = None if model is None else TENANT.get()
-            return AsyncClient(settings.url, model, retry=_RETRIES, tenant=tenant)
+            return AsyncClient(
+                settings.url,
+                model,
+                retry=_RETRIES,
+                tenant=tenant,
+                watch_seconds=settings.watch_seconds,
+            )
 
         return cls(Models(settings.model, connect or over_grpc), settings, GatewayMetrics())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from varlen_client.aio import DEFAULT_WATCH_SECONDS
+
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUESTS = 2048
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -22,11 +24,12 @@ class GatewaySettings:
         max_body_bytes: largest body of a request.
         max_requests: most requests at a time; others are refused.
         timeout_seconds: longest time of a request.
+        watch_seconds: argument of `AsyncClient`; 0 never asks the server about a model's process.
         chat_max_tokens: longest answer in a chat, unless the request has its own limit.
         auto_truncate: whether texts that are too long are cut, unless the request says otherwise.
 
     Raises:
-        ValueError: a limit is not above 0, or a key is empty.
+        ValueError: a limit is not above 0, watch_seconds is less than 0, or a key is empty.
     """
 
     url: str
@@ -36,6 +39,7 @@ class GatewaySettings:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_requests: int = DEFAULT_MAX_REQUESTS
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    watch_seconds: float = DEFAULT_WATCH_SECONDS
     chat_max_tokens: int = DEFAULT_CHAT_MAX_TOKENS
     auto_truncate: bool = False
 
@@ -43,5 +47,7 @@ class GatewaySettings:
         for name in ("max_body_bytes", "max_requests", "timeout_seconds", "chat_max_tokens"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0")
+        if self.watch_seconds < 0:
+            raise ValueError(f"watch_seconds is {self.watch_seconds:g}; allowed: from 0")
         if not all(self.api_keys):
             raise ValueError("an API key is empty")

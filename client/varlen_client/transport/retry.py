@@ -4,8 +4,9 @@ Inference changes no state of the server, so a request may be sent twice. Two fa
 server reports UNAVAILABLE (queue full, model not ready), or there is no connection (refused, or lost
 before the response).
 
-Two are not. After a timeout the first request may still be running, and a second one would double the
-load of a slow server. A request that missed its deadline has no time left for another attempt.
+Three are not. After a timeout the first request may still be running, and a second one would double the
+load of a slow server. A request that missed its deadline has no time left for another attempt. A model
+whose process has ended takes no request until it is loaded again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from varlen_client.errors import ServerUnavailable
+from varlen_client.errors import ModelProcessEnded, ServerUnavailable
 
 _T = TypeVar("_T")
 
@@ -45,12 +46,15 @@ async def with_retries(
 
     Raises:
         ServerUnavailable: the last attempt failed.
+        ModelProcessEnded: an attempt found that the model's process has ended.
     """
     clock = asyncio.get_running_loop().time
     start, retry = clock(), 0
     while True:
         try:
             return await send()
+        except ModelProcessEnded:
+            raise
         except ServerUnavailable as error:
             delay = policy.delay(retry)
             is_late = deadline is not None and clock() + delay >= deadline

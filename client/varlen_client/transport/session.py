@@ -1,22 +1,25 @@
 """A session of the asyncio client with one model of one server.
 
-Requests are sent again while the server is unavailable. Timeouts and rows are above it.
+Requests are sent again while the server is unavailable, and a watch fails those whose model process has ended.
+Timeouts and rows are above it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from varlen_client.errors import RequestTimeout, ServerError, ServerUnavailable
 from varlen_client.generation import GenerateRequest, Response
+from varlen_client.probe import probe_prompt, probe_rows
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy, with_retries
 from varlen_client.transport.transport import ServerIdentity, Transport
+from varlen_client.transport.watch import ModelWatch
 from varlen_client.waits import with_timeout
 from varlen_client.wire import (
     Arrays,
@@ -55,6 +58,7 @@ class Session:
         retry: policy of requests that are sent again.
         ca_file: certificates to trust with TLS, instead of the default ones.
         tenant: tenant of all requests that name none.
+        watch_seconds: argument of `ModelWatch`.
     """
 
     def __init__(
@@ -64,13 +68,18 @@ class Session:
         retry: RetryPolicy,
         ca_file: Path | None,
         tenant: str | None = None,
+        *,
+        watch_seconds: float,
     ) -> None:
         self._endpoint = endpoint
         self._model = model
         self._retry = retry
         self._ca_file = ca_file
         self._common = {} if tenant is None else {"tenant": tenant}
+        self._watch = ModelWatch(self._probe, watch_seconds)
         self._transport: Transport | None = None
+        # all connections of a pool may be held by requests that are not answered
+        self._probe_transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._info_until = 0.0
 
@@ -97,7 +106,8 @@ class Session:
         async def attempt() -> Arrays:
             parameters = with_remaining_deadline(request.parameters, clock() - start)
             parameters = {**self._common, **parameters}
-            return await transport.infer(info.name, replace(request, parameters=parameters))
+            with self._watching(info):
+                return await transport.infer(info.name, replace(request, parameters=parameters))
 
         latest = _earlier(deadline, start, request.parameters.get("deadline_ms"))
         return await with_retries(attempt, self._retry, deadline=latest)
@@ -115,16 +125,19 @@ class Session:
             sampling = {**self._common, **sampling}
             responses = transport.generate(info.name, replace(request, sampling=sampling))
             try:
-                return await anext(responses), responses
+                with self._watching(info):
+                    return await anext(responses), responses
             except StopAsyncIteration:
                 raise ServerError("the server sent no response") from None
 
         latest = _earlier(deadline, start, request.sampling.get("deadline_ms"))
         first, rest = await with_retries(begin, self._retry, deadline=latest)
         async with aclosing(rest):
-            yield first
-            async for response in rest:
+            response: Response | None = first
+            while response is not None:
                 yield response
+                with self._watching(info):
+                    response = await anext(rest, None)
 
     async def all_responses(
         self, info: ModelInfo, request: GenerateRequest, deadline: float | None
@@ -150,9 +163,29 @@ class Session:
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
+        await self._watch.close()
+        transports = self._transport, self._probe_transport
+        self._transport = self._probe_transport = None
+        for transport in transports:
+            if transport is not None:
+                await transport.close()
+
+    def _watching(self, info: ModelInfo) -> AbstractContextManager[None]:
+        """Return a context for a wait for the model."""
+        return self._watch.waiting() if info.can_be_watched else nullcontext()
+
+    async def _probe(self) -> None:
+        """Send a small request to the model for which calls wait."""
+        assert self._info is not None
+        if self._probe_transport is None:
+            self._probe_transport = _connect(self._endpoint, self._ca_file)
+        name, transport = self._info.name, self._probe_transport
+        if self._info.generates:
+            async with aclosing(transport.generate(name, probe_prompt(self._info))) as responses:
+                async for _ in responses:
+                    pass
+        else:
+            await transport.infer(name, probe_rows(self._info))
 
     async def _query_info(self) -> ModelInfo:
         return await self._with_metadata_timeout(self._read_info())

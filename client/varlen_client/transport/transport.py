@@ -15,6 +15,7 @@ from varlen_client.errors import (
     DeadlineMissed,
     InvalidRequest,
     ModelNotFound,
+    ModelProcessEnded,
     RequestCancelled,
     ServerError,
     ServerUnavailable,
@@ -77,6 +78,8 @@ _STREAM_ERRORS: dict[str, type[VarlenClientError]] = {
 }
 # What the server says of a model that it does not have, or not any more.
 _UNKNOWN_MODEL = "Request for unknown model"
+# What its python backend says when the process of a model does not take a request.
+_ENDED_PROCESS = re.compile(r"Stub process '(.*)' is not healthy|Failed to obtain the health mutex")
 
 
 def server_error(
@@ -86,6 +89,8 @@ def server_error(
     if not text:
         return ServerError(f"the server failed without a message ({status})")
     message = re.sub(r"^\[request id: [^\]]*\] ", "", text)
+    if ended := _ENDED_PROCESS.match(message):
+        return _process_ended(ended[1])
     error_type = errors.get(status or "", ServerError)
     code, colon, rest = message.partition(": ")
     if colon and code in _STREAM_ERRORS:
@@ -97,3 +102,15 @@ def server_error(
     if message.startswith(_UNKNOWN_MODEL):
         error_type = ModelNotFound
     return error_type(message)
+
+
+def _process_ended(instance: str | None) -> ModelProcessEnded:
+    """Return the error of a request to a model whose process has ended.
+
+    Args:
+        instance: name of the model's instance, if the server names it.
+    """
+    named = "the model's process" if instance is None else f"the process of {instance}"
+    return ModelProcessEnded(
+        f"{named} has ended or does not respond: unload and load the model, or restart the server"
+    )

@@ -1,0 +1,213 @@
+"""Calls of clients and the gateway fail when the process of their model is killed."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from tests.processes import is_gone
+from varlen_client import Client, ModelProcessEnded
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_tools.local_server import LocalServer
+from varlen_tools.shared_memory import remove_unused
+
+from .local_gateway import local_gateway
+from .serving import (
+    TIMEOUT_SECONDS,
+    add_model,
+    load,
+    metrics,
+    remove_shared_memory,
+    shared_memory,
+    stub_of,
+    unload,
+    wait_until,
+)
+
+ENCODER, DECODER = "slow", "writer"
+WATCH_SECONDS = 1.0
+# some seconds of work
+ROWS = np.full((256, 500), 7)
+PROMPT = [5, 6, 7]
+LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 4000}
+ENDED = "the process of {}_0 has ended or does not respond: unload and load the model, or restart the server"
+Call = Callable[[Client], object]
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+) -> Iterator[LocalServer]:
+    """A server with an encoder and a model that generates."""
+    folder = tmp_path_factory.mktemp("killed")
+    decoder = save_checkpoint(
+        folder / "gpt2", "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096
+    )
+    repository = folder / "repository"
+    add_model(repository, ENCODER, checkpoints["slow"])
+    add_model(repository, DECODER, decoder, task="generate")
+    arguments = ["--model-control-mode=explicit", "--exit-timeout-secs=2"]
+    with LocalServer(repository, arguments=arguments) as running:
+        running.wait_ready()
+        yield running
+        running.stop(timeout=5)
+
+
+@pytest.fixture
+def loaded(server: LocalServer) -> Iterator[Callable[[str], int]]:
+    """Return a function that loads a model, and returns the process id of its stub."""
+    models: list[str] = []
+    regions: list[Path] = []
+
+    def start(model: str) -> int:
+        assert load(server, model) is None
+        models.append(model)
+        regions.extend(shared_memory(server.pid))
+        return stub_of(server, model)
+
+    yield start
+    for model in models:
+        unload(server, model)
+    remove_shared_memory(regions)
+
+
+def _embed(client: Client) -> object:
+    return client.embed(ROWS, timeout=TIMEOUT_SECONDS)
+
+
+def _generate(client: Client) -> object:
+    return client.generate(PROMPT, timeout=TIMEOUT_SECONDS, **LONG)
+
+
+def _stream(client: Client) -> object:
+    return list(client.stream(PROMPT, timeout=TIMEOUT_SECONDS, **LONG))
+
+
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [(ENCODER, _embed), (DECODER, _generate), (DECODER, _stream)],
+    ids=["embed", "generate", "stream"],
+)
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_call_of_a_killed_process_fails_until_the_model_is_loaded_again(
+    server: LocalServer, loaded: Callable[[str], int], model: str, call: Call, protocol: str
+) -> None:
+    stub = loaded(model)
+    url = server.grpc_url if protocol == "grpc" else server.http_url
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Client(url, model, watch_seconds=WATCH_SECONDS) as client,
+    ):
+        held = pool.submit(call, client)
+        wait_until(lambda: _is_working(server, model), "the call runs")
+
+        os.kill(stub, signal.SIGKILL)
+
+        assert is_gone(stub)
+        error = held.exception()
+        assert type(error) is ModelProcessEnded
+        assert f"no answer will come, since {ENDED.format(model)}" in str(error)
+        assert client.ready(), "server 2.51 reports the model as ready"
+        # a new call fails at once
+        with pytest.raises(ModelProcessEnded, match=ENDED.format(model)):
+            client.tokenize(["word3"])
+
+        unload(server, model)
+        loaded(model)
+        assert client.tokenize(["word3"])
+
+
+def test_a_slow_call_of_a_process_that_runs_is_answered(
+    server: LocalServer, loaded: Callable[[str], int]
+) -> None:
+    for model in (ENCODER, DECODER):
+        loaded(model)
+    before = {model: _counted(server, model) for model in (ENCODER, DECODER)}
+    for url in (server.grpc_url, server.http_url):
+        with (
+            Client(url, ENCODER, watch_seconds=0.01) as encoder,
+            Client(url, DECODER, watch_seconds=0.01) as decoder,
+        ):
+            assert np.asarray(_embed(encoder)).shape[0] == len(ROWS)
+            assert len(decoder.generate(PROMPT, **{**LONG, "max_tokens": 300}).token_ids) == 300
+    # the client's questions count as answered requests, and as nothing else
+    for model, sent in ((ENCODER, 2 * len(ROWS) // 32), (DECODER, 2)):
+        after = _counted(server, model)
+        assert after.pop("ok") > before[model].pop("ok") + sent
+        assert after == before[model]
+
+
+def test_the_gateway_fails_requests_of_a_killed_process(
+    server: LocalServer, loaded: Callable[[str], int]
+) -> None:
+    stubs = [loaded(model) for model in (ENCODER, DECODER)]
+    settings = GatewaySettings(url=server.grpc_url, watch_seconds=WATCH_SECONDS)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        local_gateway(settings) as address,
+        httpx2.Client(base_url=f"http://{address}", timeout=TIMEOUT_SECONDS) as http,
+    ):
+        texts = ["word3 " * 400] * 256
+        vectors = pool.submit(http.post, "/v1/embeddings", json={"model": ENCODER, "input": texts})
+        body = {"model": DECODER, "prompt": "abc", "stream": True, "ignore_eos": True}
+        stream = pool.submit(
+            http.post, "/v1/completions", json={**body, "max_tokens": LONG["max_tokens"]}
+        )
+        for model in (ENCODER, DECODER):
+            wait_until(partial(_is_working, server, model), f"{model} runs")
+
+        for stub in stubs:
+            os.kill(stub, signal.SIGKILL)
+
+        answer = vectors.result()
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert error["code"] == "model_process_ended"
+        assert error["message"].startswith("the model's process has ended or does not respond")
+        last = stream.result().text.strip().splitlines()[-1]
+        assert json.loads(last.removeprefix("data:"))["error"]["code"] == "model_process_ended"
+
+
+def _counted(server: LocalServer, model: str) -> dict[str, float]:
+    """Return the answered requests by outcome."""
+    name = "varlen_requests_total "
+    series = metrics(server, model)
+    return {key.removeprefix(name): each for key, each in series.items() if key.startswith(name)}
+
+
+def _is_working(server: LocalServer, model: str) -> bool:
+    series = metrics(server, model)
+    return any(series.get(name) for name in ("varlen_queued_tokens", "varlen_running_sequences"))
+
+
+def test_shared_memory_of_a_killed_process_is_removed_after_the_end_of_its_server(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    add_model(tmp_path, ENCODER, checkpoints["slow"])
+    with LocalServer(tmp_path) as server:
+        server.wait_ready()
+        (region,) = shared_memory(server.pid)
+        stub = stub_of(server, ENCODER)
+
+        os.kill(stub, signal.SIGKILL)
+
+        assert is_gone(stub)
+        assert region not in [each.path for each in remove_unused()]
+        assert region.exists(), "the server still has it mapped"
+        os.kill(server.pid, signal.SIGKILL)
+
+    def is_removed() -> bool:
+        # the start of another server may remove it too
+        remove_unused()
+        return not region.exists()
+
+    wait_until(is_removed, "the region is removed")

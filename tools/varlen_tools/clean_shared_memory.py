@@ -1,0 +1,30 @@
+"""The command that lists or removes shared memory which no process uses.
+
+python -m varlen_tools.clean_shared_memory --remove
+"""
+
+from typing import Annotated
+
+import typer
+
+from varlen_tools.shared_memory import described, remove_unused, unused_regions
+
+
+def main(
+    *,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove the regions; default: only list them.")
+    ] = False,
+) -> None:
+    """List or remove the shared memory of servers and model processes that have ended.
+
+    Regions that any process uses are left out.
+    """
+    regions = remove_unused() if remove else unused_regions()
+    for region in regions:
+        typer.echo(f"{region.size:>12,}  {region.path}")
+    typer.echo(described(regions) + (" removed" if remove else ""))
+
+
+if __name__ == "__main__":
+    typer.run(main)
