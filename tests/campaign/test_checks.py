@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Semaphore
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from .counters import Counters
 from .drive import Bounds, Least, Share, send_all
 from .endings import Ending, Ledger, ModelEndings, find_leak
 from .log import unexpected_lines
+from .phases.generation_kills import unless_killed_twice
 from .report import Report
 from .state import MARK, State, left_over, marked
 
@@ -265,3 +267,13 @@ def test_a_stream_of_requests_depends_on_its_name_alone_and_keeps_its_bounds() -
     numbers, kinds = run(2)
     assert kinds["failing"]
     assert len(numbers) == kinds["even"] == 40 - kinds["failing"]
+
+
+@pytest.mark.parametrize(("kills", "end"), [(0, "wrong"), (1, "wrong"), (2, "refused")])
+def test_a_request_may_fail_only_if_two_workers_were_killed_meanwhile(kills: int, end: str) -> None:
+    message = "worker processes ended while they ran this request; the server's log says why"
+    failed = Ending("wrong", "writer", "ServerError", message)
+    victim = SimpleNamespace(kills_since=lambda began: kills)
+    send = unless_killed_twice(lambda draw, target: failed, {"writer": victim})
+
+    assert send(random.Random(0), None).end == end

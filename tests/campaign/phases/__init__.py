@@ -8,6 +8,7 @@ from .costly import costly_requests
 from .damage import damaged
 from .families import families
 from .fuzz import fuzz
+from .generation_kills import generation_workers
 from .kills import stubs, workers
 from .mixed import mixed
 from .reloads import reloads
@@ -28,6 +29,7 @@ PHASES: Mapping[str, Planned] = {
     "fuzz": Planned(fuzz, 30),
     "costly": Planned(costly_requests, 20),
     "workers": Planned(workers, 8),
+    "generation_workers": Planned(generation_workers, 8),
     "stubs": Planned(stubs, 6),
     "reloads": Planned(reloads, 8),
     "shared_memory": Planned(shared_memory, 5),
