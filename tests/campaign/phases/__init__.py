@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..phase import Phase
+from .constraints import constraints
 from .costly import costly_requests
 from .damage import damaged
 from .families import families
@@ -28,6 +29,7 @@ PHASES: Mapping[str, Planned] = {
     "mixed": Planned(mixed, 45),
     "fuzz": Planned(fuzz, 30),
     "costly": Planned(costly_requests, 20),
+    "constraints": Planned(constraints, 12),
     "workers": Planned(workers, 8),
     "generation_workers": Planned(generation_workers, 8),
     "stubs": Planned(stubs, 6),

@@ -1,4 +1,4 @@
-"""Killed workers of models that generate: requests go on in the next worker, up to three times in ten minutes."""
+"""Killed workers of models that generate: their requests go on in the next one."""
 
 import math
 import os
