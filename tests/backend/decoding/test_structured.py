@@ -18,6 +18,7 @@ from varlen.decoding.token_bias import BadWords
 from varlen.decoding.writer import TextWriter
 from varlen.errors import QueueFullError, RequestError
 from varlen.request.generation import GenerationOptions
+from varlen.sandbox.grammar import GrammarServer
 from varlen.sandbox.limits import SandboxLimits
 
 from ..refusals import refused_request as refused
@@ -441,6 +442,21 @@ def test_the_sandbox_starts_again_after_its_host_was_killed():
 
     [[text, _]] = server.answers([sequence])
     assert text in CHOICES
+
+
+@pytest.mark.parametrize("expression", [r"\w", r"\W", r"[\w.]", r"[^\w.]", r"[\W_]", r"\\w", r"\d"])
+def test_a_word_is_the_same_as_for_re(expression):
+    """An answer had U+203F for a word: it is a letter only for the library."""
+    tokenizer = byte_level()
+    server = GrammarServer(
+        tokenizer.to_str(), tokenizer.get_vocab_size(), [tokenizer.token_to_id(END)]
+    )
+    start = server._compile(json.dumps({"regex": expression}))
+
+    for text in ("a", "é", "漢", "_", "7", "²", "Ⅷ", "\u203f", "\u0301", "-", ".", "\\w"):
+        answer, tokens = start.deep_copy(), tokenizer.encode(text).ids
+        is_allowed = answer.try_consume_tokens(tokens) == len(tokens) and answer.is_accepting()
+        assert is_allowed == bool(re.fullmatch(expression, text)), text
 
 
 def test_all_processes_end_with_the_sandbox():
