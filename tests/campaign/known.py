@@ -1,7 +1,7 @@
 """Inputs of every length with their answers, computed in this process before anything is attacked."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ Floats = npt.NDArray[np.float32]
 # Greedy, so that an answer has one form; the last token is not left to chance either.
 GREEDY: Mapping[str, Any] = {"temperature": 0, "ignore_eos": True}
 MAX_TOKENS = 24
+# Sampled with a seed, so that these have one form too; the first sample is the answer without `n`.
+SEEDED: Mapping[str, Any] = {"temperature": 0.8, "top_k": 8, "seed": 11, "ignore_eos": True}
+NUM_SAMPLES, SAMPLE_TOKENS = 3, 120
 BEAMS: Mapping[str, Any] = {"num_beams": 3, "max_tokens": 16}
 
 _WORDS = "the cat sat by a river and wrote about tensors queues batches, tokens; numbers 42 ünï 漢字".split()
@@ -60,11 +63,13 @@ class Known:
     Attributes:
         encoders: vectors by model.
         continuations: ids of the `MAX_TOKENS` tokens behind each prompt.
+        samples: ids of the `SAMPLE_TOKENS` tokens of each sample behind each prompt, with `SEEDED`.
         translations: translations of texts, with `BEAMS`.
     """
 
     encoders: Mapping[str, Vectors]
     continuations: Mapping[str, tuple[int, ...]]
+    samples: Mapping[str, Sequence[tuple[int, ...]]]
     translations: Mapping[str, str]
 
 
@@ -99,10 +104,23 @@ def encoder_answers(
 
 def continuations(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the greedy continuation of some prompts."""
-    prompts = [prompt for prompt in _PROMPTS.split("|") if prompt]
     with Generator.from_pretrained(folder, device="cpu", dtype="fp32") as generator:
-        answers = generator.generate(prompts, max_tokens=MAX_TOKENS, **GREEDY)
-    return {prompt: each.token_ids for prompt, each in zip(prompts, answers, strict=True)}
+        answers = generator.generate(_prompts(), max_tokens=MAX_TOKENS, **GREEDY)
+    return {prompt: each.token_ids for prompt, each in zip(_prompts(), answers, strict=True)}
+
+
+def samples(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Return samples of the continuation of some prompts."""
+    with Generator.from_pretrained(folder, device="cpu", dtype="fp32") as generator:
+        return {
+            prompt: [
+                each.token_ids
+                for each in generator.generate(
+                    [prompt], n=NUM_SAMPLES, max_tokens=SAMPLE_TOKENS, **SEEDED
+                )
+            ]
+            for prompt in _prompts()
+        }
 
 
 def translations(folder: Path, draw: random.Random) -> dict[str, str]:
@@ -114,3 +132,7 @@ def translations(folder: Path, draw: random.Random) -> dict[str, str]:
     with Generator.from_pretrained(folder, device="cpu", dtype="fp32") as generator:
         answers = generator.generate(texts, **BEAMS)
     return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
+
+
+def _prompts() -> list[str]:
+    return [prompt for prompt in _PROMPTS.split("|") if prompt]

@@ -18,7 +18,7 @@ from varlen_client import Client, RetryPolicy
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .endings import TIMEOUT_SECONDS
-from .known import Known, continuations, encoder_answers, translations
+from .known import Known, continuations, encoder_answers, samples, translations
 from .models import (
     CACHED,
     CAPPED,
@@ -116,7 +116,12 @@ class Checkpoints:
         vectors = encoder_answers(self.random, draw, task="embed", **size)
         hidden = encoder_answers(self.random, draw, task="hidden", **size)
         encoders = {ENCODER: minilm, CACHED: vectors, CAPPED: vectors, HIDDEN: hidden}
-        return Known(encoders, continuations(self.gpt2), translations(self.dates, draw))
+        return Known(
+            encoders,
+            continuations(self.gpt2),
+            samples(self.gpt2),
+            translations(self.dates, draw),
+        )
 
 
 def _with_template(checkpoint: Path, folder: Path) -> Path:

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Semaphore
+from types import SimpleNamespace
 
 import pytest
 
 from varlen_bench.harness.rows import Provenance
 
 from . import figures
+from .attacks import constrained
 from .beside import beside
 from .counters import Counters
 from .drive import Bounds, Least, Share, send_all
 from .endings import Ending, Ledger, ModelEndings, find_leak
 from .log import unexpected_lines
+from .phases.generation_kills import unless_killed_twice
 from .report import Report
 from .state import MARK, State, left_over, marked
 
@@ -265,3 +268,37 @@ def test_a_stream_of_requests_depends_on_its_name_alone_and_keeps_its_bounds() -
     numbers, kinds = run(2)
     assert kinds["failing"]
     assert len(numbers) == kinds["even"] == 40 - kinds["failing"]
+
+
+@pytest.mark.parametrize(("kills", "end"), [(0, "wrong"), (1, "wrong"), (2, "refused")])
+def test_a_request_may_fail_only_if_two_workers_were_killed_meanwhile(kills: int, end: str) -> None:
+    message = "worker processes ended while they ran this request; the server's log says why"
+    failed = Ending("wrong", "writer", "ServerError", message)
+    victim = SimpleNamespace(kills_since=lambda began: kills)
+    send = unless_killed_twice(lambda draw, target: failed, {"writer": victim})
+
+    assert send(random.Random(0), None).end == end
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        ((200, {"text_output": "8", "finish_reason": "stop"}), "right"),
+        ((200, {"text_output": "b", "finish_reason": "stop"}), "wrong"),
+        ((200, {"text_output": "b", "finish_reason": "length"}), "answered"),
+        ((400, {"error": "structured_outputs cannot be served: 9 states are too many"}), "refused"),
+        ((500, {"error": "the model failed"}), "wrong"),
+    ],
+)
+def test_an_answer_that_breaks_its_constraint_is_wrong(
+    answer: tuple[int, dict[str, str]], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constrained, "http_call", lambda *_: answer)
+    monkeypatch.setattr(constrained, "random_regex", lambda _: "[0-9]")
+    fuzzed, target = constrained.FuzzedConstraints(), SimpleNamespace(server=None)
+
+    endings = [fuzzed.constrained_regex(random.Random(seed), target).end for seed in range(3)]
+
+    assert endings == [end] * 3
+    assert fuzzed.num_distinct == 1
+    assert fuzzed.refusals == ({"states are too many": 3} if end == "refused" else {})

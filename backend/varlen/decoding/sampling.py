@@ -27,9 +27,9 @@ from varlen_kernels.ops import kernels_for
 
 _log = logging.getLogger(__name__)
 
-# Longest wait of a step for the masks of its rows, in seconds, and of a step in which all rows have to wait. A row
-# without a mask runs again in the next step.
-_MASK_SECONDS, _ALL_MASKS_SECONDS = 0.01, 0.05
+# Longest wait of a step for the masks of its rows, in seconds, and of a step in which all rows have to wait: a request
+# that comes meanwhile waits for it too. A row without a mask runs again in the next step.
+_MASK_SECONDS, _ALL_MASKS_SECONDS = 0.01, 0.02
 _CHOICE_FAILED = "no token could be chosen for this request; the server's log says why"
 
 

@@ -7,6 +7,7 @@ process bound all of it.
 import ctypes
 import json
 import os
+import re
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ _LIMITS = LLParserLimits(
 )
 # Unsupported keywords are refused, whatever the schema says.
 _STRICT: "JsonCompileOptions" = {"lenient": False}
+# Words as Python's `re` and clients see them: to the library, marks and other connectors than `_` are letters.
+_WORDS = {r"\w": r"[\p{L}\p{N}_]", r"\W": r"[^\p{L}\p{N}_]"}
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
 _NO_ANSWER = "no answer can match it"
 
 
@@ -140,7 +144,8 @@ def _library_grammar(grammar: str) -> str:
         texts = " | ".join(json.dumps(each) for each in dict.fromkeys(content))
         return f"start: CHOICE\nCHOICE: {texts}"
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(content)
+        words = _ESCAPE.sub(lambda found: _WORDS.get(found[0], found[0]), content)
+        return LLMatcher.grammar_from_regex(words)
     if not has_finite_answer(content):
         raise ValueError("the schema requires itself without an end, so no answer can match it")
     return LLMatcher.grammar_from_json_schema(content, overrides=_STRICT)

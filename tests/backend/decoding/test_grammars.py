@@ -10,6 +10,7 @@ from varlen.decoding import sampling
 from varlen.decoding.grammar_matcher import wait_for_masks
 from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
+from varlen.sandbox.grammar import GrammarServer
 
 from ..refusals import refused_request as refused
 from .grammar_server import CHOICES, Server
@@ -272,3 +273,18 @@ def test_a_step_that_chose_another_token_before_it_was_repeated_does_no_harm(one
     [[text, reason]] = one_server.answers([sequence])
     assert re.fullmatch("[ab]{9}", text)
     assert reason == "stop"
+
+
+@pytest.mark.parametrize("expression", [r"\w", r"\W", r"[\w.]", r"[^\w.]", r"[\W_]", r"\\w", r"\d"])
+def test_a_word_is_the_same_as_for_re(expression):
+    """An answer had U+203F for a word: it is a letter only for the library."""
+    tokenizer = byte_level()
+    server = GrammarServer(
+        tokenizer.to_str(), tokenizer.get_vocab_size(), [tokenizer.token_to_id(END)]
+    )
+    start = server._compile(json.dumps({"regex": expression}))
+
+    for text in ("a", "é", "漢", "_", "7", "²", "Ⅷ", "\u203f", "\u0301", "-", ".", "\\w"):
+        answer, tokens = start.deep_copy(), tokenizer.encode(text).ids
+        is_allowed = answer.try_consume_tokens(tokens) == len(tokens) and answer.is_accepting()
+        assert is_allowed == bool(re.fullmatch(expression, text)), text

@@ -432,8 +432,8 @@ def test_a_step_waits_once_for_the_mask_of_a_slow_grammar(monkeypatch):
         sampler.sample(random_logits(2), sequences)
 
     assert waits == [0.01]
-    # a step without other rows may wait longer
+    # a step without other rows may wait longer, but a request that comes meanwhile waits as long
     sampler.sample(random_logits(1), sequences[1:])
-    assert waits == [0.01, 0.05]
+    assert waits == [0.01, pytest.approx(0.02)]
     for matcher in grammars.matchers:
         matcher.close()

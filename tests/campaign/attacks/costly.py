@@ -5,20 +5,15 @@ Each is served, with its constraint kept, or refused with its reason.
 
 import json
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import jsonschema
 
 from tests.server.serving import http_call
 
 from ..endings import Ending
 from ..models import CHAT, DECODER
 from ..target import Target
-from .constraints import random_regex, random_schema
-
-_TOKENS = 48
+from .constrained import constrained_answer
 
 
 def _all_of(kind: str, schemas: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -37,23 +32,11 @@ _COSTLY: tuple[Callable[[random.Random], Mapping[str, Any]], ...] = (
     lambda draw: {"regex": f"(a{{0000000001000}}){{ {draw.randint(500, 1000)} }}"},
     lambda draw: {"choice": ["".join(draw.choices("ab \n", k=draw.randint(10_000, 60_000)))]},
 )  # fmt: skip
-_REFUSALS = ("structured_outputs cannot be served", "structured_outputs has", "try again later")
-
-
-def constrained(draw: random.Random, target: Target) -> Ending:
-    """A random regular expression or schema, which a whole answer matches."""
-    if draw.random() < 0.5:
-        regex = random_regex(draw)
-        return _constrained(
-            draw, target, {"regex": regex}, lambda text: bool(re.fullmatch(regex, text))
-        )
-    schema = random_schema(draw)
-    return _constrained(draw, target, {"json": schema}, lambda text: _is_valid(text, schema))
 
 
 def costly_grammar(draw: random.Random, target: Target) -> Ending:
     """A grammar that may take any time and memory."""
-    return _constrained(draw, target, draw.choice(_COSTLY)(draw))
+    return constrained_answer(draw, target, draw.choice(_COSTLY)(draw))
 
 
 def costly_template(draw: random.Random, target: Target) -> Ending:
@@ -91,47 +74,8 @@ def many_samples(draw: random.Random, target: Target) -> Ending:
     return Ending("wrong", DECODER, str(status), str(answer)[:300])
 
 
-def _constrained(
-    draw: random.Random,
-    target: Target,
-    constraint: Mapping[str, Any],
-    holds: Callable[[str], bool] | None = None,
-) -> Ending:
-    """Ask for an answer that matches; `holds` checks one that has ended by itself."""
-    body = {
-        "text_input": "x",
-        "max_tokens": _TOKENS,
-        "temperature": draw.choice((0, 1.0)),
-        "seed": draw.randrange(2**31),
-        "sampling_parameters": json.dumps({"structured_outputs": constraint}),
-        "exclude_input_in_output": True,
-        "return_finish_reason": True,
-    }
-    status, answer = http_call(target.server, "POST", f"/v2/models/{DECODER}/generate", body)
-    what = json.dumps(constraint)[:200]
-    if status == 200:
-        if holds is None or answer["finish_reason"] != "stop":
-            return Ending("answered", DECODER)
-        if holds(answer["text_output"]):
-            return Ending("right", DECODER)
-        return Ending("wrong", DECODER, message=f"{what}: answered {answer['text_output']!r}")
-    message = answer["error"]
-    if status in (400, 503) and any(text in message for text in _REFUSALS):
-        code = "INVALID_ARGUMENT" if status == 400 else "UNAVAILABLE"
-        return Ending("refused", DECODER, code, message, is_ours=True)
-    return Ending("wrong", DECODER, str(status), f"{what}: {message}")
-
-
 def _refused(target: Target, model: str, body: Mapping[str, Any], word: str) -> Ending:
     status, answer = http_call(target.server, "POST", f"/v2/models/{model}/generate", body)
     if status == 400 and word in answer["error"]:
         return Ending("refused", model, "INVALID_ARGUMENT", answer["error"], is_ours=True)
     return Ending("wrong", model, str(status), f"not refused for {word}: {str(answer)[:300]}")
-
-
-def _is_valid(text: str, schema: Mapping[str, Any]) -> bool:
-    try:
-        jsonschema.validate(json.loads(text), schema)
-    except (ValueError, jsonschema.ValidationError):
-        return False
-    return True

@@ -9,7 +9,7 @@ import numpy as np
 from varlen_client import DeadlineMissed, RequestTimeout, ServerUnavailable, VarlenClientError
 
 from ..endings import End, Ending
-from ..known import BEAMS, GREEDY, MAX_TOKENS, Vectors
+from ..known import BEAMS, GREEDY, MAX_TOKENS, NUM_SAMPLES, SAMPLE_TOKENS, SEEDED, Vectors
 from ..models import CACHED, CAPPED, DECODER, ENCODER, HIDDEN, TRANSLATOR
 from ..target import MAX_ROWS, PROTOCOLS, Target
 
@@ -94,6 +94,39 @@ def stream(draw: random.Random, target: Target) -> Ending:
             prompt, max_tokens=MAX_TOKENS, timeout=target.patience(DECODER), **GREEDY
         )
         return tuple(token for part in parts for token in part.token_ids) == expected
+
+    return _ending(ask, DECODER)
+
+
+def stream_seeded(draw: random.Random, target: Target) -> Ending:
+    """A long sampled continuation in parts, with a seed."""
+    prompt, (expected, *_) = draw.choice(list(target.known.samples.items()))
+    client = target.client(DECODER, draw.choice(PROTOCOLS))
+
+    def ask() -> bool:
+        parts = client.stream(
+            prompt, max_tokens=SAMPLE_TOKENS, timeout=target.patience(DECODER), **SEEDED
+        )
+        return tuple(token for part in parts for token in part.token_ids) == expected
+
+    return _ending(ask, DECODER)
+
+
+def samples_seeded(draw: random.Random, target: Target) -> Ending:
+    """Several samples of one prompt as a whole, with a seed."""
+    prompt, expected = draw.choice(list(target.known.samples.items()))
+    count = draw.randint(2, NUM_SAMPLES)
+    client = target.client(DECODER, draw.choice(PROTOCOLS))
+
+    def ask() -> bool:
+        answers = client.samples(
+            prompt,
+            count,
+            max_tokens=SAMPLE_TOKENS,
+            timeout=target.patience(DECODER),
+            **SEEDED,
+        )
+        return [each.token_ids for each in answers] == list(expected[:count])
 
     return _ending(ask, DECODER)
 

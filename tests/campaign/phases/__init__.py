@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..phase import Phase
+from .constraints import constraints
 from .costly import costly_requests
 from .damage import damaged
 from .families import families
 from .fuzz import fuzz
+from .generation_kills import generation_workers
 from .kills import stubs, workers
 from .mixed import mixed
 from .reloads import reloads
@@ -27,7 +29,9 @@ PHASES: Mapping[str, Planned] = {
     "mixed": Planned(mixed, 45),
     "fuzz": Planned(fuzz, 30),
     "costly": Planned(costly_requests, 20),
+    "constraints": Planned(constraints, 12),
     "workers": Planned(workers, 8),
+    "generation_workers": Planned(generation_workers, 8),
     "stubs": Planned(stubs, 6),
     "reloads": Planned(reloads, 8),
     "shared_memory": Planned(shared_memory, 5),
