@@ -24,8 +24,9 @@ OLDEST_TRITON := 3.6.0
 OLDEST_TRITON_FOLDER := $(VENV)/triton-3.6
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
-# A worker process for each core. tests/conftest.py gives each file to one worker, kernel tests wherever one is free.
-PARALLEL := --numprocesses $$(nproc) --maxprocesses 8 --dist loadgroup
+# A worker process for each core, and one more, since tests of servers wait most of their time. tests/conftest.py gives
+# each file to one worker, kernel tests wherever one is free.
+PARALLEL := --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadgroup
 ON_GPU := PYTHONPATH=$(CURDIR)/kernels:$(CURDIR)/backend:$(CURDIR)/client:$(CURDIR)/tools:$$PYTHONPATH $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 

@@ -20,15 +20,26 @@ NO_TIME = 0.001
 CACHE_BYTES = 200_000
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cached(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
-    """A model with an empty cache."""
-    # a new model: some series outlive a model, and some do not
-    name = f"cached{len(list(repository.glob('cached*')))}"
-    add_model(repository, name, checkpoints["slow"], response_cache_bytes=str(CACHE_BYTES))
-    assert load(server, name) is None
-    yield name
-    unload(server, name)
+    """A model with a cache, in which each test keeps answers of its own."""
+    add_model(
+        repository, "cached", checkpoints["slow"], response_cache_bytes=str(100 * CACHE_BYTES)
+    )
+    assert load(server, "cached") is None
+    yield "cached"
+    unload(server, "cached")
+
+
+@pytest.fixture
+def small_cache(
+    server: LocalServer, repository: Path, checkpoints: dict[str, Path]
+) -> Iterator[str]:
+    """A model with an empty cache of `CACHE_BYTES`."""
+    add_model(repository, "small", checkpoints["slow"], response_cache_bytes=str(CACHE_BYTES))
+    assert load(server, "small") is None
+    yield "small"
+    unload(server, "small")
 
 
 class Watch:
@@ -110,9 +121,9 @@ def test_what_the_answer_depends_on_is_in_the_key(cached: str, client: Client) -
 def test_callers_of_different_salts_share_no_answer(
     cached: str, server: LocalServer, url: str
 ) -> None:
-    watch = Watch(server, cached)
+    watch, text = Watch(server, cached), f"word{100 + url.startswith('grpc')}"
     with VarlenClient(url, cached) as client:
-        answers = [client.embed(["word1"], cache_salt=salt) for salt in ("a", "b", "a", None)]
+        answers = [client.embed([text], cache_salt=salt) for salt in ("a", "b", "a", None)]
 
     for each in answers:
         np.testing.assert_array_equal(each, answers[0])
@@ -125,7 +136,7 @@ def test_an_error_is_not_kept(
 ) -> None:
     watch = Watch(server, cached)
     # token ids: a text has to be tokenized first, which takes time
-    inputs = {"input_ids": integers([[4, 5]])}
+    inputs = {"input_ids": integers([[4, 5 + isinstance(client, HttpClient)]])}
     for _ in range(2):
         with pytest.raises(AnswerError, match="^UNAVAILABLE: deadline missed: "):
             client.infer(cached, inputs, {"deadline_ms": NO_TIME})
@@ -149,7 +160,7 @@ def test_equal_requests_in_flight_run_once(
     # keeps the model busy while the others come
     ids = np.random.default_rng(0).integers(0, 190, (64, 500))
     busy = grpc_client.start(cached, {"input_ids": integers(ids)})
-    inputs = texts(*(f"word{number}" for number in range(20)))
+    inputs = texts(*(f"word{number}" for number in range(20, 40)))
 
     answers = [client.start(cached, inputs) for client in (grpc_client, http_client) * 8]
 
@@ -163,13 +174,13 @@ def test_equal_requests_in_flight_run_once(
 
 
 def test_the_cache_stays_within_its_bytes(
-    cached: str, server: LocalServer, grpc_client: GrpcClient
+    small_cache: str, server: LocalServer, grpc_client: GrpcClient
 ) -> None:
-    watch = Watch(server, cached)
+    watch = Watch(server, small_cache)
     for first in range(0, 190, 10):
         rows = [[first + row, other] for row in range(10) for other in range(6)]
-        grpc_client.infer(cached, {"input_ids": integers(rows)})
-        assert metrics(server, cached)["varlen_response_cache_bytes"] <= CACHE_BYTES
+        grpc_client.infer(small_cache, {"input_ids": integers(rows)})
+        assert metrics(server, small_cache)["varlen_response_cache_bytes"] <= CACHE_BYTES
 
     grown = watch.grown()
     assert grown["evictions"] == grown["misses"] - grown["entries"] > 0
