@@ -159,7 +159,14 @@ class Target:
         urls = {"grpc": server.grpc_url, "http": server.http_url}
         self._clients = {
             (model, protocol): stack.enter_context(
-                Client(urls[protocol], model, rows_per_request=MAX_ROWS, retry=_ONCE)
+                Client(
+                    urls[protocol],
+                    model,
+                    rows_per_request=MAX_ROWS,
+                    retry=_ONCE,
+                    # its requests are counted by the model, and by no phase
+                    watch_seconds=0,
+                )
             )
             for model in models
             for protocol in PROTOCOLS
