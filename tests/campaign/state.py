@@ -26,6 +26,8 @@ _END_SECONDS = 15.0
 _POLL_SECONDS = 0.5
 # A watchdog starts it each second; it comes and goes.
 _SLEEP = "sleep"
+# The process that renders templates, and its grammars.
+_SANDBOX = "sandbox"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,11 @@ class State:
     """The processes of a server, and what they hold together.
 
     Attributes:
-        processes: number by role: server, stub, worker, watchdog, other.
+        processes: number by role: server, stub, worker, sandbox, watchdog, other.
         descriptors: open files, sockets and pipes.
         threads: threads of all processes.
-        memory_mib: resident; pages that processes share count once.
+        memory_mib: resident, without sandboxes, whose grammars have a bound of their own; pages that processes share
+            count once.
         shared_mib: MiB of their regions in /dev/shm. The server never shrinks them.
     """
 
@@ -60,7 +63,8 @@ class State:
                     continue
                 found = list(folder.joinpath("fd").iterdir())
                 threads += len(list(folder.joinpath("task").iterdir()))
-                memory += _proportional_kib(folder) * 1024
+                if role != _SANDBOX:
+                    memory += _proportional_kib(folder) * 1024
                 regions |= _regions(folder)
                 descriptors += len(found)
                 processes[role] += 1
@@ -140,6 +144,7 @@ def role_of(pid: int) -> str:
         ("triton_python_backend_stub", "stub"),
         ("varlen.execution.workers.host", "worker"),
         ("varlen.execution.workers.steps", "worker"),
+        ("varlen.sandbox.host", _SANDBOX),
         ("varlen-watchdog", "watchdog"),
         ("tritonserver", "server"),
     ):

@@ -2,6 +2,9 @@
 
 import time
 
+from tests.server.serving import metrics
+from varlen.config import EngineConfig
+
 from ..attacks import costly, good
 from ..attacks.constrained import FuzzedConstraints
 from ..drive import ALL_REFUSED, ALL_RIGHT, Bounds, Share, send_all
@@ -41,3 +44,8 @@ def costly_requests(campaign: Campaign, report: Report, seconds: float) -> None:
             with small.sent(report, f"beside {share.kind}"):
                 name = f"{campaign.seed} costly {share.kind}"
                 send_all(target, [share], bounds, report.ledger, name=name)
+        held = metrics(target.server, DECODER)["varlen_grammar_bytes"]
+        report.check(
+            holds=held <= EngineConfig().grammar_cache_bytes,
+            problem=f"grammars hold {held:,.0f} bytes",
+        )
