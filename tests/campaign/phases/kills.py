@@ -46,8 +46,16 @@ _LOG_OF_KILLS = (
 )
 # Server 2.51 keeps its own threads for a process that held requests.
 _THREADS_KEPT = 40
-# What the server says of a model whose process is gone.
-_GONE = ("not healthy", "Stub process", "NOT_FOUND", "not ready", "unknown model", "no version")
+# What the server, and our client, say of a model whose process is gone.
+_GONE = (
+    "not healthy",
+    "has ended or does not respond",
+    "Stub process",
+    "NOT_FOUND",
+    "not ready",
+    "unknown model",
+    "no version",
+)
 
 
 def workers(campaign: Campaign, report: Report, seconds: float) -> None:
