@@ -13,9 +13,9 @@ from layers_table import architecture_page
 from wire_tables import wire_page
 
 from varlen.config import SETTINGS
-from varlen.encoder import EncoderSettings
-from varlen.generator import GeneratorSettings
-from varlen.in_process import ModelSettings
+from varlen.in_process.encoder import EncoderSettings
+from varlen.in_process.generator import GeneratorSettings
+from varlen.in_process.model import ModelSettings
 from varlen.parameter import Parameter
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
 from varlen.telemetry.metrics import METRICS, Metric

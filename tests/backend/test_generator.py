@@ -8,7 +8,7 @@ import transformers
 from tests.checkpoints import SMALL_DECODERS, save_checkpoint
 from tests.closeness import assert_close, encoder_roundings, relative_error
 from varlen.errors import RequestError
-from varlen.generator import Generator
+from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 
 KINDS = [*(f"{name}ForCausalLM" for name in SMALL_DECODERS if name != "GPT2"), "GPT2LMHeadModel"]

@@ -8,7 +8,7 @@ import transformers
 
 from tests.checkpoints import change_tensors, save_checkpoint, set_fields
 from varlen.decoding.checkpoint_rules import search_rules
-from varlen.generator import Generator
+from varlen.in_process.generator import Generator
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.request.generation import GenerationOptions

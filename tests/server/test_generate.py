@@ -17,7 +17,7 @@ import tritonclient.grpc
 from tests.checkpoints import save_checkpoint, write_file
 from tests.generation_refusals import generation_refusals
 from tests.refusals import Refusal
-from varlen.generator import Generator
+from varlen.in_process.generator import Generator
 from varlen_client import AsyncClient, Client, DeadlineMissed, InvalidRequest
 from varlen_tools.local_server import LOOPBACK, LocalServer
 

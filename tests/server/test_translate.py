@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import save_checkpoint
-from varlen.generator import Generation, Generator
+from varlen.in_process.generator import Generation, Generator
 from varlen_client import AsyncClient, Client, DeadlineMissed, InvalidRequest
 from varlen_tools.local_server import LocalServer
 

@@ -19,7 +19,7 @@ from varlen.execution.step_packing import pack_step
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import step_process
 from varlen.execution.workers.restarts import RestartLimit
-from varlen.generator import Generator
+from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.service.generation import GenerationService
 from varlen.telemetry.metrics import CountedMetric, Stats

@@ -56,7 +56,7 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) 
 
 def load_iteration(_: System, checkpoint: Path, threads: int) -> Submit:
     """Return a function that starts one request of varlen."""
-    from varlen.generator import Generator
+    from varlen.in_process.generator import Generator
     from varlen.request.generation import GenerationOptions
     from varlen.request.request import GeneratedPart
 

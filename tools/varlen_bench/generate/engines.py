@@ -75,7 +75,7 @@ def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
 
 
 def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
-    from varlen.generator import Generator
+    from varlen.in_process.generator import Generator
     from varlen.request.generation import GenerationOptions
     from varlen.request.request import GeneratedPart
 

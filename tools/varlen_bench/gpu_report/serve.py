@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from varlen.generator import Generation, Generator
+from varlen.in_process.generator import Generation, Generator
 from varlen_bench.gpu_report.decoders import SERVED, DecoderGrid, loaded
 from varlen_bench.gpu_report.figures import Figure, Seconds, figure, write_figures
 from varlen_bench.harness.command import Output, Revision

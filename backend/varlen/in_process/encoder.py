@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import ConfigError, RequestError, shorten
-from varlen.in_process import InProcess, ModelSettings, config_of
+from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.intake.tokenization import Text
 from varlen.parameter import check_count

@@ -13,7 +13,7 @@ import numpy as np
 
 from varlen.config import KvPolicy
 from varlen.errors import RequestError
-from varlen.in_process import InProcess, ModelSettings, config_of
+from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import (

@@ -1,0 +1,1 @@
+"""Models in the process that uses them, without a server."""
