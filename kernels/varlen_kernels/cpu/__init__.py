@@ -158,15 +158,14 @@ def append_kv(
     num_kv_heads: int,
 ) -> None:
     """Write keys and values into the caches, see `reference.append_kv`."""
-    if not has_numba() or key_cache.dtype != torch.float32:
+    if not _reads_blocks(qkv, key_cache):
         reference.append_kv(
             qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
         return
     from varlen_kernels.cpu.paged import append_tokens
 
-    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, key_cache.shape[3])
-    append_tokens(heads, slots, key_cache, value_cache)
+    append_tokens(qkv, slots, key_cache, value_cache)
 
 
 def attention_paged(
@@ -193,8 +192,7 @@ def attention_paged(
     head_dim = key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    is_compiled = has_numba() and key_cache.dtype == torch.float32
-    single = _leading_ones(cu_seqlens) if is_compiled else 0
+    single = _leading_ones(cu_seqlens) if _reads_blocks(qkv, key_cache) else 0
     if single:
         from varlen_kernels.cpu.paged import attend_tokens
 
@@ -275,6 +273,11 @@ def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
     """Return whether an activation is compiled; not by rows: a row keeps its bits."""
     is_slow = kind == "gelu_tanh" and features >= _LEAST_FEATURES
     return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
+
+
+def _reads_blocks(qkv: Tensor, key_cache: Tensor) -> bool:
+    """Return whether the compiled ops of KV blocks take these dtypes."""
+    return qkv.dtype in _COMPILED_DTYPES and key_cache.dtype == torch.float32 and has_numba()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:

@@ -227,6 +227,14 @@ def _smallest_of(builder: Any, value: Any) -> Any:
     return _combined(builder, value, partial(_minimum, builder))
 
 
+def _fold(distance: int, builder: Any, first: Any, second: Any) -> Any:
+    """Return sums of two lanes of one vector: a bit says which."""
+    low = [j + LANES - distance if j & distance else j for j in range(LANES)]
+    high = [j + LANES if j & distance else j + distance for j in range(LANES)]
+    pair = first, second
+    return builder.fadd(_shuffle(builder, *pair, low), _shuffle(builder, *pair, high))
+
+
 def _power_of_two(builder: Any, shifted: Any) -> Any:
     """Return 2 ** n of n + 1.5 · 2 ** 23, whose last bits are n."""
     exponent = builder.shl(builder.bitcast(shifted, _INTS), _ints(23))
@@ -252,6 +260,11 @@ select_greater = _register_op(_select_greater, LANES_TYPE, *[LANES_TYPE] * 4)
 sum_of = _register_op(_sum_of, types.float32, LANES_TYPE)
 largest_of = _register_op(_largest_of, types.float32, LANES_TYPE)
 smallest_of = _register_op(_smallest_of, types.float32, LANES_TYPE)
+# fold_8(a, b), ... return sums of lanes 8, 4, 2 and 1 apart. All four, in this order, sum 16 vectors into one, whose
+# lane j is the sum of vector j: fold_8 of vectors 8 apart, fold_4 of results for vectors 4 apart, and so on.
+fold_8, fold_4, fold_2, fold_1 = (
+    _register_op(partial(_fold, distance), *[LANES_TYPE] * 3) for distance in (8, 4, 2, 1)
+)
 power_of_two = _register_op(_power_of_two, LANES_TYPE, LANES_TYPE)
 
 

@@ -1,33 +1,215 @@
 """KV blocks on a CPU, compiled by numba: copy them, append tokens, attend to them.
 
-A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are:
-no key is copied, and no score leaves the cache of its core.
+A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are,
+once for all query heads of a key head, and no score leaves the cache of its core. The tokens of a block are read as
+four runs side by side: a core reads several streams of memory faster than one. The products of 16 keys are summed
+together, so that no score is a sum of its own.
 Source: the specification is `reference.attention_paged`; docs/decisions/0019-cpu-decoding.md has measurements.
 """
-
-import math
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from varlen_kernels.cpu.attention_panels import copy_head
+from varlen_kernels.cpu.attention_weights import LOWEST, weigh, write_context
+from varlen_kernels.cpu.lanes import (
+    LANES,
+    as_array,
+    fold_1,
+    fold_2,
+    fold_4,
+    fold_8,
+    load,
+    load_first,
+    multiply_add,
+    splat,
+    store,
+    store_first,
+    sum_of,
+)
 from varlen_kernels.cpu.threads import run_parts
 
-# Below every score; not infinite, because the compiled code assumes finite numbers.
-_LOWEST = np.float32(-1e30)
-# Key features below which a second thread costs more than it saves: half a millisecond of work.
+# The score of no key: its weight is 0 beside the lowest score too.
+_NO_KEY = np.float32(-3e38)
+_ZERO = np.float32(0)
+# Parts of a block that are read side by side, each in its order.
+_RUNS = 4
+# Vectors of a context whose sums are in registers.
+_SUMS = 4
+# Key features below which a second thread costs more than it saves: a millisecond of work.
 _LEAST_SHARED_WORK = 1 << 21
 
 
-# a context of no tokens divides by zero, which gives NaN
-@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
+@numba.njit(forceinline=True, _nrt=False)
+def _run_length(count):
+    """Return the tokens of a run: a multiple of 4, so 4 runs fill vectors."""
+    return (count + LANES - 1) // LANES * (LANES // _RUNS)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _column(run, place):
+    """Return the column of a token's score: a vector has four scores of each run."""
+    tokens = LANES // _RUNS
+    return place // tokens * LANES + run * tokens + place % tokens
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _rows(first, last, place, length):
+    """Return the row at one place of each run; past the last row, the last."""
+    row = first + place
+    return (
+        min(row, last),
+        min(row + length, last),
+        min(row + 2 * length, last),
+        min(row + 3 * length, last),
+    )
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _multiply_keys(query, member, keys, first, last, place, length):
+    """Return four parts of each product of a query with four keys.
+
+    The keys are at one place of each run; lanes 4 · run to 4 · run + 3 belong to it.
+    """
+    row_a, row_b, row_c, row_d = _rows(first, last, place, length)
+    a = b = c = d = splat(_ZERO)
+    for feature in range(0, query.shape[1], LANES):
+        lanes = load(query, member, feature)
+        a = multiply_add(load(keys, row_a, feature), lanes, a)
+        b = multiply_add(load(keys, row_b, feature), lanes, b)
+        c = multiply_add(load(keys, row_c, feature), lanes, c)
+        d = multiply_add(load(keys, row_d, feature), lanes, d)
+    return fold_4(fold_8(a, c), fold_8(b, d))
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _write_scores(scores, query, keys, first, count):
+    """Write the products of the queries of a key head with some keys.
+
+    Args:
+        first, count: first row and number of the keys. Places past them have the scores of the last key.
+    """
+    length, last = _run_length(count), first + count - 1
+    for place in range(0, length, LANES // _RUNS):
+        for member in range(query.shape[0]):
+            a = _multiply_keys(query, member, keys, first, last, place, length)
+            b = _multiply_keys(query, member, keys, first, last, place + 1, length)
+            c = _multiply_keys(query, member, keys, first, last, place + 2, length)
+            d = _multiply_keys(query, member, keys, first, last, place + 3, length)
+            scores_of_four = fold_1(fold_2(a, c), fold_2(b, d))
+            store(scores, member, _column(0, place), scores_of_four)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _bias_scores(scores, member, count, bias, head, distance):
+    """Add the bias of a head; the first key has the distance `distance`."""
+    length, reach = _run_length(count), bias.shape[1] // 2
+    for i in range(count):
+        column = max(distance + i, -reach) + reach
+        scores[member, _column(i // length, i % length)] += bias[head, column]
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _add_values(context, member, weights, values, first, count):
+    """Add `count` weighted values, from row `first` on, to a context."""
+    length, last, width = _run_length(count), first + count - 1, context.shape[1]
+    whole = width // (_SUMS * LANES) * (_SUMS * LANES)
+    for feature in range(0, whole, _SUMS * LANES):
+        a = load(context, member, feature)
+        b = load(context, member, feature + LANES)
+        c = load(context, member, feature + 2 * LANES)
+        d = load(context, member, feature + 3 * LANES)
+        for place in range(length):
+            for run in range(_RUNS):
+                weight = splat(weights[member, _column(run, place)])
+                row = min(first + place + run * length, last)
+                a = multiply_add(load(values, row, feature), weight, a)
+                b = multiply_add(load(values, row, feature + LANES), weight, b)
+                c = multiply_add(load(values, row, feature + 2 * LANES), weight, c)
+                d = multiply_add(load(values, row, feature + 3 * LANES), weight, d)
+        store(context, member, feature, a)
+        store(context, member, feature + LANES, b)
+        store(context, member, feature + 2 * LANES, c)
+        store(context, member, feature + 3 * LANES, d)
+    for feature in range(whole, width, LANES):
+        # a sum of each run: one sum would wait for itself
+        a = load(context, member, feature)
+        b = c = d = splat(_ZERO)
+        for place in range(length):
+            row_a, row_b, row_c, row_d = _rows(first, last, place, length)
+            weight_a = splat(weights[member, _column(0, place)])
+            weight_b = splat(weights[member, _column(1, place)])
+            weight_c = splat(weights[member, _column(2, place)])
+            weight_d = splat(weights[member, _column(3, place)])
+            a = multiply_add(load(values, row_a, feature), weight_a, a)
+            b = multiply_add(load(values, row_b, feature), weight_b, b)
+            c = multiply_add(load(values, row_c, feature), weight_c, c)
+            d = multiply_add(load(values, row_d, feature), weight_d, d)
+        store(context, member, feature, (a + b) + (c + d))
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _begin(queries, sequence, column, head_dim, scale, state):
+    """Copy the scaled queries of a key head, and clear what is summed for them."""
+    query, context, totals, top = state
+    for member in range(query.shape[0]):
+        copy_head(queries, sequence, column + member * head_dim, head_dim, query, member)
+        for feature in range(0, query.shape[1], LANES):
+            store(query, member, feature, load(query, member, feature) * splat(scale))
+            store(context, member, feature, splat(_ZERO))
+        store(totals, member, 0, splat(_ZERO))
+        top[member] = LOWEST
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _attend_keys(keys, values, first, count, bias, first_head, distance, scores, no_bias, state):
+    """Add some keys and values to the contexts of the queries of a key head.
+
+    Args:
+        first, count: first row and number of the keys.
+        bias: `[num_heads, 2 * reach + 1]`, or `[num_heads, 0]` for none.
+        distance: the distance from the query to the first key.
+        scores: overwritten.
+        no_bias: `[1, 0]`.
+        state: queries, contexts, sums of weights and largest scores, `[query heads, ...]`.
+    """
+    query, context, totals, top = state
+    length = _run_length(count)
+    _write_scores(scores, query, keys, first, count)
+    for member in range(query.shape[0]):
+        if bias.shape[1]:
+            _bias_scores(scores, member, count, bias, first_head + member, distance)
+        for i in range(count, _RUNS * length):
+            scores[member, _column(i // length, i % length)] = _NO_KEY
+        weigh(scores, member, _RUNS * length, no_bias, 0, top, totals, context, False)
+        _add_values(context, member, scores, values, first, count)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _copy_row(source, row, column, count, destination, to_row):
+    """Copy `count` numbers into the first columns of a row."""
+    whole = count // LANES * LANES
+    for feature in range(0, whole, LANES):
+        store(destination, to_row, feature, load(source, row, column + feature))
+    if 0 < whole < count:
+        # again some numbers of the vector before it
+        rest = count - LANES
+        store(destination, to_row, rest, load(source, row, column + rest))
+    elif whole < count:
+        store_first(destination, to_row, 0, load_first(source, row, column, count), count)
+
+
+@numba.njit(nogil=True, cache=True)
 def _attend_items(
     first_item,
     last_item,
     queries,  # [sequences, at least num_heads * head_dim]
-    keys,  # [blocks, num_kv_heads, block_size, head_dim]
-    values,  # [blocks, num_kv_heads, block_size, head_dim]
+    keys,  # [blocks * num_kv_heads * block_size, head_dim]
+    values,  # [blocks * num_kv_heads * block_size, head_dim]
+    num_kv_heads,
+    block_size,
     block_ids,  # [blocks in use]
     cu_blocks,  # [sequences + 1]
     context_lens,  # [sequences]
@@ -36,91 +218,76 @@ def _attend_items(
     window,
     out,  # [sequences, num_heads * head_dim]
 ):
-    """Write the attention of some items; an item is one key head of one sequence."""
-    num_kv_heads, block_size, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group = out.shape[1] // (num_kv_heads * head_dim)
-    # -1 without a bias
-    reach = (bias.shape[1] + 1) // 2 - 1
-    # scores of one block, of each query head that reads it
-    scores = np.empty((group, block_size), np.float32)
-    context = np.empty((group, head_dim), np.float32)
-    maximum = np.empty(group, np.float32)
-    total = np.empty(group, np.float32)
+    """Write the attention of some items; an item is one key head of one sequence.
+
+    The context of a sequence without keys is NaN.
+    """
+    head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
+    width = (head_dim + LANES - 1) // LANES * LANES
+    scores = np.empty((group, _RUNS * _run_length(block_size)), np.float32)
+    no_bias = np.empty((1, 0), np.float32)
+    query, context = np.empty((2, group, width), np.float32)
+    totals, top = np.empty((group, LANES), np.float32), np.empty(group, np.float32)
+    state = query, context, totals, top
+    # rows of a width that is not whole vectors are copied, with zeros behind them
+    is_whole = width == head_dim
+    key_rows, value_rows = np.zeros((2, 0 if is_whole else block_size, width), np.float32)
     for item in range(first_item, last_item):
         sequence, kv_head = item // num_kv_heads, item % num_kv_heads
-        length = context_lens[sequence]
+        first_head, length = kv_head * group, context_lens[sequence]
         begin = max(0, length - window) if window else 0
-        head_bias, query_position = bias[kv_head * group : (kv_head + 1) * group], length - 1
-        first_feature = kv_head * group * head_dim
-        query = queries[sequence, first_feature : first_feature + group * head_dim]
-        context[:] = 0.0
-        total[:] = 0.0
-        maximum[:] = _LOWEST
+        _begin(queries, sequence, first_head * head_dim, head_dim, scale, state)
         for block in range(begin // block_size, (length + block_size - 1) // block_size):
-            block_id = block_ids[cu_blocks[sequence] + block]
-            first = max(0, begin - block * block_size)
-            last = min(block_size, length - block * block_size)
-            block_keys, block_values = keys[block_id, kv_head], values[block_id, kv_head]
-            for member in range(group):
-                member_query = query[member * head_dim : (member + 1) * head_dim]
-                member_scores = scores[member]
-                largest = maximum[member]
-                for place in range(first, last):
-                    key = block_keys[place]
-                    score = np.float32(0.0)
-                    for feature in range(head_dim):
-                        score += member_query[feature] * key[feature]
-                    score *= scale
-                    if reach >= 0:
-                        distance = block * block_size + place - query_position
-                        score += head_bias[member, max(distance, -reach) + reach]
-                    member_scores[place] = score
-                    largest = max(largest, score)
-                # what was summed with a smaller maximum counts less
-                rescale = np.float32(math.exp(maximum[member] - largest))
-                maximum[member] = largest
-                weights = np.float32(0.0)
-                for place in range(first, last):
-                    weight = np.float32(math.exp(member_scores[place] - largest))
-                    member_scores[place] = weight
-                    weights += weight
-                total[member] = total[member] * rescale + weights
-                member_context = context[member]
-                for feature in range(head_dim):
-                    member_context[feature] *= rescale
-                for place in range(first, last):
-                    weight, value = member_scores[place], block_values[place]
-                    for feature in range(head_dim):
-                        member_context[feature] += weight * value[feature]
+            position = max(begin, block * block_size)
+            count = min(length, (block + 1) * block_size) - position
+            block_id = np.int64(block_ids[cu_blocks[sequence] + block])
+            first = (block_id * num_kv_heads + kv_head) * block_size + position % block_size
+            block_keys, block_values = keys, values
+            if not is_whole:
+                for i in range(count):
+                    _copy_row(keys, first + i, 0, head_dim, key_rows, i)
+                    _copy_row(values, first + i, 0, head_dim, value_rows, i)
+                block_keys, block_values, first = key_rows, value_rows, 0
+            _attend_keys(
+                block_keys,
+                block_values,
+                first,
+                count,
+                bias,
+                first_head,
+                position - (length - 1),
+                scores,
+                no_bias,
+                state,
+            )
         for member in range(group):
-            # a division would be one of two: the compiler's vectors multiply by the inverse, its other numbers divide
-            factor = np.float32(1.0) / total[member]
-            for feature in range(head_dim):
-                out[sequence, first_feature + member * head_dim + feature] = (
-                    context[member, feature] * factor
-                )
+            column = (first_head + member) * head_dim
+            total = sum_of(load(totals, member, 0))
+            write_context(context, member, total, out, sequence, column, head_dim)
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True, cache=True, _nrt=False)
 def _append(
-    qkv,  # [tokens, num_heads + 2 * num_kv_heads, head_dim]
+    qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     slots,  # [tokens]
-    key_cache,  # [blocks, num_kv_heads, block_size, head_dim]
-    value_cache,  # [blocks, num_kv_heads, block_size, head_dim]
+    keys,  # [blocks * num_kv_heads * block_size, head_dim]
+    values,  # [blocks * num_kv_heads * block_size, head_dim]
+    num_kv_heads,
+    block_size,
 ):
-    num_kv_heads, block_size, head_dim = key_cache.shape[1], key_cache.shape[2], key_cache.shape[3]
-    first_key = qkv.shape[1] - 2 * num_kv_heads
-    for token in range(len(slots)):
-        if slots[token] < 0:
-            continue
-        block, place = slots[token] // block_size, slots[token] % block_size
-        for head in range(num_kv_heads):
-            for feature in range(head_dim):
-                key = qkv[token, first_key + head, feature]
-                key_cache[block, head, place, feature] = key
-            for feature in range(head_dim):
-                value = qkv[token, first_key + num_kv_heads + head, feature]
-                value_cache[block, head, place, feature] = value
+    head_dim = keys.shape[1]
+    first_value = qkv.shape[1] - num_kv_heads * head_dim
+    first_key = first_value - num_kv_heads * head_dim
+    # by head, because the slots of neighbouring tokens are neighbours
+    for head in range(num_kv_heads):
+        column = head * head_dim
+        for token in range(len(slots)):
+            if slots[token] < 0:
+                continue
+            block, place = slots[token] // block_size, slots[token] % block_size
+            row = (block * num_kv_heads + head) * block_size + place
+            _copy_row(qkv, token, first_key + column, head_dim, keys, row)
+            _copy_row(qkv, token, first_value + column, head_dim, values, row)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -146,8 +313,16 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def append_tokens(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Write the keys and values of `[tokens, heads, head_dim]` fp32 as `reference.append_kv` does."""
-    _append(*(each.numpy() for each in (qkv, slots, key_cache, value_cache)))
+    """Write keys and values as `reference.append_kv` does.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]` fp32 or bf16.
+        slots: `[tokens]` int64.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32, contiguous.
+    """
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    rows = (as_array(cache.view(-1, head_dim)) for cache in (key_cache, value_cache))
+    _append(as_array(qkv), slots.numpy(), *rows, num_kv_heads, block_size)
 
 
 def attend_tokens(
@@ -167,32 +342,32 @@ def attend_tokens(
     """Write the attention of one token per sequence into `out`.
 
     Args:
-        qkv: `[sequences, at least num_heads · head_dim]`, at least one; the queries come first.
+        qkv: `[sequences, at least num_heads · head_dim]` fp32 or bf16, at least one; the queries come first.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32.
         context_lens, block_ids, cu_blocks, bias, scale, window: see `reference.attention_paged`.
-        out: `[sequences, num_heads · head_dim]`.
+        out: `[sequences, num_heads · head_dim]` fp32 or bf16.
     """
-    _, num_kv_heads, _, head_dim = key_cache.shape
-    # contiguous, as the queries are, else the code is not vectorized
-    fits = out.dtype == torch.float32 and out.is_contiguous()
-    context = out if fits else torch.empty(out.shape)
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
     lengths = context_lens.numpy()
     arrays = (
-        qkv.float().contiguous().numpy(),
-        *(tensor.numpy() for tensor in (key_cache, value_cache, block_ids, cu_blocks)),
+        as_array(qkv),
+        *(as_array(cache.view(-1, head_dim)) for cache in (key_cache, value_cache)),
+        num_kv_heads,
+        block_size,
+        block_ids.numpy(),
+        cu_blocks.numpy(),
         lengths,
-        (
-            qkv.new_empty(num_heads, 0, dtype=torch.float32) if bias is None else bias.float()
-        ).numpy(),
+        (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
         np.float32(scale),
         window,
-        context.numpy(),
+        as_array(out),
     )
     bounds = [0, len(lengths) * num_kv_heads]
     cores = torch.get_num_threads()
-    if cores > 1 and int(lengths.sum()) * num_kv_heads * head_dim >= _LEAST_SHARED_WORK:
-        work = np.cumsum(np.repeat(lengths, num_kv_heads))
-        bounds[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
+    if cores > 1:
+        read = np.minimum(lengths, window) if window else lengths
+        if int(read.sum()) * num_kv_heads * head_dim >= _LEAST_SHARED_WORK:
+            work = np.cumsum(np.repeat(read, num_kv_heads))
+            shares = np.arange(1, cores) * (work[-1] / cores)
+            bounds[1:1] = np.searchsorted(work, shares).tolist()
     run_parts(_attend_items, bounds, *arrays)
-    if not fits:
-        out.copy_(context)

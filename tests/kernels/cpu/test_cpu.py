@@ -3,14 +3,12 @@
 import pkgutil
 from inspect import signature
 
-import numpy as np
 import pytest
 import torch
 
-from tests.kernels.float64 import DTYPES, bounds_of, check, rand
+from tests.kernels.float64 import check, rand
 from tests.kernels.ops import OPS
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu import paged as paged_cpu
 from varlen_kernels.cpu import widened
 from varlen_kernels.cpu.packed import can_pack, pack_weight
 from varlen_kernels.reference.linear_int8 import (
@@ -96,51 +94,6 @@ def test_products_of_bf16_are_widened_only_where_onednn_does_not_multiply_it(can
     assert called == ([] if can_pack else ["widened"])
 
 
-def paged_inputs(new, contexts, *, heads, kv_heads, dim, block_size, dtype=torch.float32):
-    """Return the arguments of attention over random caches; slots past a context hold NaN."""
-    tables = [-(-context // block_size) for context in contexts]
-    blocks = sum(tables) + 3
-    block_ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))[: sum(tables)]
-    caches = [rand(blocks, kv_heads, block_size, dim, seed=seed) for seed in (1, 2)]
-    for cache in caches:
-        unused = torch.ones(blocks, block_size, dtype=torch.bool)
-        for context, ids in zip(contexts, block_ids.split(tables), strict=True):
-            for place in range(context):
-                unused[ids[place // block_size], place % block_size] = False
-        cache.transpose(1, 2)[unused] = torch.nan
-    qkv = rand(sum(new), (heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
-    lengths = torch.tensor(contexts, dtype=torch.int32)
-    return qkv, *caches, bounds_of(new), lengths, block_ids.int(), bounds_of(tables)
-
-
-STEPS = {
-    "one": ([1], [1]),
-    "decode": ([1, 1, 1, 1], [70, 1, 64, 130]),
-    "mixed": ([1, 1, 5, 40], [33, 257, 5, 90]),
-    "prompts": ([7, 1, 16], [7, 20, 48]),
-}
-
-
-@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize(
-    "heads, kv_heads, dim, block_size", [(3, 3, 20, 16), (8, 2, 64, 64)], ids=str
-)
-@pytest.mark.parametrize("window", [0, 17])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_attention_over_blocks_matches_the_reference(
-    new, contexts, heads, kv_heads, dim, block_size, window, dtype
-):
-    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
-    args = paged_inputs(new, contexts, **shape, dtype=dtype)
-    options = {"num_heads": heads, "num_kv_heads": kv_heads, "scale": dim**-0.5, "window": window}
-    out = torch.full((sum(new), heads * dim), torch.nan, dtype=dtype)
-
-    actual = cpu.attention_paged(*args, **options, out=out)
-
-    assert actual is out
-    check(actual, reference.attention_paged(*args, **options), dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_packed_product_of_no_rows_has_the_dtype_of_its_input(dtype):
     if not can_pack(dtype):
@@ -150,100 +103,3 @@ def test_a_packed_product_of_no_rows_has_the_dtype_of_its_input(dtype):
     actual = cpu.linear_packed(torch.empty(0, 8, dtype=dtype), packed)
 
     assert (actual.shape, actual.dtype) == ((0, 5), dtype)
-
-
-@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
-def test_queries_alone_give_the_same_attention_as_with_keys_and_values(new, contexts):
-    qkv, *others = paged_inputs(new, contexts, heads=4, kv_heads=2, dim=8, block_size=16)
-    options = {"num_heads": 4, "num_kv_heads": 2, "scale": 0.3}
-
-    actual = cpu.attention_paged(qkv[:, :32].contiguous(), *others, **options)
-
-    assert torch.equal(actual, cpu.attention_paged(qkv, *others, **options))
-
-
-@pytest.mark.parametrize("new", [[0, 2], [1, 0, 2], [1, 2, 0], [1, 0, 1]], ids=str)
-def test_a_sequence_without_new_tokens_does_not_change_its_neighbours(new):
-    contexts = [count + 20 for count in new]
-    args = paged_inputs(new, contexts, heads=4, kv_heads=2, dim=8, block_size=16)
-    options = {"num_heads": 4, "num_kv_heads": 2, "scale": 0.3}
-
-    check(cpu.attention_paged(*args, **options), reference.attention_paged(*args, **options))
-
-
-@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("window, reach", [(0, 0), (17, 9), (0, 300)])
-def test_a_bias_is_added_as_by_the_reference(new, contexts, window, reach):
-    args = paged_inputs(new, contexts, heads=6, kv_heads=2, dim=8, block_size=16)
-    bias = 3 * rand(6, 2 * reach + 1, seed=5)
-    options = {"num_heads": 6, "num_kv_heads": 2, "scale": 0.3, "window": window}
-
-    actual = cpu.attention_paged(*args, bias, **options)
-
-    check(actual, reference.attention_paged(*args, bias, **options))
-
-
-def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone(monkeypatch):
-    monkeypatch.setattr(paged_cpu, "_LEAST_SHARED_WORK", 700 * 4 * 64)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    contexts = [700, 3, 1200, 64, 900]
-    args = paged_inputs([1] * 5, contexts, heads=4, kv_heads=4, dim=64, block_size=64)
-    qkv, keys, values, _, lengths, block_ids, tables = args
-    options = {"num_heads": 4, "num_kv_heads": 4, "scale": 0.125}
-
-    together = cpu.attention_paged(*args, **options)
-
-    for row in range(5):
-        table = block_ids[tables[row] : tables[row + 1]]
-        alone = cpu.attention_paged(
-            qkv[row : row + 1],
-            keys,
-            values,
-            bounds_of([1]),
-            lengths[row : row + 1],
-            table,
-            bounds_of([len(table)]),
-            **options,
-        )
-        assert torch.equal(alone[0], together[row])
-
-
-def test_a_step_has_the_same_bits_wherever_its_memory_lies():
-    """Compiled code chose between vectors and single numbers by addresses, and the two divided differently."""
-    args = paged_inputs([1], [70], heads=4, kv_heads=4, dim=64, block_size=64)
-    options = {"num_heads": 4, "num_kv_heads": 4, "scale": 0.125}
-    expected = cpu.attention_paged(*args, **options)
-    sizes, kept = np.random.default_rng(0).integers(1, 600, 1000), []
-
-    for size in sizes:
-        # other allocations between the allocations of steps
-        kept = [*kept[-40:], np.empty(size, np.uint8)]
-        assert torch.equal(cpu.attention_paged(*args, **options), expected)
-
-
-@pytest.mark.parametrize("heads", [3, 0], ids=["", "keys-and-values-alone"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype, heads):
-    width = (heads + 2 * 2) * 20
-    qkv, slots = rand(5, width, dtype=dtype), torch.tensor([70, 3, -1, 0, 95])
-    caches = [torch.full((6, 2, 16, 20), torch.nan) for _ in range(4)]
-
-    cpu.append_kv(qkv, slots, *caches[:2], num_heads=heads, num_kv_heads=2)
-    reference.append_kv(qkv, slots, *caches[2:], num_heads=heads, num_kv_heads=2)
-
-    for actual, expected in zip(caches[:2], caches[2:], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@DTYPES
-def test_blocks_are_copied_in_order_and_nothing_else_changes(dtype):
-    cache = rand(6, 2, 3, 4, dtype=dtype)
-    expected = cache.clone()
-    # block 5 is copied again after it was written
-    pairs = [(0, 5), (2, 1), (5, 3)]
-    for source, destination in pairs:
-        expected[destination] = expected[source]
-
-    cpu.copy_blocks(cache, *torch.tensor(pairs).T)
-
-    torch.testing.assert_close(cache, expected, rtol=0, atol=0)
