@@ -252,7 +252,7 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     assert "60 requests per run" in done.output
     for policy in POLICIES:
         assert re.search(
-            rf"{policy}, 256, 90 ms: \d+\.\d\d requests per second with a p99 first token of 900 ms and time per token"
+            rf"{policy}, 256, 90: \d+\.\d\d requests per second with a p99 first token of 900 ms and time per token"
             r" of 100 ms",
             " ".join(done.output.split()),
         )

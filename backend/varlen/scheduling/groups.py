@@ -68,9 +68,9 @@ class Group:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether a client has read a token of it, and its next step chooses the next one.
+        """Whether a client waits for the token that its next step chooses.
 
-        The answer of a search comes in one part.
+        The client has read a token of it before. The answer of a search comes in one part.
         """
         first = self.first
         is_stream = first.options.streams and not self.has_beams

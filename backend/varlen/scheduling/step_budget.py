@@ -1,4 +1,4 @@
-"""Number of tokens of the next step: the limit, unless streams would wait too long for their next tokens.
+"""Number of tokens of the next step: small where streams would wait too long.
 
 Every step reads all weights, so prompts cost least in large steps. A stream gets its next token at the end of a step:
 while one generates, prompts get only as many tokens as are expected to run within the target of the inter-token
@@ -22,7 +22,7 @@ PROMPT_PART = 0.25
 def tokens_of_step(
     groups: Collection[Group], max_tokens: int, cost: StepCost, latency_seconds: float
 ) -> int:
-    """Return the number of tokens that the groups of a step share, unless they run more in any case.
+    """Return the number of tokens of the next step, unless its groups need more.
 
     Args:
         groups: groups of the step.

@@ -31,8 +31,8 @@ from varlen_tools.simulate.steps import StepFigures, StepStudy
 from varlen_tools.workloads import Arrival
 
 _HEADINGS = (
-    "policy, step,\nlatency", "offered\n/s", "tokens\n/s", "TTFT\np50 ms", "\np99", "token\np50 ms", "\np99",
-    "gap\np99 ms", "\nlongest", "mean\ns", "p99\ns", "pre-\nempted", "KV\nused", "KV pro-\nmised", "refused",
+    "policy, step,\nlatency ms", "offer\n/s", "token\n/s", "TTFT\np50 ms", "\np99", "TPOT\np50 ms", "\np99",
+    "gap\np99 ms", "mean\ns", "p99\ns", "pre-\nempt", "KV\nused", "KV\nheld", "re-\nfuse",
 )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _configs(base: EngineConfig, policies: str, sizes: str, latencies: str) -> l
 def _name(settings: EngineConfig | StepFigures) -> str:
     """Return what tells a configuration from the others: policy, largest step and target."""
     policy = settings.kv_policy if isinstance(settings, EngineConfig) else settings.policy
-    return f"{policy}, {settings.max_step_tokens}, {settings.inter_token_latency_ms} ms"
+    return f"{policy}, {settings.max_step_tokens}, {settings.inter_token_latency_ms}"
 
 
 def _arrivals(trace: Path | None, stream: Stream, count: int, seed: int) -> list[Arrival]:
@@ -162,7 +162,7 @@ def _arrivals(trace: Path | None, stream: Stream, count: int, seed: int) -> list
 
 
 def _cells(result: StepFigures) -> list[str]:
-    tokens = (result.token_p50, result.token_p99, result.gap_p99, result.gap)
+    tokens = (result.token_p50, result.token_p99, result.gap_p99)
     return [
         _name(result),
         f"{result.offered:.2f}",
