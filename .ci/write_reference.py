@@ -187,6 +187,7 @@ def _tasks_note(setting: Parameter) -> str:
     iterative = " and ".join(f"`{task}`" for task in ITERATIVE_TASKS)
     notes = {
         ITERATIVE_TASKS: f" Only for {iterative}.",
+        ("generate",): " Only for `generate`.",
         ONE_SHOT_TASKS: f" Ignored by {iterative}.",
     }
     return notes.get(setting.tasks, "")

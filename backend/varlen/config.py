@@ -219,12 +219,20 @@ class EngineConfig:
     max_step_tokens: int = parameter_field(
         0,
         "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
-        " sequences that generate; a source text runs as a whole, beside a token of each of them. 0 is 128 on a CPU,"
-        " 512 on a GPU, and for `translate` room for a source of 512 tokens.",
-        when="Raise it for an earlier first token of long prompts, or for longer source texts. Lower it for"
-        " steadier times between tokens.",
+        " sequences that generate; a source text runs as a whole, beside a token of each of them. 0 is 512, and for"
+        " `translate` room for a source of 512 tokens.",
+        when="Raise it for longer source texts, or for throughput where prompts are long. Lower it to save memory.",
         lowest=0,
         tasks=ITERATIVE_TASKS,
+    )
+    inter_token_latency_ms: int = parameter_field(
+        400,
+        "Target of the longest time between two tokens of a stream, in milliseconds. While a stream generates, a step"
+        " runs only as many tokens of prompts as are expected to end in time; prompts have a quarter of the time of a"
+        " step in any case. While no stream generates, steps are as large as `max_step_tokens`. 0 is no target.",
+        when="Lower it for steadier streams. Raise it for throughput and earlier first tokens.",
+        lowest=0,
+        tasks=("generate",),
     )
     kv_bytes: int | str = parameter_field(
         "25%",

@@ -68,6 +68,7 @@ def test_every_setting_can_be_spelt_out():
         "cache_folder": "/somewhere",
         "max_running_sequences": "14",
         "max_step_tokens": "15",
+        "inter_token_latency_ms": "22",
         "kv_bytes": "16",
         "kv_block_tokens": "17",
         "kv_policy": "optimistic",

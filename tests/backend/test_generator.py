@@ -112,12 +112,14 @@ def expected_of_joined(oracle):
     return [expected_tokens(oracle, prompt_of(length), count) for length, count in JOINED]
 
 
-@pytest.mark.parametrize("policy", ["reserve", "optimistic"])
+# with a target that no step keeps, prompts run in small chunks beside the stream
+@pytest.mark.parametrize("policy, latency", [("reserve", 1), ("optimistic", 400)])
 def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
-    folder, oracle, expected_of_joined, policy, block_bytes
+    folder, oracle, expected_of_joined, policy, latency, block_bytes
 ):
     # one block more than the longest needs: with the policy `optimistic` sequences give back theirs
     settings = {**SETTINGS, "kv_policy": policy, "kv_bytes": 20 * block_bytes}
+    settings["inter_token_latency_ms"] = latency
     others = []
 
     with Generator.from_pretrained(folder, **settings) as generator:
@@ -221,6 +223,21 @@ def test_streamed_parts_add_up_to_the_answer(generator):
     assert "".join(part.text for part in parts) == answer.text
     assert tuple(token for part in parts for token in part.token_ids) == answer.token_ids
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+
+
+def test_only_an_answer_whose_parts_are_read_counts_as_a_stream(generator, monkeypatch):
+    service, streams = type(generator._service), []
+    submit = service.submit
+
+    def record(self, request, reply):
+        streams.append(request.options.streams)
+        submit(self, request, reply)
+
+    monkeypatch.setattr(service, "submit", record)
+    generator.generate(["the"], max_tokens=1)
+    list(generator.stream("the", max_tokens=1))
+
+    assert streams == [False, True]
 
 
 def test_a_closed_stream_stops_its_sequence(generator):

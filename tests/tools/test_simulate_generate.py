@@ -5,6 +5,7 @@ Every run is a function of its seed, but for the measurement of a model.
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,12 @@ ARRIVAL = st.tuples(st.floats(0, 0.5), st.integers(1, 300), st.integers(1, 60))
 
 
 def config(policy="reserve", max_step_tokens=128, **settings):
-    limits = {"max_running_sequences": 32, "kv_block_tokens": 16, **settings}
+    limits = {
+        "max_running_sequences": 32,
+        "kv_block_tokens": 16,
+        "inter_token_latency_ms": 0,
+        **settings,
+    }
     queue = {"max_queued_requests": 10**9, "max_queued_tokens": 10**9}
     return EngineConfig(
         task="generate", kv_policy=policy, max_step_tokens=max_step_tokens, **limits, **queue
@@ -134,6 +140,20 @@ def test_chunks_of_prompts_lower_the_largest_gap_between_tokens():
     assert gaps[1024] >= COSTS.of(1000, 0)
 
 
+@pytest.mark.parametrize("load", [0.5, 1.5])
+def test_a_target_bounds_the_gaps_between_tokens_and_keeps_the_throughput(load):
+    whole = study(400, blocks=4096)
+    rate = load * whole.full_load(32)
+
+    small, large = (whole.measure(config("reserve", size), rate) for size in (64, 512))
+    target = whole.measure(config("reserve", 512, inter_token_latency_ms=150), rate)
+
+    # contexts that are read make steps of one size unequal
+    assert target.gap_p99 <= 0.16 < large.gap_p99
+    assert target.tokens >= 0.97 * large.tokens
+    assert target.ttft_p50 < 0.9 * small.ttft_p50
+
+
 def test_a_request_that_never_fits_is_refused_and_the_others_run():
     arrivals = [Arrival(0.0, 10_000, generated=1), Arrival(0.0, 10, generated=3)]
 
@@ -224,19 +244,21 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     done = run_command(
         main,
         *("--trace", trace, "--stream", "trace", "--loads", "0.3,0.6", "--table", table),
-        *("--max-step-tokens", "64,256", "--ttft-ms", "900", "--token-ms", "100"),
+        *("--max-step-tokens", "64,256", "--inter-token-latency-ms", "0,90"),
+        *("--ttft-ms", "900", "--token-ms", "100"),
     )
 
     assert done.exit_code == 0, done.output
     assert "60 requests per run" in done.output
     for policy in POLICIES:
         assert re.search(
-            rf"{policy}, 256: \d+\.\d\d requests per second with a p99 first token of 900 ms and time per token"
+            rf"{policy}, 256, 90: \d+\.\d\d requests per second with a p99 first token of 900 ms and time per token"
             r" of 100 ms",
             " ".join(done.output.split()),
         )
-    found = [(row["policy"], row["max_step_tokens"]) for row in read_csv(table)]
-    assert found == 2 * [(policy, size) for policy in POLICIES for size in ("64", "256")]
+    settings = ("policy", "max_step_tokens", "inter_token_latency_ms")
+    found = [tuple(row[name] for name in settings) for row in read_csv(table)]
+    assert found == 2 * list(product(POLICIES, ("64", "256"), ("0", "90")))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +266,10 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     [
         (("--policies", "lifo"), 'kv_policy is "lifo"; allowed: reserve, optimistic'),
         (("--max-step-tokens", "32"), "max_step_tokens is 32; it must hold a token of each of"),
+        (
+            ("--inter-token-latency-ms", "soon"),
+            'inter_token_latency_ms are "soon"; allowed: numbers',
+        ),
         (("--costs", "1,2"), 'costs are "1,2"; allowed: microseconds of a step, a token'),
         (("--costs", "0,0,5"), 'costs are "0,0,5"; allowed: microseconds'),
         (("--loads", "much"), 'loads are "much"; allowed: numbers with commas between'),

@@ -1,13 +1,11 @@
 """The longest sequence and the largest step that checkpoint and settings allow."""
 
-import torch
-
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 
-# Largest step unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md compares sizes.
-_STEP_TOKENS = {"cpu": 128, "cuda": 512}
+# Largest step unless the settings say otherwise; docs/decisions/0049-size-of-a-step.md compares sizes.
+_STEP_TOKENS = 512
 # Longest source text, likewise.
 _SOURCE_TOKENS = 512
 
@@ -52,13 +50,13 @@ def generation_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return limit
 
 
-def step_limit(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> int:
+def step_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """Return the size of the largest step, in tokens."""
     if config.max_step_tokens:
         return config.max_step_tokens
     if checkpoint.translate is not None:
         return _source_limit(config) + config.max_running_sequences
-    return max(_STEP_TOKENS[device.type], config.max_running_sequences)
+    return max(_STEP_TOKENS, config.max_running_sequences)
 
 
 def _source_limit(config: EngineConfig) -> int:

@@ -93,7 +93,7 @@ class StepRunner:
         checkpoint.check_task("translate" if has_sources else "generate")
         self.max_sequence_tokens = generation_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
-        self.max_step_tokens = step_limit(checkpoint, config, self.device)
+        self.max_step_tokens = step_limit(checkpoint, config)
         check_step_dtype(config.dtype)
         kernels = kernels or kernels_for(self.device)
         loaded = load_programs(

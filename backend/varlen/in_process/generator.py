@@ -57,6 +57,7 @@ class GeneratorSettings(ModelSettings, total=False):
 
     max_running_sequences: int
     max_step_tokens: int
+    inter_token_latency_ms: int
     kv_bytes: int | str
     kv_block_tokens: int
     kv_policy: KvPolicy
@@ -143,7 +144,8 @@ class Generator(InProcess):
             RequestError: the prompt or an option cannot be served; the message says why.
         """
         reply = _FutureReply(options.n, on_part)
-        request = Request((self._prompt(prompt),), RequestOptions(generation=options))
+        request_options = RequestOptions(generation=options, streams=on_part is not None)
+        request = Request((self._prompt(prompt),), request_options)
         self._service.submit(request, reply)
         return reply.answers
 

@@ -117,6 +117,7 @@ class RequestOptions:
         generation: options of generation; None for tasks that generate none.
         tenant: name of the client that shares the server equally with others; requests without one share a part.
         cache_salt: text that separates the cache entries of callers.
+        streams: whether the client reads each token as it comes.
     """
 
     normalize: bool = False
@@ -125,6 +126,7 @@ class RequestOptions:
     generation: GenerationOptions | None = None
     tenant: str = ""
     cache_salt: str = ""
+    streams: bool = False
 
     def deadline(self, arrival: float) -> float:
         """Return the time after which an answer is useless; infinity if there is none."""

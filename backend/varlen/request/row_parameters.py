@@ -199,12 +199,13 @@ class RowParameters:
         *,
         normalize: bool = False,
         generation: GenerationOptions | None = None,
+        streams: bool = False,
     ) -> RequestOptions:
         """Return the options of the request.
 
         Args:
             deadline_seconds: the earliest of its deadlines, in seconds from now; None is none.
-            normalize, generation: see `RequestOptions`.
+            normalize, generation, streams: see `RequestOptions`.
         """
         return RequestOptions(
             normalize=normalize,
@@ -213,6 +214,7 @@ class RowParameters:
             generation=generation,
             tenant=self.tenant,
             cache_salt=self.cache_salt,
+            streams=streams,
         )
 
 

@@ -67,6 +67,16 @@ class Group:
         return len(self.first.token_ids) - self.first.num_computed
 
     @property
+    def is_streaming(self) -> bool:
+        """Whether a client waits for the token that its next step chooses.
+
+        The client has read a token of it before. The answer of a search comes in one part.
+        """
+        first = self.first
+        is_stream = first.options.streams and not self.has_beams
+        return is_stream and first.num_generated > 0 and self.remaining == 1
+
+    @property
     def least_tokens(self) -> int:
         """Least number of tokens that it runs in a step."""
         return len(self.branches) + (0 if self.is_encoded else self.source_tokens)
@@ -180,16 +190,15 @@ class GroupMemory:
         first.num_computed = len(shared) * blocks.block_size
         return True
 
-    def next_chunks(self, running: Iterable[Group], step_tokens: int) -> dict[Group, list[Chunk]]:
+    def next_chunks(self, groups: list[Group], step_tokens: int) -> dict[Group, list[Chunk]]:
         """Return what runs of each group in the next step, with blocks for it.
 
         Chunks of one token come first: the others attend in a way of their own.
 
         Args:
-            running: groups in order, whose branches have the block of a token to generate.
-            step_tokens: largest step.
+            groups: groups of the step in order, whose branches have the block of a token to generate.
+            step_tokens: see `divide_step`.
         """
-        groups = groups_of_step(running, step_tokens)
         parts = list(zip(groups, divide_step(groups, step_tokens), strict=True))
         parts.sort(key=lambda part: part[1] > 1)
         return {group: self._chunks(group, tokens) for group, tokens in parts}
@@ -373,6 +382,10 @@ def divide_step(groups: list[Group], step_tokens: int) -> list[int]:
     """Return the number of tokens of each branch of the groups.
 
     Each has one, and prompts have the rest in order.
+
+    Args:
+        groups: groups of the step, in order.
+        step_tokens: number of tokens of the step, unless the groups run more in any case.
     """
     spare = max(0, step_tokens - sum(group.least_tokens for group in groups))
     lengths = []

@@ -1,9 +1,9 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
 Every running sequence runs in every step. One that generates runs its last token; prompts have what is left of the
-step. The order is fair by tokens (`fair_share`): prompt and `max_tokens` are the size of a request, so a short one
-passes long ones, for a while. Waiting sequences start in this order, and may take the place of running ones
-(`group_queues`).
+step, which is smaller while answers are streamed (`step_budget`). The order is fair by tokens (`fair_share`): prompt
+and `max_tokens` are the size of a request, so a short one passes long ones, for a while. Waiting sequences start in
+this order, and may take the place of running ones (`group_queues`).
 
 KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that memory
 never interrupts it. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
@@ -37,7 +37,7 @@ from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
 from varlen.scheduling.claims import Claims
 from varlen.scheduling.group_queues import GroupQueues
-from varlen.scheduling.groups import Group, GroupMemory
+from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
@@ -52,6 +52,7 @@ from varlen.scheduling.sequence import (
     SequenceFailure,
     StepBatch,
 )
+from varlen.scheduling.step_budget import tokens_of_step
 from varlen.scheduling.step_cost import StepCost
 from varlen.scheduling.step_limits import StepLimits, check_fits
 from varlen.scheduling.step_size import StepSize
@@ -185,7 +186,11 @@ class IterationScheduler:
             return None
         queues, size = self._queues, self._step_size
         started = queues.start_waiting(size) if queues.extend_running(size) else []
-        self._in_flight = self._memory.next_chunks(queues.running, size.tokens)
+        groups = groups_of_step(queues.running, size.tokens)
+        tokens = tokens_of_step(
+            groups, size.tokens, self._cost, self._limits.inter_token_latency_seconds
+        )
+        self._in_flight = self._memory.next_chunks(groups, tokens)
         return self._start(now, started) if self._in_flight else None
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:

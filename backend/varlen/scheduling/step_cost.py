@@ -14,6 +14,9 @@ _LARGEST_SURPRISE = 2.0
 class StepCost:
     """Predicts the seconds of a step by a weighted least-squares line.
 
+    The mean of recent steps is forgotten at a fixed rate, the slope only as steps of other sizes come: steps that only
+    decode, all of about one size, tell nothing about prompts.
+
     Attributes:
         base: seconds of any step; 0 before the first was learned.
         per_token: seconds that each token adds.
@@ -23,6 +26,7 @@ class StepCost:
         self.base = 0.0
         self.per_token = 0.0
         self._steps = 0
+        self._largest_tokens = 0
         # weighted: number, means of tokens and seconds, variance and covariance
         self._weight = 0.0
         self._tokens = self._seconds = 0.0
@@ -31,6 +35,24 @@ class StepCost:
     def seconds(self, steps: int, tokens: int) -> float:
         """Return the expected seconds of steps with these tokens in all."""
         return steps * self.base + tokens * self.per_token
+
+    def tokens_within(self, seconds: float, *, least_tokens: int, factor: float) -> int:
+        """Return the tokens of the largest step that is expected to end within some seconds.
+
+        Costs of larger steps are unknown, so it is at most twice as large as the largest step that was learned, and
+        while all steps had one size, each token is expected to take its part of their seconds.
+
+        Args:
+            seconds: limit of the step.
+            least_tokens: number of tokens that run in any case.
+            factor: the limit is at least this many times the seconds of the least tokens.
+        """
+        known = 2 * max(self._largest_tokens, least_tokens)
+        base, per_token = self.base, self.per_token
+        if self._weight and not self._variance:
+            base, per_token = 0.0, self._seconds / self._tokens
+        limit = max(seconds, factor * (base + per_token * least_tokens))
+        return int(min(known, (limit - base) / per_token)) if per_token else known
 
     def forecast(
         self,
@@ -64,17 +86,26 @@ class StepCost:
         if self._steps == 1:
             # the first one loads and compiles
             return
-        expected = self.seconds(1, tokens)
-        if expected:
-            seconds = min(seconds, _LARGEST_SURPRISE * expected)
+        if self._weight:
+            # a step of another size takes seconds in proportion at most
+            in_proportion = self._seconds * tokens / self._tokens
+            seconds = min(seconds, _LARGEST_SURPRISE * max(self.seconds(1, tokens), in_proportion))
+        self._largest_tokens = max(self._largest_tokens, tokens)
         self._weight = _MEMORY * self._weight + 1.0
         rate = 1.0 / self._weight
         off_tokens, off_seconds = tokens - self._tokens, seconds - self._seconds
         self._tokens += rate * off_tokens
         self._seconds += rate * off_seconds
-        self._variance = (1 - rate) * (self._variance + rate * off_tokens**2)
-        self._covariance = (1 - rate) * (self._covariance + rate * off_tokens * off_seconds)
+        self._learn_slope(rate, off_tokens, off_seconds)
         slope = self._covariance / self._variance if self._variance else 0.0
         # neither part is negative
         self.per_token = min(max(0.0, slope), self._seconds / self._tokens)
         self.base = self._seconds - self.per_token * self._tokens
+
+    def _learn_slope(self, rate: float, off_tokens: float, off_seconds: float) -> None:
+        """Learn from the distances of a step from the mean step, in tokens and seconds."""
+        if not off_tokens:
+            return
+        rate *= off_tokens**2 / (off_tokens**2 + self._variance)
+        self._variance = (1 - rate) * (self._variance + rate * off_tokens**2)
+        self._covariance = (1 - rate) * (self._covariance + rate * off_tokens * off_seconds)

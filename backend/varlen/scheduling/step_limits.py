@@ -14,11 +14,13 @@ class StepLimits:
 
     Attributes:
         max_step_tokens: largest step, in tokens.
+        inter_token_latency_seconds: target of the seconds of a step while sequences are streamed; 0 is no target.
         max_running_sequences: largest number of sequences that run at the same time.
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
     """
 
     max_step_tokens: int
+    inter_token_latency_seconds: float
     max_running_sequences: int
     max_sequence_tokens: int
 

@@ -280,6 +280,7 @@ def _new_scheduler(
 ) -> IterationScheduler:
     limits = StepLimits(
         max_step_tokens=info.max_step_tokens,
+        inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
         max_running_sequences=config.max_running_sequences,
         max_sequence_tokens=info.max_sequence_tokens,
     )

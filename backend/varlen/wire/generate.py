@@ -130,7 +130,9 @@ def read_generate_request(
     draft = Draft(
         (step,),
         common.options(
-            deadline_seconds(common.deadline_ms, timeout_microseconds), generation=generation
+            deadline_seconds(common.deadline_ms, timeout_microseconds),
+            generation=generation,
+            streams=stream,
         ),
     )
     prefix = _prefix(tensors, stream, intake)

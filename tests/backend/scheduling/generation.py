@@ -105,6 +105,7 @@ class KvExecutor(HeldExecutor):
         steps: all that have started.
         has_failed: whether one has failed; steps are smaller for some time.
         is_pending: returns whether a sequence gets no token in this step.
+        seconds: returns the run time of a step.
     """
 
     def __init__(self, bench):
@@ -116,6 +117,7 @@ class KvExecutor(HeldExecutor):
         self.steps = []
         self.has_failed = False
         self.is_pending = lambda _: False
+        self.seconds = lambda _: 1.0
 
     def result_of(self, batch):
         self.bench.check_step(batch)
@@ -133,14 +135,14 @@ class KvExecutor(HeldExecutor):
             if failure == "worker":
                 self.memory.clear()
                 self.has_lost_worker = True
-            return BatchResult([], 1.0, failure=failure.split()[0])
+            return BatchResult([], self.seconds(batch), failure=failure.split()[0])
         for chunk in batch.chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
             self._write(chunk.block_ids, chunk.start, chunk.token_ids)
         outputs = []
         for _, chunks in groupby(batch.chunks, key=prompt_of_chunk):
             outputs += self._outputs(list(chunks))
-        return BatchResult(outputs, 1.0)
+        return BatchResult(outputs, self.seconds(batch))
 
     def _outputs(self, chunks):
         """Return the outputs of a prompt: one for each sample or beam."""
@@ -210,6 +212,7 @@ class Bench:
         *,
         prefix_cache=False,
         step_tokens=16,
+        latency=0.0,
         running=8,
         longest=200,
         max_requests=100,
@@ -219,6 +222,7 @@ class Bench:
         self.admission = Admission(max_requests, 10_000)
         self.limits = StepLimits(
             max_step_tokens=step_tokens,
+            inter_token_latency_seconds=latency,
             max_running_sequences=running,
             max_sequence_tokens=longest,
         )
@@ -245,6 +249,7 @@ class Bench:
         priority=0,
         tenant="",
         cache_salt="",
+        streams=False,
         deadline=None,
         reply=None,
     ):
@@ -260,6 +265,7 @@ class Bench:
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
+            streams=streams,
             deadline_seconds=deadline,
         )
         prompts = (Prompt(np.array(row, np.int32), payload=source) for row in rows)

@@ -58,13 +58,16 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
         policy=policy,
         prefix_cache=prefix_cache,
         step_tokens=rng.randint(7, 24),
+        latency=rng.choice([0.0, 4.0]),
         running=6,
     )
+    bench.executor.seconds = lambda step: 1.0 + 0.5 * step.shape.tokens
     asked = []
     for _ in range(80):
         prompt, options = random_request(rng)
         try:
-            reply = bench.submit(prompt, **options, priority=rng.choice([0, 0, 5]))
+            streams, priority = rng.random() < 0.5, rng.choice([0, 0, 5])
+            reply = bench.submit(prompt, **options, streams=streams, priority=priority)
         except RequestError:
             # more blocks than there are
             continue
@@ -119,6 +122,7 @@ _REQUEST = st.builds(
             "prompts": st.lists(_TOKENS, min_size=1, max_size=2),
             "max_tokens": st.integers(1, 12),
             "priority": st.sampled_from([0, 0, 0, 1]),
+            "streams": st.booleans(),
             "cancelled_after": st.sampled_from([math.inf, math.inf, math.inf, 0, 1, 4]),
             "deadline": st.sampled_from([None, None, None, 3.5, 9.5]),
         }
@@ -141,10 +145,12 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     num_blocks=st.integers(4, 24),
     block_size=st.integers(1, 4),
     step_tokens=st.integers(1, 12),
+    latency=st.sampled_from([0.0, 0.5, 3.0, 6.0]),
     running=st.integers(1, 6),
 )
 def test_whatever_happens_answers_are_right_and_blocks_return(actions, **limits):
     bench = Bench(**limits, max_requests=6)
+    bench.executor.seconds = lambda step: 1.0 + 0.5 * step.shape.tokens
     asked = []
     for action in actions:
         if isinstance(action, dict):

@@ -329,12 +329,14 @@ def test_the_sooner_deadline_holds(intake):
 def test_streams_only_from_a_decoupled_model(intake):
     stream = np.array([True])
 
-    _, spec = read(intake, text_input=text("a"), stream=stream)
+    draft, spec = read(intake, text_input=text("a"), stream=stream)
     assert spec.stream
+    assert draft.options.streams
     with refused("stream is true, but this model sends one response per request"):
         read(intake, decoupled=False, text_input=text("a"), stream=stream)
-    _, spec = read(intake, decoupled=False, text_input=text("a"), stream=~stream)
+    draft, spec = read(intake, decoupled=False, text_input=text("a"), stream=~stream)
     assert not spec.stream
+    assert not draft.options.streams
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from varlen_tools.simulate.steps import StepFigures, StepStudy
 from varlen_tools.workloads import Arrival
 
 _HEADINGS = (
-    "policy, step", "offered\n/s", "tokens\n/s", "TTFT\np50 ms", "\np99", "token\np50 ms", "\np99",
-    "longest\ngap ms", "mean\ns", "p99\ns", "pre-\nempted", "KV\nused", "KV pro-\nmised", "refused",
+    "policy, step,\nlatency ms", "offer\n/s", "token\n/s", "TTFT\np50 ms", "\np99", "TPOT\np50 ms", "\np99",
+    "gap\np99 ms", "mean\ns", "p99\ns", "pre-\nempt", "KV\nused", "KV\nheld", "re-\nfuse",
 )  # fmt: skip
 
 
@@ -49,7 +49,10 @@ def main(
     ] = "reserve,optimistic",
     max_step_tokens: Annotated[
         str, typer.Option(help="By comma: largest steps, in tokens, as in config.pbtxt.")
-    ] = "128,512",
+    ] = "512",
+    inter_token_latency_ms: Annotated[
+        str, typer.Option(help="By comma: targets of the time between tokens, as in config.pbtxt.")
+    ] = "0,400",  # noqa: S107  # milliseconds
     loads: Annotated[
         str, typer.Option(help="By comma; 1 keeps max_running_sequences busy.")
     ] = "0.4,0.6,0.8,1.0",
@@ -103,7 +106,7 @@ def main(
             max_queued_requests=NO_LIMIT,
             max_queued_tokens=NO_LIMIT,
         )
-        configs = _configs(base, policies, max_step_tokens)
+        configs = _configs(base, policies, max_step_tokens, inter_token_latency_ms)
         factors = parse_numbers("loads", loads)
         step_costs = StepCosts.parse(costs)
         arrivals = _arrivals(trace, stream, count, seed)
@@ -123,17 +126,30 @@ def main(
     ttft, token = (ms / MILLISECONDS or math.inf for ms in limits.values())
     for config in configs if named else ():
         most = study.most_within(config, ttft=ttft, token=token, upper=2 * one)
-        console.print(
-            f"{config.kv_policy}, {config.max_step_tokens}: {most:.2f} requests per second with a p99 {named}"
-        )
+        console.print(f"{_name(config)}: {most:.2f} requests per second with a p99 {named}")
 
 
-def _configs(base: EngineConfig, policies: str, sizes: str) -> list[EngineConfig]:
-    """Return a configuration for each policy and largest step."""
+def _configs(base: EngineConfig, policies: str, sizes: str, latencies: str) -> list[EngineConfig]:
+    """Return a configuration for each policy, largest step and target of the time between tokens."""
+    numbers = (
+        parse_numbers("max_step_tokens", sizes),
+        parse_numbers("inter_token_latency_ms", latencies),
+    )
     return [
-        replace(base, kv_policy=policy, max_step_tokens=int(size))  # type: ignore[arg-type]  # checked there
-        for policy, size in product(policies.split(","), parse_numbers("max_step_tokens", sizes))
+        replace(
+            base,
+            kv_policy=policy,  # type: ignore[arg-type]  # checked there
+            max_step_tokens=int(size),
+            inter_token_latency_ms=int(latency),
+        )
+        for policy, size, latency in product(policies.split(","), *numbers)
     ]
+
+
+def _name(settings: EngineConfig | StepFigures) -> str:
+    """Return what tells a configuration from the others: policy, largest step and target."""
+    policy = settings.kv_policy if isinstance(settings, EngineConfig) else settings.policy
+    return f"{policy}, {settings.max_step_tokens}, {settings.inter_token_latency_ms}"
 
 
 def _arrivals(trace: Path | None, stream: Stream, count: int, seed: int) -> list[Arrival]:
@@ -146,9 +162,9 @@ def _arrivals(trace: Path | None, stream: Stream, count: int, seed: int) -> list
 
 
 def _cells(result: StepFigures) -> list[str]:
-    tokens = (result.token_p50, result.token_p99, result.gap)
+    tokens = (result.token_p50, result.token_p99, result.gap_p99)
     return [
-        f"{result.policy}, {result.max_step_tokens}",
+        _name(result),
         f"{result.offered:.2f}",
         f"{result.tokens:.0f}",
         *map(_milliseconds, (result.ttft_p50, result.ttft_p99, *tokens)),

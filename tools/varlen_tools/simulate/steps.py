@@ -24,6 +24,7 @@ from varlen.scheduling.sequence import (
     StepBatch,
 )
 from varlen.scheduling.step_limits import StepLimits
+from varlen_tools.simulate.command import MILLISECONDS
 from varlen_tools.simulate.costs import StepCosts, kv_tokens
 from varlen_tools.simulate.virtual import (
     LEAST_SERVED,
@@ -91,6 +92,7 @@ def simulate(
     blocks = BlockPool(num_blocks, config.kv_block_tokens, prefix_cache=False)
     limits = StepLimits(
         max_step_tokens=config.max_step_tokens,
+        inter_token_latency_seconds=config.inter_token_latency_ms / MILLISECONDS,
         max_running_sequences=config.max_running_sequences,
         # what is too long for the blocks is refused
         max_sequence_tokens=num_blocks * config.kv_block_tokens + 1,
@@ -131,12 +133,12 @@ class StepFigures:
     """Figures of a policy and step size under a load: columns of a CSV file.
 
     Attributes:
-        policy, max_step_tokens: settings of the engine.
+        policy, max_step_tokens, inter_token_latency_ms: settings of the engine.
         offered: requests per second.
         tokens: generated tokens per second, from the first arrival to the last answer.
         ttft_p50, ttft_p99: time to the first token, in seconds.
         token_p50, token_p99: mean seconds between the tokens of an answer.
-        gap: longest time between two tokens of an answer, in seconds.
+        gap_p99, gap: time between two tokens of an answer and its longest, in seconds.
         preemptions: number of times that sequences gave back their blocks.
         used, reserved: most KV blocks at a time, as shares of all; reserved ones include used ones.
         refused: requests answered with an error.
@@ -146,12 +148,14 @@ class StepFigures:
 
     policy: str
     max_step_tokens: int
+    inter_token_latency_ms: int
     offered: float
     tokens: float
     ttft_p50: float
     ttft_p99: float
     token_p50: float
     token_p99: float
+    gap_p99: float
     gap: float
     preemptions: int
     used: float
@@ -189,18 +193,20 @@ class StepStudy:
         sent = [outcome.sent for outcome in run.answered]
         first = sorted(outcome.sent[0] - outcome.arrival.at for outcome in run.answered)
         token = sorted((each[-1] - each[0]) / (len(each) - 1) for each in sent if len(each) > 1)
-        gaps = (after - before for each in sent for before, after in pairwise(each))
+        gaps = sorted(after - before for each in sent for before, after in pairwise(each))
         began, last = (run.outcomes[at].arrival.at for at in (0, -1))
         seconds = max((each[-1] for each in sent), default=math.inf) - began
         return StepFigures(
             policy=config.kv_policy,
             max_step_tokens=config.max_step_tokens,
+            inter_token_latency_ms=config.inter_token_latency_ms,
             offered=rate,
             tokens=sum(map(len, sent)) / seconds,
             ttft_p50=percentile(first, 0.50),
             ttft_p99=percentile(first, 0.99),
             token_p50=percentile(token, 0.50),
             token_p99=percentile(token, 0.99),
+            gap_p99=percentile(gaps, 0.99),
             gap=max(gaps, default=math.nan),
             preemptions=run.end.preemptions,
             used=max((step.blocks_used for step in run.steps), default=0) / self.num_blocks,

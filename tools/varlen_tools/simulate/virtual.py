@@ -213,6 +213,7 @@ def _request(
         priority=arrival.priority,
         deadline_seconds=arrival.deadline_seconds,
         generation=generation(arrival) if generation is not None else None,
+        streams=generation is not None,
     )
     return Request((_prompt(arrival.tokens),) * arrival.rows, options)
 
