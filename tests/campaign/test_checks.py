@@ -17,7 +17,7 @@ import pytest
 from varlen_bench.harness.rows import Provenance
 
 from . import figures
-from .attacks import constrained
+from .attacks import constrained, oracle
 from .beside import beside
 from .counters import Counters
 from .drive import Bounds, Least, Share, send_all
@@ -302,3 +302,16 @@ def test_an_answer_that_breaks_its_constraint_is_wrong(
     assert endings == [end] * 3
     assert fuzzed.num_distinct == 1
     assert fuzzed.refusals == ({"states are too many": 3} if end == "refused" else {})
+
+
+def test_a_check_that_takes_too_long_is_given_up_and_later_ones_work(monkeypatch):
+    checks = oracle.Oracle()
+    assert checks.holds({"regex": "[0-9]+"}, "17")
+    with monkeypatch.context() as patch:
+        patch.setattr(oracle, "_SECONDS", 0.1)
+        # each further letter doubles the time
+        assert checks.holds({"regex": "(a*)*b"}, "a" * 60) is None
+
+    assert checks.holds({"regex": "[0-9]+"}, "x") is False
+    assert checks.holds({"json": {"type": "integer"}}, "17")
+    assert checks.holds({"json": {"type": "integer"}}, "seventeen") is False
