@@ -276,7 +276,7 @@ class _SamplerState:
 
 def _first_of_largest(logits: Tensor) -> list[int]:
     """Return the first token with the largest logit, for each row."""
-    # for 32 rows of 50,257 on a CPU torch takes 1.6 ms and numpy 0.16
+    # torch takes ten times as long on a CPU, see decision 0019
     best = logits.argmax(1) if logits.device.type == "cuda" else logits.numpy().argmax(1)
     return list(best.tolist())
 

@@ -46,7 +46,7 @@ class GroupQueues:
         return not self.running and not self._waiting
 
     def add(self, group: Group) -> None:
-        """Let a group wait in its place."""
+        """Add a group to the waiting groups, in order."""
         self._waiting.add(group)
         self.num_waiting += group.max_branches
 
@@ -98,11 +98,11 @@ class GroupQueues:
         return self.memory_preemptions == before
 
     def split(self, group: Group) -> list[Group]:
-        """Replace a running group by one for each sample that goes on; return them."""
+        """Replace a running group by one for each unfinished sample; return the new groups."""
         self._stop(group)
         groups = self._memory.split(group)
-        for alone in groups:
-            self._run(alone)
+        for each in groups:
+            self._run(each)
         return groups
 
     def preempt_all(self) -> None:

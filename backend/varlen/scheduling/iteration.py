@@ -348,11 +348,11 @@ class IterationScheduler:
         return write_answers(group.sequences, step.answers)
 
     def _split(self, group: Group) -> None:
-        """Replace a group by one for each sample that goes on."""
+        """Replace a group by one for each unfinished sample."""
         groups = self._queues.split(group)
         group.claim.groups += len(groups)
         self._forget(group)
-        self._group_of.update((alone.first, alone) for alone in groups)
+        self._group_of.update((each.first, each) for each in groups)
 
     def _end(self, group: Group) -> None:
         """Release all of a finished group that was running."""

@@ -100,5 +100,5 @@ def _empty(system: System, workload: Workload) -> EncoderResult:
     )
     if len(kept) < len(workload.sequences):
         counts = f"{len(kept)} of {len(workload.sequences)} sequences"
-        result.note = f"bf16 is emulated on this CPU: {counts}"
+        result.note = f"no bf16 instructions on this CPU: {counts}"
     return result
