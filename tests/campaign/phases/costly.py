@@ -29,21 +29,22 @@ _ALONE, _APART = 0.05, 0.45
 
 
 def costly_requests(campaign: Campaign, report: Report, seconds: float) -> None:
-    """Send the mix, then each kind by itself; note how long small requests take."""
+    """Send each kind by itself, then the mix; note how long small requests take."""
     with (
         attacked_server(campaign, report, (DECODER, CHAT)) as target,
         small_requests(target) as small,
     ):
         with small.sent(report, "alone"):
             time.sleep(_ALONE * seconds)
-        mixed = small.sent(report, "beside all")
-        rest = (1 - _ALONE - _APART) * seconds
-        send_mix(campaign, report, target, _MIX, rest, is_complete=False, beside=mixed)
+        # first, since only many large requests at once fill the pools of the server
         bounds = Bounds(_APART * seconds / len(_COSTLY), campaign.requests // len(_MIX))
         for share in _COSTLY:
             with small.sent(report, f"beside {share.kind}"):
                 name = f"{campaign.seed} costly {share.kind}"
                 send_all(target, [share], bounds, report.ledger, name=name)
+        mixed = small.sent(report, "beside all")
+        rest = (1 - _ALONE - _APART) * seconds
+        send_mix(campaign, report, target, _MIX, rest, is_complete=False, beside=mixed)
         held = metrics(target.server, DECODER)["varlen_grammar_bytes"]
         report.check(
             holds=held <= EngineConfig().grammar_cache_bytes,
