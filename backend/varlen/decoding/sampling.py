@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -129,16 +130,9 @@ class Sampler:
         """Return a token for each row of the final logits."""
         if all(state.temperature == 0 for state in states):
             return _first_of_largest(logits)
-        columns = zip(*(state.limits for state in states), strict=True)
-        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
-        limits = [
-            torch.tensor(column, dtype=dtype, device=logits.device)
-            for column, dtype in zip(columns, dtypes, strict=True)
-        ]
         uniform = uniform_numbers([state.key for state in states], lengths)
-        drawn: list[int] = self._kernels.sample_tokens(
-            logits, *limits, torch.from_numpy(uniform).to(logits.device)
-        ).tolist()
+        numbers = _on_device([state.limits for state in states], uniform, logits.device)
+        drawn: list[int] = self._kernels.sample_tokens(logits, *numbers).tolist()
         return drawn
 
 
@@ -272,6 +266,25 @@ class _SamplerState:
         self.error = error
         self.matcher = None
         self.allowed = None
+
+
+def _on_device(
+    limits: Sequence[tuple[float, int, float, float]],
+    uniform: npt.NDArray[np.float64],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return temperatures, top-k, top-p, min-p and random numbers of all rows, after one copy to the device."""
+    # a random number takes as much space as two limits
+    packed = torch.empty(6, len(limits), pin_memory=device.type == "cuda")
+    temperature, top_k, top_p, min_p = zip(*limits, strict=True)
+    on_host = packed.numpy()
+    on_host[:2].reshape(-1).view(np.float64)[:] = uniform
+    on_host[2], on_host[4], on_host[5] = temperature, top_p, min_p
+    on_host[3].view(np.int32)[:] = top_k
+    # torch keeps pinned memory until the copy has run
+    packed = packed.to(device, non_blocking=True)
+    drawn = packed[:2].view(-1).view(torch.float64)
+    return packed[2], packed[3].view(torch.int32), packed[4], packed[5], drawn
 
 
 def _first_of_largest(logits: Tensor) -> list[int]:

@@ -16,6 +16,7 @@ from varlen_bench.kernels.timing import WARM, GpuTimer
 from varlen_bench.launch_choices import collect_choices
 from varlen_bench.ops.call import kernels, poison
 from varlen_kernels import tuning
+from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -173,6 +174,10 @@ def test_a_beam_step_matches_a_stable_full_sort(vocabulary, beams, fused, device
         tokens, parents, scores = (part[sequence].tolist() for part in found)
         rank = dict.fromkeys(range(beams), 0)
         for token, parent, score in zip(tokens, parents, scores, strict=True):
+            if score == -torch.inf:
+                # a row of only -inf has no candidates
+                assert (token, parent) == (NO_TOKEN, NO_PARENT)
+                continue
             # the next token of its beam by a stable sort
             row = order.indices[sequence * beams + parent]
             assert token == int(row[rank[parent]])

@@ -33,8 +33,9 @@ def forced_launch(logits, width, launch):
 
 def random_step(sequences, beams, vocabulary, dtype, device, gap=0):
     torch.manual_seed(0)
-    logits = (torch.randn(sequences * beams, vocabulary + gap) * 3).to(dtype)[:, :vocabulary]
-    return logits.to(device), torch.randn(sequences, beams).to(device)
+    logits = (torch.randn(sequences * beams, vocabulary + gap) * 3).to(device, dtype)
+    # a copy to another device would close the gaps
+    return logits[:, :vocabulary], torch.randn(sequences, beams).to(device)
 
 
 def check(actual, logits, scores, finished=None, **options):

@@ -17,7 +17,7 @@ from varlen.models.blocks.heads import record_head
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
-from varlen.request.request import Prompt, RequestOptions
+from varlen.request.request import Masks, Prompt, RequestOptions
 from varlen_kernels import fused
 
 MAX_TOKENS = 64
@@ -92,7 +92,7 @@ def test_masked_language_models_match_the_reference(load, tmp_path):
     batch = [
         Prompt(
             numbers.integers(0, 50, n).astype(np.int32),
-            mask_places=np.arange(masks, dtype=np.int32),
+            payload=Masks(np.arange(masks, dtype=np.int32)),
         )
         for n, masks in ((30, 8), (2, 1), (17, 3))
     ]

@@ -50,7 +50,7 @@ def measure_decoder(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[
         for length in grid.chunks:
             step = step_of((*beside, prompt_chunk(runner, length, _GREEDY)))
             spent = host_time(partial(runner.run_batch, step), _HOST_PASSES).median
-            yield row(f"{name} {length} beside {len(beside)}", "step op by op", spent, "us")
+            yield row(f"{name} {length} beside {len(beside)}", "step with a prompt", spent, "us")
 
 
 def _steps(

@@ -105,9 +105,9 @@ class CudaGraphs:
     def record(self) -> Callable[[], object]:
         """Return a function that waits until everything started before has run.
 
-        It sleeps meanwhile: a waiting thread that spins would take a core from tokenizers and clients.
+        It spins, since a thread that sleeps until an interrupt of the GPU wakes up 0.1 to 0.25 ms late.
         """
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         wait: Callable[[], object] = event.synchronize
         return wait

@@ -6,6 +6,7 @@ Nothing waits either: while a batch runs, the next one is packed into other buff
 docs/decisions/0029-gpu-executor.md has the reasons.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from varlen.request.request import Float32Array, Prompt, RequestOptions
 _SLOTS = 2
 # Log lines about the progress of the captures.
 _PROGRESS_LINES = 4
+# The system may end a sleep so much too late.
+_OVERSLEEP_SECONDS = 1e-4
 
 # Waits for the answers of a batch that was started; see `Runner.run`.
 Answers: TypeAlias = Callable[[], list[Float32Array]]
@@ -55,11 +58,13 @@ class _Captured:
         inputs: the program's inputs in each set of buffers, by name.
         input_bytes: bytes of the input buffers that the graph reads.
         replay: starts it.
+        seconds: time of the graph without tokens; no batch takes less.
     """
 
     inputs: Mapping[_Buffers, dict[str, Tensor]]
     input_bytes: int
     replay: Replay
+    seconds: float
 
 
 class CudaRunner:
@@ -95,6 +100,8 @@ class CudaRunner:
             self._free.put(buffers)
         # batches are started one at a time, each as a whole
         self._launching = Lock()
+        # none of the batches that were started ends later than that, if each is as fast as it can be
+        self._earliest_end = 0.0
         with torch.inference_mode():
             self._captured, self.graph_use = capture_each(
                 self._graphs, list(self.buckets), self._capture, progress_lines=_PROGRESS_LINES
@@ -129,12 +136,16 @@ class CudaRunner:
                 # the graph writes to this region
                 self._arena.allocate(bucket.dims)
                 wait = self._start(captured, buffers, rows)
+                earliest_end = max(time.monotonic(), self._earliest_end) + captured.seconds
+                self._earliest_end = earliest_end
         except BaseException:
             self._free.put(buffers)
             raise
 
         def answers() -> list[Float32Array]:
             try:
+                # until then the wait would take a core from tokenizers and clients
+                _sleep_until(earliest_end - _OVERSLEEP_SECONDS)
                 wait()
                 # the next batch with these buffers overwrites them
                 output = buffers.output[:rows].clone().numpy()
@@ -189,14 +200,26 @@ class CudaRunner:
         def forward() -> None:
             self._program.run(batch, self._kernels, region, out=[output])
 
+        replay = self._graphs.capture(forward)
+        with self._graphs.stream():
+            began = time.monotonic()
+            replay()
+            self._graphs.record()()
         return _Captured(
             {each: layout.views(each.inputs) for each in self._buffers},
             layout.num_bytes,
-            self._graphs.capture(forward),
+            replay,
+            time.monotonic() - began,
         )
 
     def _output_rows(self, dims: Dims) -> int:
         return self._program.outputs[0].at(dims)[0]
+
+
+def _sleep_until(at: float) -> None:
+    left = at - time.monotonic()
+    if left > 0:
+        time.sleep(left)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

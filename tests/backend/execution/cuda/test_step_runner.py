@@ -115,24 +115,21 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk,
         assert_close(cache, cpu_caches[name], roundings=roundings)
 
 
-def test_steps_that_decode_replay_and_capture_nothing(steps, graphs, chunk):
+def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
     _, (gpu, _) = steps
     captured = graphs.captured
 
-    chunks = [chunk(5, 1) for _ in range(20)]
+    decoding = [chunk(5, 1) for _ in range(20)]
     for count in range(1, 21):
-        gpu.logits(chunks[:count])
+        gpu.logits(decoding[:count])
+    assert graphs.replayed == 20
+    longest = LARGEST["tokens"] - 18
+    prompt = chunk(0, longest)
+    for length in range(2, longest + 1):
+        gpu.logits([*decoding[:18], prompt._replace(token_ids=prompt.token_ids[:length])])
 
     assert graphs.captured == captured
-    assert graphs.replayed == 20
-
-
-def test_a_step_with_a_prompt_replays_nothing(steps, graphs, chunk):
-    _, (gpu, _) = steps
-
-    gpu.logits([chunk(5, 1), chunk(0, 7)])
-
-    assert graphs.replayed == 0
+    assert graphs.replayed == 20 + longest - 1
 
 
 def test_loading_logs_what_the_graphs_cost(programs, caplog):
@@ -143,9 +140,9 @@ def test_loading_logs_what_the_graphs_cost(programs, caplog):
         bound = BoundProgram(program, reference, arena, caches, BLOCK_SIZE)
         steps = CudaSteps(bound, blocks_per_sequence=20, blocks_per_source=4, graphs=RepeatedWork())
 
-    # 1, 2, 4, 8, 16 and 20 sequences
-    assert "captured 6 of 6 graphs in " in caplog.text
-    assert steps.graph_use.count == 6
+    # decode steps of 1, 2, 4, 8, 16 and 20 sequences, and steps of 32 and 64 tokens
+    assert "captured 8 of 8 graphs in " in caplog.text
+    assert steps.graph_use.count == 8
 
 
 def test_layers_of_one_form_share_their_tiles_on_a_gpu(programs, has_sources):
