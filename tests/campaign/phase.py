@@ -151,6 +151,7 @@ def send_mix(
     seconds: float,
     *,
     is_complete: bool = True,
+    before: Callable[[], object] | None = None,
     beside: AbstractContextManager[object] | None = None,
 ) -> None:
     """Send a mix of requests; check counters, and what the server holds afterwards.
@@ -161,10 +162,13 @@ def send_mix(
         mix: the kinds of requests.
         seconds: duration of sending.
         is_complete: whether clients know every request that a model got.
+        before: sends other requests first, which count as well.
         beside: action on the server meanwhile, after the warm-up.
     """
     server, ledger = target.server, report.ledger
     counters, _ = Counters.settled(server, target.models)
+    if before is not None:
+        before()
     name = f"{campaign.seed} {report.name}"
     warm_up = Bounds(_WARM_UP * seconds, max(1, int(_WARM_UP * campaign.requests)))
     sent = send_all(target, mix, warm_up, ledger, name=f"{name} warm-up")

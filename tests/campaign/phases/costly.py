@@ -34,17 +34,22 @@ def costly_requests(campaign: Campaign, report: Report, seconds: float) -> None:
         attacked_server(campaign, report, (DECODER, CHAT)) as target,
         small_requests(target) as small,
     ):
-        with small.sent(report, "alone"):
-            time.sleep(_ALONE * seconds)
+
+        def apart() -> None:
+            with small.sent(report, "alone"):
+                time.sleep(_ALONE * seconds)
+            bounds = Bounds(_APART * seconds / len(_COSTLY), campaign.requests // len(_MIX))
+            for share in _COSTLY:
+                with small.sent(report, f"beside {share.kind}"):
+                    name = f"{campaign.seed} costly {share.kind}"
+                    send_all(target, [share], bounds, report.ledger, name=name)
+
         # first, since only many large requests at once fill the pools of the server
-        bounds = Bounds(_APART * seconds / len(_COSTLY), campaign.requests // len(_MIX))
-        for share in _COSTLY:
-            with small.sent(report, f"beside {share.kind}"):
-                name = f"{campaign.seed} costly {share.kind}"
-                send_all(target, [share], bounds, report.ledger, name=name)
-        mixed = small.sent(report, "beside all")
         rest = (1 - _ALONE - _APART) * seconds
-        send_mix(campaign, report, target, _MIX, rest, is_complete=False, beside=mixed)
+        mixed = small.sent(report, "beside all")
+        send_mix(
+            campaign, report, target, _MIX, rest, is_complete=False, before=apart, beside=mixed
+        )
         held = metrics(target.server, DECODER)["varlen_grammar_bytes"]
         report.check(
             holds=held <= EngineConfig().grammar_cache_bytes,
