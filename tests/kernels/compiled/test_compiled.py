@@ -14,6 +14,9 @@ from varlen_bench.kernel_limits import (
     problems,
     read_ceilings,
 )
+from varlen_bench.kernels.grid import FULL
+from varlen_bench.kernels.groups import DTYPES, GROUPS
+from varlen_bench.launch_choices import benchmark_calls, collect_choices
 from varlen_bench.machine_code import read_machine_code
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
@@ -88,21 +91,18 @@ def test_every_ceiling_belongs_to_a_listed_call():
 
 def test_the_shipped_table_holds_only_candidate_launches(monkeypatch):
     monkeypatch.undo()
-    tables = tuning.parse_tables(tuning._text())
-    if not tables:
-        pytest.skip("tuning.json holds no launch yet")
-    with dry_run(90), tuning.record_picks() as picks:
-        for call in CALLS:
-            for dtype in call.dtypes:
-                call.run(dtype)
+    calls = benchmark_calls(FULL, list(GROUPS), list(DTYPES))
+    choices = collect_choices(calls, kernels("fused"), pytest.fail)
+    allowed = {(choice.op, tuning.key_text(choice.key)): choice.launches for choice in choices}
 
-    named = {
-        f"{gpu}, triton {version}": table
-        for gpus in tables.values()
+    shipped = [
+        (f"{gpu}, triton {version}", op, key, launch)
+        for gpus in tuning.parse_tables(tuning._text()).values()
         for gpu, versions in gpus.items()
         for version, table in versions.items()
-    }
-    for op, key, candidate_launches in picks:
-        for name, table in named.items():
-            launch = table.get(op, {}).get(tuning.key_text(key))
-            assert launch in [None, *candidate_launches(*key)], name
+        for op, launches in table.items()
+        for key, launch in launches.items()
+    ]
+    assert shipped
+    for name, op, key, launch in shipped:
+        assert launch in allowed.get((op, key), []), f"{name}: {op} {key}"
