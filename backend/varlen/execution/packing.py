@@ -121,7 +121,8 @@ def fill_inputs(
             case "position_ids":
                 into[:tokens] = positions_of(bounds, lengths)
             case "type_ids":
-                np.concatenate([_type_ids(prompt) for prompt in prompts], out=into[:tokens])
+                if any(prompt.type_ids is not None for prompt in prompts):
+                    np.concatenate([_type_ids(prompt) for prompt in prompts], out=into[:tokens])
             case "cu_seqlens":
                 into[: count + 1] = bounds
                 into[count + 1 :] = tokens

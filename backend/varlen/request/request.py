@@ -99,7 +99,9 @@ class Prompt:
     @property
     def num_tokens(self) -> int:
         """Length in tokens, with the source text."""
-        return len(self.token_ids) + self.num_source_tokens
+        count = len(self.token_ids)
+        # most prompts have none, and each batch asks all of them
+        return count if self.payload is _NOTHING else count + self.num_source_tokens
 
 
 # One token, which every vocabulary has.

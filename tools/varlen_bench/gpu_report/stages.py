@@ -63,34 +63,34 @@ def all_stages(files: Files) -> dict[Call, list[Stage]]:
     smoke = _module("gpu_report.smoke")
     environment = Stage("environment", 10, lambda _: _module("gpu_report.environment"))
     compiling = Stage(
-        "compile", 35, lambda s: _module("gpu_report.compile", "--budget", _budget(s))
+        "compile", 30, lambda s: _module("gpu_report.compile", "--budget", _budget(s))
     )
     figures = [
         environment,
         compiling,
-        Stage("smoke", 30, lambda _: [*smoke, *_rows("smoke", files)], checks=True),
-        Stage("dependent launch", 50, _measured("dependent_launch", files), checks=True),
+        Stage("smoke", 25, lambda _: [*smoke, *_rows("smoke", files)], checks=True),
+        Stage("dependent launch", 45, _measured("dependent_launch", files), checks=True),
         # a model that generates compiles at its first load, and the stages that measure it do not wait for that
-        Stage("first loads", 50, _measured("serve", files, "--loads-only")),
-        Stage("decode", 60, _measured("decode", files)),
-        Stage("overlap", 20, _measured("overlap", files), checks=True),
-        Stage("serve", 35, _measured("serve", files)),
-        _benchmark("encoder", 45, ENCODER, files),
+        Stage("first loads", 45, _measured("serve", files, "--loads-only")),
+        Stage("decode", 35, _measured("decode", files)),
+        Stage("overlap", 35, _measured("overlap", files), checks=True),
+        Stage("serve", 50, _measured("serve", files)),
+        _benchmark("encoder", 70, ENCODER, files),
         Stage(
             "tune",
-            60,
+            35,
             lambda s: _module(
                 "tune_kernels",
                 *("--only", _TUNED_GROUPS, "--dtypes", "bf16", "--passes", "20"),
                 *("--budget", _budget(s), "--output", str(files.tuning)),
             ),
         ),
-        _benchmark("encoder as tuned", 25, ENCODER, files, tuned=True),
-        _benchmark("attention", 30, "attention", files),
+        _benchmark("encoder as tuned", 45, ENCODER, files, tuned=True),
+        _benchmark("attention", 40, "attention", files),
         _benchmark("rows", 35, _ROW_GROUPS, files),
-        _benchmark("beam", 15, "beam", files),
-        Stage("load", 35, _measured("load", files)),
-        Stage("products", 30, _measured("products", files)),
+        _benchmark("beam", 30, "beam", files),
+        Stage("load", 30, _measured("load", files)),
+        Stage("products", 15, _measured("products", files)),
     ]
     tests = [
         environment,

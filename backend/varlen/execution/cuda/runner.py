@@ -124,12 +124,14 @@ class CudaRunner:
             ValueError: no graph was captured for so large a batch.
         """
         # the longest first, so that the last programs of attention to start are short ones
-        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].num_tokens)
-        lengths = [prompts[i].num_tokens for i in order]
+        unordered = [prompt.num_tokens for prompt in prompts]
+        order = sorted(range(len(prompts)), key=unordered.__getitem__, reverse=True)
+        lengths = [unordered[i] for i in order]
         bucket = self.buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
         chosen = [prompts[i] for i in order], [options[i] for i in order]
-        masks = sum(prompt.num_masks for prompt in prompts)
+        counts_masks = self._program.row_dimension == "masks"
+        masks = sum(prompt.num_masks for prompt in prompts) if counts_masks else 0
         rows = self._output_rows(dims_of(lengths, masks))
         buffers = self._free.get()
         try:
