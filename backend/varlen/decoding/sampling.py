@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 # Longest wait of a step for the masks of its rows, in seconds, and of a step in which all rows have to wait: a request
 # that comes meanwhile waits for it too. A row without a mask runs again in the next step.
 _MASK_SECONDS, _ALL_MASKS_SECONDS = 0.01, 0.02
+# Numbers of 4 bytes that keep the next row of them at an address of 16 bytes.
+_ALIGNED = 4
 _CHOICE_FAILED = "no token could be chosen for this request; the server's log says why"
 
 
@@ -274,17 +276,19 @@ def _on_device(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return temperatures, top-k, top-p, min-p and random numbers of all rows, after one copy to the device."""
-    # a random number takes as much space as two limits
-    packed = torch.empty(6, len(limits), pin_memory=device.type == "cuda")
-    temperature, top_k, top_p, min_p = zip(*limits, strict=True)
+    # a random number takes as much space as two limits; the language Triton compiles a kernel again where the
+    # alignment of a pointer is another one
+    rows = len(limits)
+    packed = torch.empty(6, -(-rows // _ALIGNED) * _ALIGNED, pin_memory=device.type == "cuda")
     on_host = packed.numpy()
-    on_host[:2].reshape(-1).view(np.float64)[:] = uniform
-    on_host[2], on_host[4], on_host[5] = temperature, top_p, min_p
-    on_host[3].view(np.int32)[:] = top_k
+    on_host[:2].reshape(-1).view(np.float64)[:rows] = uniform
+    temperatures, top_ks, top_ps, min_ps = zip(*limits, strict=True)
+    on_host[2, :rows], on_host[4, :rows], on_host[5, :rows] = temperatures, top_ps, min_ps
+    on_host[3].view(np.int32)[:rows] = top_ks
     # torch keeps pinned memory until the copy has run
     packed = packed.to(device, non_blocking=True)
-    drawn = packed[:2].view(-1).view(torch.float64)
-    return packed[2], packed[3].view(torch.int32), packed[4], packed[5], drawn
+    top_k, drawn = packed[3].view(torch.int32), packed[:2].view(-1).view(torch.float64)
+    return packed[2, :rows], top_k[:rows], packed[4, :rows], packed[5, :rows], drawn[:rows]
 
 
 def _first_of_largest(logits: Tensor) -> list[int]:

@@ -137,6 +137,22 @@ def penalized(
     return logits - frequency_penalty * counts - presence_penalty * (counts > 0)
 
 
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_what_rows_are_drawn_with_is_aligned_for_any_number_of_rows(sampler, monkeypatch, rows):
+    """With another alignment, Triton would compile the kernel again in service."""
+    addresses = []
+
+    def sample_tokens(logits, *numbers):
+        addresses.extend(each.data_ptr() for each in numbers)
+        return torch.zeros(len(logits), dtype=torch.int32)
+
+    monkeypatch.setattr(sampler, "_kernels", SimpleNamespace(sample_tokens=sample_tokens))
+    sampler.sample(random_logits(rows), [sequence_of(1, temperature=0.5) for _ in range(rows)])
+
+    assert len(addresses) == 5
+    assert not any(address % 16 for address in addresses)
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_penalties_are_those_of_the_formulas_for_every_mix_of_sequences(sampler, data):
