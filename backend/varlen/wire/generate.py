@@ -245,7 +245,9 @@ class GeneratedAnswer:
 
     def _logprobs(self, parts: Sequence[GeneratedPart]) -> str:
         """Return a JSON list: per token, the most likely tokens and the chosen one."""
-        return json.dumps([self._token_object(token) for part in parts for token in part.logprobs])
+        # token by token: one call for all would keep the other threads from running for as long as it takes
+        tokens = (token for part in parts for token in part.logprobs)
+        return f"[{', '.join(json.dumps(self._token_object(token)) for token in tokens)}]"
 
     def _token_object(self, token: TokenLogprobs) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
