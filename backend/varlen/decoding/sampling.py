@@ -275,7 +275,7 @@ def _on_device(
     uniform: npt.NDArray[np.float64],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return temperatures, top-k, top-p, min-p and random numbers of all rows, after one copy to the device."""
+    """Return temperatures, top-k, top-p, min-p and random numbers, after one copy."""
     # a random number takes as much space as two limits; the language Triton compiles a kernel again where the
     # alignment of a pointer is another one
     rows = len(limits)

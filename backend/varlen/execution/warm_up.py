@@ -3,9 +3,9 @@
 They show whether it computes numbers, and compile what its steps need.
 
 On a GPU, the batch of a capture has no sequence, so it runs little of attention: a fault there would show in service
-first. Of a model that generates, steps that only decode are captured as graphs, at load. The others run op by op.
-Which kernels these compile depends on their mean new tokens, on whether they have several sequences, and on whether
-single tokens beside prompts are read in splits, which are fewer the more sequences there are.
+first. Steps of a model that generates are captured as graphs, at load, but source texts are encoded op by op. Which
+kernels run depends on the mean new tokens of a step, on whether it has several sequences, and on whether single tokens
+beside prompts are read in splits, which are fewer the more sequences there are.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def warm_up_choice(choose: Choose, info: StepInfo) -> None:
 
 
 def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
-    """Run steps of prompts of all forms, so that none compiles a kernel in service.
+    """Run steps of prompts of all forms, so that a fault or a compile comes at load.
 
     Args:
         runner: runs them.

@@ -40,7 +40,7 @@ def costly_grammar(draw: random.Random, target: Target) -> Ending:
 
 
 def costly_template(draw: random.Random, target: Target) -> Ending:
-    """Messages with which the template of the model takes too long, or too much memory on a fast machine."""
+    """Messages with which the model's template takes too long, or too much memory."""
     count = draw.randint(600, 1000)
     messages = [{"role": "user", "content": "a"}] * count
     return _refused(target, CHAT, {"messages": json.dumps(messages)}, "takes more than")

@@ -109,7 +109,7 @@ class CudaSteps:
         return self._logits[:logit_rows]
 
     def graph(self, sequences: int) -> Replay:
-        """Return what starts the graph of a decode step, on the inputs of the last step."""
+        """Return what starts a decode step's graph, on the inputs of the last step."""
         return self._captured[self._bucket(sequences, sequences)].replay
 
     def close(self) -> None:
@@ -143,7 +143,10 @@ class CudaSteps:
         return _Captured(on_host, tables.start, replay)
 
     def _copy(self, arrays: StepArrays, captured: _Captured) -> None:
-        """Copy the inputs of a step to the device, with places of no token and of no sequence."""
+        """Copy the inputs of a step to the device.
+
+        Places that are left are those of no token and of no sequence.
+        """
         for name, into in captured.inputs.items():
             used = len(arrays[name])
             into[:used] = arrays[name]
