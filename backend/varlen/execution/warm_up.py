@@ -132,7 +132,7 @@ def warm_up_choice(choose: Choose, info: StepInfo) -> None:
 
 
 def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
-    """Run steps of prompts of all forms, so that a fault or a compile comes at load.
+    """Run steps of prompts of all forms: a fault or a compile comes at load.
 
     Args:
         runner: runs them.

@@ -145,7 +145,7 @@ class CudaSteps:
     def _copy(self, arrays: StepArrays, captured: _Captured) -> None:
         """Copy the inputs of a step to the device.
 
-        Places that are left are those of no token and of no sequence.
+        Places that are left belong to no token and to no sequence.
         """
         for name, into in captured.inputs.items():
             used = len(arrays[name])
