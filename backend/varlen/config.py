@@ -20,6 +20,9 @@ KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
+# Tokens of a prompt and its answer that are short, and the part of the running sequences that is added for such ones.
+SHORT_TOKENS = 64
+_SHORT_PART = 8
 # A limit that nothing reaches, for callers whose own memory or clock is the limit.
 NO_LIMIT = 2**62
 
@@ -211,7 +214,8 @@ class EngineConfig:
     # Generation
     max_running_sequences: int = parameter_field(
         64,
-        "Largest number of sequences that generate at the same time.",
+        "Largest number of sequences that generate at the same time. An eighth more may be short: requests of one"
+        f" sequence of up to {SHORT_TOKENS} tokens, prompt included, which do not wait for the end of others.",
         when="Raise it for throughput while KV blocks are free. Lower it for less time per token.",
         lowest=1,
         tasks=ITERATIVE_TASKS,
@@ -353,6 +357,11 @@ class EngineConfig:
         if self.ignore_config_fields == "none":
             return ()
         return tuple(name.strip() for name in self.ignore_config_fields.split(","))
+
+    @property
+    def short_places(self) -> int:
+        """Number of short sequences that may generate beside `max_running_sequences`."""
+        return -(-self.max_running_sequences // _SHORT_PART)
 
     def arena_limit(self, device_memory: int) -> int:
         """Return the largest arena in bytes, given the memory of the device in bytes."""

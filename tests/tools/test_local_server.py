@@ -17,6 +17,7 @@ from varlen_tools.local_server import (
     LocalServer,
     ServerError,
     find_command,
+    free_port,
     reserved_port,
 )
 
@@ -109,6 +110,16 @@ def test_a_busy_default_port_is_refused_before_the_server_starts(repository):
 
     assert run.returncode == 2
     assert run.stderr == f"tritonserver: port {port} is in use; pass --http-port with a free one\n"
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_takes():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+    ports = [free_port() for _ in range(20)]
+
+    assert max(ports) < max(first, 11_000)
+    with socket.socket() as server:
+        server.bind((LOOPBACK, ports[-1]))
 
 
 def test_a_reserved_port_is_free_for_those_that_share_it_alone():

@@ -6,6 +6,7 @@ The demo, the tests and the benchmarks start servers with it.
 import contextlib
 import http.client
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,6 +20,8 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 # The metrics port cannot be reserved: another process may take it before the server does.
 START_ATTEMPTS = 3
+# Below it are the ports of well-known services.
+_LOWEST_PORT = 10_000
 
 
 def end_on_sigterm() -> None:
@@ -121,8 +124,7 @@ class LocalServer:
         self._reserved.close()
         self.http_port = self._reserved.enter_context(reserved_port())
         self.grpc_port = self._reserved.enter_context(reserved_port())
-        with reserved_port() as self.metrics_port:
-            pass
+        self.metrics_port = free_port()
         command = [
             self._command,
             f"--model-repository={self.model_repository}",
@@ -215,6 +217,17 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((LOOPBACK, 0))
         yield int(holder.getsockname()[1])
+
+
+def free_port() -> int:
+    """Return a free TCP port on loopback that no outgoing connection of this machine takes."""
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    highest = max(_LOWEST_PORT + 1000, int(text.split()[0]))
+    while True:
+        port = random.randrange(_LOWEST_PORT, highest)
+        with contextlib.suppress(OSError), socket.socket() as holder:
+            holder.bind((LOOPBACK, port))
+            return port
 
 
 def find_command(name: str) -> str:

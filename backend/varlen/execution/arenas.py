@@ -50,11 +50,9 @@ def step_arenas(
         ConfigError: `arena_bytes` cannot hold them, or the device has too little memory.
     """
     layouts = [Layout(program.buffers, alignment_of(device)) for program in programs]
-    largest = {
-        "tokens": max_step_tokens,
-        "sequences": config.max_running_sequences,
-        "logit_rows": config.max_running_sequences,
-    }
+    # each sequence of a step has a token
+    rows = min(config.max_running_sequences + config.short_places, max_step_tokens)
+    largest = {"tokens": max_step_tokens, "sequences": rows, "logit_rows": rows}
     allowed = config.arena_limit(memory_of(device))
     needed = sum(layout.plan(largest).footprint for layout in layouts)
     if needed > allowed:

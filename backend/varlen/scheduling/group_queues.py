@@ -1,43 +1,49 @@
 """The waiting and the running groups of a scheduler, in one order.
 
 Waiting groups start in this order; the first that does not fit holds back those behind it. It takes the place of
-running groups that are far behind it, which go on later, if that loses few tokens. When a running group needs a block
-and there is none, the last running groups give back theirs.
+running groups that are far behind it, which go on later, if that loses few tokens. If it lacks places, short groups
+behind it start in places of their own. When a running group needs a block and there is none, the last running groups
+give back theirs.
 """
 
 from __future__ import annotations
+
+from copy import copy
 
 from sortedcontainers import SortedKeyList
 
 from varlen.scheduling.fair_share import RANK_UNIT
 from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
+from varlen.scheduling.places import Places
 from varlen.scheduling.step_size import StepSize
 
 
 class GroupQueues:
     """Waiting and running groups, in one order.
 
-    Only running groups have blocks. At most `max_running` branches run.
+    Only running groups have blocks.
 
     Attributes:
         running: running groups, in order.
-        num_running, num_waiting: number of running and of waiting branches.
+        num_waiting: number of waiting branches.
         memory_preemptions: number of branches that gave back their blocks because there were too few.
         order_preemptions: number of branches that gave back their blocks to a group before them.
     """
 
-    def __init__(self, memory: GroupMemory, max_running: int) -> None:
+    def __init__(self, memory: GroupMemory, places: Places) -> None:
         """Start without a group.
 
         Args:
             memory: block tables of the running groups.
-            max_running: largest number of branches that run at the same time.
+            places: places of running branches.
         """
         self._memory = memory
-        self._max_running = max_running
+        self._places = places
         self._waiting = SortedKeyList(key=lambda group: group.order)
+        # the short ones among the waiting groups
+        self._short = SortedKeyList(key=lambda group: group.order)
         self.running = SortedKeyList(key=lambda group: group.order)
-        self.num_running = self.num_waiting = 0
+        self.num_waiting = 0
         self.memory_preemptions = self.order_preemptions = 0
 
     @property
@@ -45,38 +51,43 @@ class GroupQueues:
         """Whether no group waits or runs."""
         return not self.running and not self._waiting
 
+    @property
+    def num_running(self) -> int:
+        """Number of running branches."""
+        return self._places.taken
+
     def add(self, group: Group) -> None:
         """Add a group to the waiting groups, in order."""
         self._waiting.add(group)
+        if self._places.is_short(group):
+            self._short.add(group)
         self.num_waiting += group.max_branches
 
     def start_waiting(self, step: StepSize) -> list[Group]:
         """Start waiting groups, up to the first that does not fit; return new ones.
 
+        If that one lacks places, short groups behind it start too.
+
         Args:
             step: size of the next step.
         """
-        new = []
+        started: list[Group] = []
+        lacks_places = False
         while self._waiting:
             group = self._waiting[0]
             # what does not fit into the step starts in a later one: a source text runs in one piece
             fits = not self.running or group.least_tokens <= self._free_tokens(step)
             if not fits and step.is_reduced:
                 break
-            has_slots = self.num_running + group.max_branches <= self._max_running
-            # each running sequence may need a block soon; without them the new one would be preempted at once
-            if not (fits and has_slots and self._memory.start(group, keep=self.num_running)):
-                if not self._make_room(group, step):
-                    break
-                continue
-            del self._waiting[0]
-            self.num_waiting -= group.max_branches
-            self._run(group)
-            for sequence in group.sequences:
-                sequence.status = "running"
-            if not group.has_started:
-                new.append(group)
-        return new
+            lacks_places = fits and not self._places.have(group)
+            if fits and not lacks_places and self._start(group):
+                started.append(group)
+            elif not self._make_room(group, step):
+                break
+        # without this condition, short ones could keep it from blocks for ever
+        if self._waiting and lacks_places:
+            started += self._start_short(step)
+        return [group for group in started if not group.has_started]
 
     def extend_running(self, step: StepSize) -> bool:
         """Allocate the blocks of tokens to generate; return whether no group was preempted.
@@ -113,6 +124,7 @@ class GroupQueues:
     def remove_waiting(self, group: Group) -> None:
         """Remove a group that waits."""
         self._waiting.remove(group)
+        self._short.discard(group)
         self.num_waiting -= group.max_branches
 
     def remove_running(self, group: Group) -> None:
@@ -128,14 +140,14 @@ class GroupQueues:
         A preempted group runs its tokens again. Counted as tokens of the waiting group, they may not move it behind
         the preempted one, so what is lost is at most as much as what is served.
         """
-        memory, rank, running = self._memory, group.order[0], self.num_running
+        memory, rank, places = self._memory, group.order[0], copy(self._places)
         blocks, tokens = memory.blocks.available, self._free_tokens(step)
         if blocks + sum(map(memory.held, self.running)) < memory.least_available(group, keep=0):
             return False
         last_first, behind = reversed(self.running), list[Group]()
         while (
-            running + group.max_branches > self._max_running
-            or blocks < memory.least_available(group, keep=running)
+            not places.have(group)
+            or blocks < memory.least_available(group, keep=places.taken)
             # what is larger than a step runs when nothing else does
             or (tokens < group.least_tokens and len(behind) < len(self.running))
         ):
@@ -146,13 +158,34 @@ class GroupQueues:
             if rank >= other.order[0]:
                 return False
             behind.append(other)
-            running -= other.max_branches
+            places.leave(other)
             blocks += memory.freed(other)
             tokens += other.least_tokens
         for other in behind:
             self.order_preemptions += other.max_branches
             self._preempt(other)
         return bool(behind)
+
+    def _start_short(self, step: StepSize) -> list[Group]:
+        """Start short groups in the places for them; return them."""
+        started: list[Group] = []
+        while self._short and self._places.have_short:
+            group = self._short[0]
+            if group.least_tokens > self._free_tokens(step) or not self._start(group):
+                break
+            started.append(group)
+        return started
+
+    def _start(self, group: Group) -> bool:
+        """Start a waiting group that has a place; return False if blocks are few."""
+        # each running sequence may need one soon; without them the new one would be preempted at once
+        if not self._memory.start(group, keep=self.num_running):
+            return False
+        self.remove_waiting(group)
+        self._run(group)
+        for sequence in group.sequences:
+            sequence.status = "running"
+        return True
 
     def _free_tokens(self, step: StepSize) -> int:
         """Return how many tokens of a step no running group needs."""
@@ -169,8 +202,8 @@ class GroupQueues:
 
     def _run(self, group: Group) -> None:
         self.running.add(group)
-        self.num_running += group.max_branches
+        self._places.take(group)
 
     def _stop(self, group: Group) -> None:
         self.running.remove(group)
-        self.num_running -= group.max_branches
+        self._places.leave(group)

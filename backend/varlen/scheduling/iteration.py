@@ -112,12 +112,12 @@ class IterationScheduler:
             admission: counts waiting work.
         """
         self._limits = limits
-        # each running sequence has a token in every step
-        self._max_running = min(limits.max_running_sequences, limits.max_step_tokens)
+        places = limits.new_places()
+        self._max_running = places.count
         self._blocks = blocks
         self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
         self._admission = admission
-        self._queues = GroupQueues(self._memory, self._max_running)
+        self._queues = GroupQueues(self._memory, places)
         self._claims = Claims()
         self._cost = StepCost()
         self._step_size = StepSize(limits.max_step_tokens)

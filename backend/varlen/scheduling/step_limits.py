@@ -6,6 +6,7 @@ from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt
 from varlen.scheduling.groups import GroupMemory
+from varlen.scheduling.places import Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +16,25 @@ class StepLimits:
     Attributes:
         max_step_tokens: largest step, in tokens.
         inter_token_latency_seconds: target of the seconds of a step while sequences are streamed; 0 is no target.
-        max_running_sequences: largest number of sequences that run at the same time.
+        max_running_sequences: largest number of sequences that run at the same time, without `short_places`.
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
+        short_places: places beside them for short sequences.
+        short_tokens: tokens of the longest short one, prompt and generated tokens together.
     """
 
     max_step_tokens: int
     inter_token_latency_seconds: float
     max_running_sequences: int
     max_sequence_tokens: int
+    short_places: int
+    short_tokens: int
+
+    def new_places(self) -> Places:
+        """Return the places of running sequences, all free."""
+        # each running sequence has a token in every step
+        places = min(self.max_running_sequences, self.max_step_tokens)
+        short_places = min(self.short_places, self.max_step_tokens - places)
+        return Places(places, short_places, self.short_tokens)
 
 
 def check_fits(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from varlen.config import EngineConfig
+from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
@@ -283,6 +283,8 @@ def _new_scheduler(
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
         max_running_sequences=config.max_running_sequences,
         max_sequence_tokens=info.max_sequence_tokens,
+        short_places=config.short_places,
+        short_tokens=SHORT_TOKENS,
     )
     blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)
     return IterationScheduler(limits, blocks, config.kv_policy, admission)

@@ -132,14 +132,15 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
     def broken(chunks):
         steps.append(len(chunks))
         found = logits(chunks)
-        if len(chunks) == 6:
-            found[5, 3] = torch.nan
+        # six sequences and a short one
+        if len(chunks) == 7:
+            found[6, 3] = torch.nan
         return found
 
     monkeypatch.setattr(runner.steps, "logits", broken)
-    with pytest.raises(ConfigError, match="6 sequences have logits with NaN in torch.float32"):
+    with pytest.raises(ConfigError, match="7 sequences have logits with NaN in torch.float32"):
         warm_up(runner)
-    assert steps[-1] == 6
+    assert steps[-1] == 7
 
 
 @pytest.mark.parametrize("hangs_at", [0, -1], ids=["in its first step", "once it is compiled"])
@@ -213,4 +214,5 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     # one prompt, several, and single tokens beside one
     assert [2] in shapes
     assert [16, 16] in shapes
-    assert [2, 1, 1, 1, 1, 1] in shapes
+    # six sequences and a short one
+    assert [2, 1, 1, 1, 1, 1, 1] in shapes

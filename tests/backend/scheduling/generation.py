@@ -216,6 +216,8 @@ class Bench:
         running=8,
         longest=200,
         max_requests=100,
+        short_places=0,
+        short_tokens=0,
     ):
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
@@ -225,6 +227,8 @@ class Bench:
             inter_token_latency_seconds=latency,
             max_running_sequences=running,
             max_sequence_tokens=longest,
+            short_places=short_places,
+            short_tokens=short_tokens,
         )
         self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
         self.executor = KvExecutor(self)
@@ -305,8 +309,10 @@ class Bench:
         assert tuple(chunk.sequence for chunk in step.chunks) == step.sequences
         assert len(set(step.sequences)) == len(step.sequences)
         running = [sequence for sequence in self.sequences if sequence.status == "running"]
-        assert len(running) <= self.limits.max_running_sequences
-        assert len(step.sequences) <= self.limits.max_running_sequences
+        others = [sequence for sequence in running if not self.is_short(sequence)]
+        assert len(others) <= self.limits.max_running_sequences
+        most = self.limits.max_running_sequences + self.limits.short_places
+        assert max(len(running), len(step.sequences)) <= most
         # a step with a source that fills it has no place for others
         if not is_alone and not self.executor.has_failed:
             assert {prompt_of_sequence(sequence) for sequence in running} == prompts
@@ -341,10 +347,24 @@ class Bench:
         runs = [any(branch in step.sequences for branch in group.branches) for group in running]
         # the first ones of those that have started
         assert sorted(runs, reverse=True) == runs
-        started = [g.order for g in running if not self.running_before.intersection(g.sequences)]
-        waiting = [group.order for group in groups if group.first.status == "waiting"]
-        assert not started or not waiting or max(started) < min(waiting)
+        started = [g for g in running if not self.running_before.intersection(g.sequences)]
+        waiting = [group for group in groups if group.first.status == "waiting"]
+        # short ones pass all but each other
+        for group in started:
+            passed = (
+                filter(self._is_short_group, waiting) if self._is_short_group(group) else waiting
+            )
+            assert all(group.order < other.order for other in passed)
         self.running_before = {sequence for group in running for sequence in group.sequences}
+
+    def is_short(self, sequence):
+        """Return whether a sequence may run in a place for short ones."""
+        options = sequence.generation
+        tokens = sequence.prompt.num_tokens + options.max_tokens
+        return max(options.n, options.num_beams) == 1 and tokens <= self.limits.short_tokens
+
+    def _is_short_group(self, group):
+        return self.is_short(group.first)
 
     def check_blocks(self):
         """Check that running groups, also in flight, own the used blocks."""

@@ -280,6 +280,63 @@ def test_reserve_never_interrupts_a_sequence_for_memory():
     assert max(len(step.sequences) for step in steps) == 1
 
 
+def open_requests(bench, replies, submit):
+    """Return the replies with a new request in place of each that is answered."""
+    return [submit() if reply.end is not None else reply for reply in replies]
+
+
+@_both_policies
+@pytest.mark.parametrize(
+    "large", [{"n": 8, "max_tokens": 30}, {"max_tokens": 90}], ids=["n", "long"]
+)
+def test_a_short_request_waits_for_one_step_whatever_large_ones_wait(policy, large):
+    bench = Bench(policy=policy, num_blocks=900, short_places=1, short_tokens=12)
+
+    def submit_large():
+        return bench.submit(prompt_of(6, len(bench.sequences)), tenant="large", **large)
+
+    others = [submit_large() for _ in range(20)]
+    for seed in range(60):
+        bench.engine.step()
+        # it arrives while a step is in flight
+        short = bench.submit(prompt_of(4, seed), max_tokens=1)
+        bench.executor.complete()
+        bench.step()
+        bench.engine.step()
+
+        assert short.end == "finished"
+        others = open_requests(bench, others, submit_large)
+        bench.executor.complete()
+
+
+@_both_policies
+def test_short_requests_do_not_keep_a_large_one_from_places_and_blocks(policy):
+    bench = Bench(policy=policy, num_blocks=40, block_size=4, short_places=2, short_tokens=12)
+
+    def submit_short():
+        return bench.submit(prompt_of(6, len(bench.sequences)), max_tokens=6)
+
+    shorts = [submit_short() for _ in range(12)]
+    bench.step()
+    # it needs all places, and almost all blocks
+    large = bench.submit(prompt_of(8), max_tokens=12, n=8)
+    for _ in range(80):
+        bench.step()
+        shorts = open_requests(bench, shorts, submit_short)
+
+    assert large.end == "finished"
+
+
+def test_places_for_short_sequences_are_no_more_than_a_step_has_tokens():
+    bench = Bench(step_tokens=9, running=8, short_places=4, short_tokens=12)
+    for seed in range(14):
+        bench.submit(prompt_of(2, seed), max_tokens=9)
+
+    steps = bench.run_all()
+
+    assert max(len(step.chunks) for step in steps) == 9
+
+
 def test_optimistic_runs_more_sequences_and_preempts_the_last():
     bench = Bench(num_blocks=12, policy="optimistic")
     replies = [bench.submit(prompt_of(6, seed), max_tokens=20) for seed in range(8)]

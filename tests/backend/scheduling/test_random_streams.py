@@ -60,6 +60,8 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
         step_tokens=rng.randint(7, 24),
         latency=rng.choice([0.0, 4.0]),
         running=6,
+        short_places=rng.randint(0, 2),
+        short_tokens=14,
     )
     bench.executor.seconds = lambda step: 1.0 + 0.5 * step.shape.tokens
     asked = []
@@ -147,6 +149,8 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     step_tokens=st.integers(1, 12),
     latency=st.sampled_from([0.0, 0.5, 3.0, 6.0]),
     running=st.integers(1, 6),
+    short_places=st.integers(0, 2),
+    short_tokens=st.integers(0, 16),
 )
 def test_whatever_happens_answers_are_right_and_blocks_return(actions, **limits):
     bench = Bench(**limits, max_requests=6)

@@ -145,7 +145,8 @@ def copy_rate(timer: Timer, device: torch.device, size: int) -> float:
 def copy_time(timer: Timer, device: torch.device, size: int) -> Spread:
     """Return the time of a kernel that reads and writes `size` bytes.
 
-    It runs in a CUDA graph and negates random numbers: a graph may give a plain copy to a copy engine, which is slower than the memory.
+    It runs in a CUDA graph and negates random numbers: a graph may give a plain copy to a copy engine, which is
+    slower than the memory.
 
     Args:
         size: a multiple of 4.

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import cast
 
-from varlen.config import EngineConfig
+from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
@@ -96,6 +96,8 @@ def simulate(
         max_running_sequences=config.max_running_sequences,
         # what is too long for the blocks is refused
         max_sequence_tokens=num_blocks * config.kv_block_tokens + 1,
+        short_places=config.short_places,
+        short_tokens=SHORT_TOKENS,
     )
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     scheduler = IterationScheduler(limits, blocks, config.kv_policy, admission)
