@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 import sys
@@ -53,6 +54,8 @@ def pb_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     yield module
+    # what models of this process have frozen
+    gc.unfreeze()
     assert module.crashes == []
 
 

@@ -42,6 +42,7 @@ from varlen.server.process import (
     check_numpy,
     close_inherited_sockets,
     end_process_soon,
+    freeze_loaded,
     log_to_server,
     start_exporter,
     start_watchdog,
@@ -124,6 +125,7 @@ class TritonPythonModel:
             if isinstance(error, ModelFaultError):
                 end_process_soon()
             raise _load_error(error) from None
+        freeze_loaded()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Enqueue the requests, or answer at once with an error. Never raises."""

@@ -1,6 +1,7 @@
 """The server's entry point, against a strict stand-in for the server."""
 
 import copy
+import gc
 import importlib
 import json
 import logging
@@ -119,6 +120,14 @@ def load(server_model, pb_utils, small_bert, monkeypatch, our_threads):
         finalizer.join(SECONDS)
         assert not finalizer.is_alive(), "finalize() hangs"
     assert our_threads() == []
+
+
+def test_a_loaded_model_is_left_out_of_garbage_collections(load):
+    assert gc.get_freeze_count() == 0
+
+    load()
+
+    assert gc.get_freeze_count() > 10 * len(gc.get_objects())
 
 
 @pytest.fixture
