@@ -160,13 +160,13 @@ class LocalServer:
             connection.close()
 
     def wait_ready(self, timeout: float = 120.0) -> None:
-        """Return when the server is ready.
+        """Return when the server is ready, and serves its metrics, which it starts last.
 
         Raises:
             ServerError: it has ended, or is not ready after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        while not self.is_ready():
+        while not (self.is_ready() and self._serves_metrics()):
             code = self._started().poll()
             if code is not None:
                 raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
@@ -200,6 +200,16 @@ class LocalServer:
         """Return the last 25 lines the server has printed, without its tables of options."""
         messages = [line for line in self.log().splitlines() if line and line[0] not in "+|"]
         return "\n".join(messages[-25:])
+
+    def _serves_metrics(self) -> bool:
+        """Return whether the port of the metrics is open, or they are switched off."""
+        if "--allow-metrics=false" in self._arguments:
+            return True
+        try:
+            socket.create_connection((LOOPBACK, self.metrics_port), timeout=5).close()
+        except OSError:
+            return False
+        return True
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
