@@ -304,6 +304,11 @@ def test_an_answer_that_breaks_its_constraint_is_wrong(
     assert fuzzed.refusals == ({"states are too many": 3} if end == "refused" else {})
 
 
+def test_characters_that_python_does_not_know_are_not_judged():
+    # a code point that no version of Unicode has assigned
+    assert oracle.Oracle().holds({"regex": ".*"}, "a\U0003fffd") is None
+
+
 def test_a_check_that_takes_too_long_is_given_up_and_later_ones_work(monkeypatch):
     checks = oracle.Oracle()
     assert checks.holds({"regex": "[0-9]+"}, "17")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import unicodedata
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -28,12 +29,17 @@ class Oracle:
         self._connection: Connection | None = None
 
     def holds(self, constraint: Mapping[str, Any], text: str) -> bool | None:
-        """Return whether a text matches a constraint; None if the check takes too much time.
+        """Return whether a text matches a constraint; None if that cannot be told.
+
+        The check takes too much time, or the text has characters that this Python does not know: the library of
+        grammars knows those of Unicode 16, some of which are letters and digits.
 
         Args:
             constraint: value of `structured_outputs`, with `regex` or `json`.
             text: a whole answer.
         """
+        if any(unicodedata.category(character) == "Cn" for character in text):
+            return None
         with self._lock:
             connection = self._connection or self._start()
             connection.send((dict(constraint), text))
