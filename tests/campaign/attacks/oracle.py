@@ -31,8 +31,8 @@ class Oracle:
     def holds(self, constraint: Mapping[str, Any], text: str) -> bool | None:
         """Return whether a text matches a constraint; None if that cannot be told.
 
-        The check takes too much time, or the text has characters that this Python does not know: the library of
-        grammars knows those of Unicode 16, some of which are letters and digits.
+        The check takes too much time, or the text has characters that this Python does not know. The library of
+        grammars knows the letters and digits of Unicode 16.
 
         Args:
             constraint: value of `structured_outputs`, with `regex` or `json`.
