@@ -8,7 +8,6 @@ dies, all end.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -19,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from varlen.processes import freeze_objects
 from varlen.sandbox.frames import Frames
 from varlen.sandbox.limits import OUT_OF_MEMORY, SandboxLimits, limit_memory
 
@@ -43,9 +43,7 @@ def main() -> None:
     limits = SandboxLimits(**setup["limits"])
     services, refused = _load(setup)
     del setup
-    gc.collect()
-    # collections in a child would write to every page that holds an object
-    gc.freeze()
+    freeze_objects()
     children: set[int] = set()
     try:
         _send(control, {"refused": refused})

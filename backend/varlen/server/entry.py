@@ -26,6 +26,7 @@ from varlen.errors import EngineError, ModelFaultError, RequestError, VarlenErro
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.memory.heap import return_large_memory
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.processes import freeze_objects
 from varlen.request.draft import Draft
 from varlen.request.request import Request
 from varlen.server.config import (
@@ -42,7 +43,6 @@ from varlen.server.process import (
     check_numpy,
     close_inherited_sockets,
     end_process_soon,
-    freeze_loaded,
     log_to_server,
     start_exporter,
     start_watchdog,
@@ -125,7 +125,7 @@ class TritonPythonModel:
             if isinstance(error, ModelFaultError):
                 end_process_soon()
             raise _load_error(error) from None
-        freeze_loaded()
+        freeze_objects()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Enqueue the requests, or answer at once with an error. Never raises."""

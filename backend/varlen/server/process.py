@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -104,15 +103,6 @@ class MemoryTrimmer:
             if time.process_time() - trimmed_at > _TRIM_AFTER_SECONDS:
                 trim_heap()
                 trimmed_at = time.process_time()
-
-
-def freeze_loaded() -> None:
-    """Leave the objects of a loaded model out of later garbage collections.
-
-    A full collection visits all of them, 270,000 with torch, and all threads wait for 0.1 s.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def start_exporter(

@@ -102,7 +102,7 @@ class CudaRunner:
             self._free.put(buffers)
         # batches are started one at a time, each as a whole
         self._launching = Lock()
-        # none of the batches that were started ends later than that, if each is as fast as it can be
+        # when the last batch that was started can end at the earliest
         self._earliest_end = 0.0
         with torch.inference_mode():
             self._captured, self.graph_use = capture_each(

@@ -6,7 +6,6 @@ log lines and then the model's description, or an error. When the engine closes 
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.workers.messages import Answers, send_answers
 from varlen.memory.heap import return_large_memory, trim_heap
 from varlen.memory.memory_use import MemoryUse
+from varlen.processes import freeze_objects
 from varlen.request.request import Float32Array
 
 _log = logging.getLogger("varlen")
@@ -78,9 +78,7 @@ def run_model(
         _log.exception("the model could not be loaded")
         send(control, {"error": ["EngineError", "the model could not be loaded"]})
         return
-    # collections in a worker would write to every page that holds an object
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
     send(control, {"model": asdict(model.info)})
     serve(control, model)
 
