@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from textwrap import indent
 
 from varlen_bench.harness.rows import Cell, Provenance
 from varlen_bench.harness.tables import csv_table
@@ -19,7 +20,7 @@ _PAGE = """# Last campaign
 
 <!-- Written by `make campaign` (tests/campaign/figures.py). -->
 
-What [the campaign](../campaign.md) found last. Rows of all runs are in [campaign.csv](campaign.csv).
+What [the campaign](../project/campaign.md) found last. Rows of all runs are in [campaign.csv](campaign.csv).
 """
 _STATE_HEADINGS = ("processes", "descriptors", "threads", "memory_mib", "shared_mib")
 
@@ -62,7 +63,8 @@ def page(reports: Sequence[Report], seed: int, run: Provenance) -> str:
     problems = [
         f"{report.name}: {problem}" for report in reports for problem in report.ledger.problems
     ]
-    found = "\n".join(f"* {problem}" for problem in problems) or "No invariant was violated."
+    # Indented lines are code, whatever stands in them: a regular expression may look like a link.
+    found = indent("\n".join(problems), " " * 4) or "No invariant was violated."
     parts = [
         _PAGE,
         f"{run.date}, commit {run.revision}, {run.cpu}, {run.versions}.",
@@ -70,7 +72,7 @@ def page(reports: Sequence[Report], seed: int, run: Provenance) -> str:
         found,
         *map(_markdown, tables(reports, seed)),
     ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def bench_figures(reports: Sequence[Report], seed: int) -> dict[str, Cell]:

@@ -224,7 +224,7 @@ def test_a_kind_whose_requests_prove_nothing_is_a_problem() -> None:
 def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem() -> None:
     report = Report("mixed", seconds=12.34)
     report.before = report.after = State({"server": 1}, 50, 20, 300.04, 2.0)
-    for ending in (Ending("right"), Ending("right"), Ending("wrong", message="not that")):
+    for ending in (Ending("right"), Ending("right"), Ending("wrong", message="[a](b)")):
         report.ledger.add("3 mixed 8", "embed", ending)
     report.ledger.add("3 mixed 9", "http_timeout", Ending("left"))
     run = Provenance("2026-01-01", "abc", "a CPU x2", 0, "python=3.11", "python -m tests.campaign")
@@ -236,7 +236,7 @@ def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem() -> None:
         assert whole[name] == sum(int(kind[name] or 0) for kind in kinds)
     assert (whole["problems"], whole["memory_mib_after"], kinds[0]["problems"]) == (1, 300.0, None)
     page = figures.page([report], 3, run)
-    assert "3 mixed 8: embed is wrong:  not that" in page
+    assert "\n    mixed: 3 mixed 8: embed is wrong:  [a](b)\n" in page  # code, not a link
     assert "4 requests, 1 wrong, 0 lost" in page
 
 
