@@ -1,5 +1,7 @@
 """The encoder benchmark: workloads, batches, figures, and a small run of the whole."""
 
+import threading
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -35,7 +37,7 @@ def result(name, speeds, *, cosine=1.0, workload="uniform", note=""):
 
 
 def worker(name, embed, *sequences):
-    made = EncoderWorker(SYSTEMS[name], lambda: embed)
+    made = EncoderWorker(SYSTEMS[name], lambda: embed, SYSTEMS[name].cores(2).instances)
     made.workloads["uniform"] = Workload("uniform", list(sequences), (1, 2), ())
     return made
 
@@ -95,7 +97,7 @@ def test_a_sorted_split_goes_from_the_longest_to_the_shortest():
     sequences = [[0] * length for length in (4, 1, 9)]
 
     assert SYSTEMS["onnxruntime-fp32-sorted"].split(sequences, 2) == [[2, 0], [1]]
-    assert SYSTEMS["onnxruntime-fp32-arrival"].split(sequences, 2) == [[0, 1], [2]]
+    assert SYSTEMS[BASELINE].split(sequences, 2) == [[0, 1], [2]]
 
 
 def test_padding_is_masked():
@@ -120,6 +122,19 @@ def test_a_worker_returns_vectors_in_order_of_arrival_whatever_the_batches():
     made.sizes["uniform"] = 2
     assert made.embed_all("uniform").tolist() == [[3], [1], [2], [5]]
     assert seen == [[5, 3], [2, 1]]
+
+
+def test_a_system_with_an_instance_per_core_runs_batches_at_the_same_time():
+    together = threading.Barrier(2, timeout=60)
+
+    def embed(batch):
+        together.wait()
+        return np.array([[len(sequence)] for sequence in batch], dtype=np.float32)
+
+    made = worker("openvino-fp32-per-core", embed, *([1] * n for n in (3, 1, 2, 5)))
+    made.sizes["uniform"] = 1
+
+    assert made.embed_all("uniform").tolist() == [[3], [1], [2], [5]]
 
 
 def test_a_fixed_batch_is_not_calibrated():

@@ -194,7 +194,9 @@ def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_pat
     parameters = {name: value.string_value for name, value in config.parameters.items()}
     assert [one.name for one in config.input] == ["input_ids"]
     assert list(config.output[0].dims) == [16]
-    assert parameters["threads"] == "2"
+    (instances,) = config.instance_group
+    expected = (2, "1") if system.per_core else (1, "2")
+    assert (instances.count, parameters["threads"]) == expected
     if system.is_ours:
         assert config.backend == "varlen"
         assert (model / "1/config.json").samefile(checkpoint / "config.json")
@@ -231,7 +233,7 @@ def imported(name, path, monkeypatch):
 
 def fake_onnxruntime(checkpoint):
     """Return a library whose graph has the inputs of the exported one."""
-    embed = engines.load("transformers", checkpoint, "fp32", threads=1)
+    embed = engines.load("transformers", checkpoint, "fp32", cores=engines.Cores(1, 1))
 
     def run(outputs, feeds):
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
@@ -299,7 +301,7 @@ def invoke(checkpoint, monkeypatch, tmp_path):
         latency = {"mean_ms": p99 / 2, "p99_ms": p99, "kept_deadline": 0.99}
         return Row(load.mix.label, system.name, load.kind, offered=load.rate, **figures, **latency)
 
-    embed = engines.load("transformers", checkpoint, "fp32", threads=1)
+    embed = engines.load("transformers", checkpoint, "fp32", cores=engines.Cores(1, 1))
 
     def serve(system, settings, scratch):
         return nullcontext(

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -64,6 +65,28 @@ def test_batches_take_the_longest_prompts_that_wait_and_run_to_their_end(monkeyp
     assert [answer.tokens for answer in answers] == [[40, 41], [90], [50, 51, 52], [60]]
     assert [answer.moments[0] for answer in answers] == [0.8, 0.8, 1.6, 1.6]
     assert [answer.end for answer in answers] == [0.8, 0.8, 1.6, 1.6]
+
+
+def test_instances_run_batches_at_the_same_time_and_share_the_requests():
+    together = threading.Barrier(2, timeout=60)
+
+    def run(prompts, limits, on_tokens):
+        together.wait()
+        run_batch(prompts, limits, on_tokens)
+
+    requests = small((9, 1), (4, 2), (7, 1), (5, 3))
+
+    answers = drive_batches(run, requests, SORTED, 1, instances=2)
+
+    assert [answer.tokens for answer in answers] == [[90], [40, 41], [70], [50, 51, 52]]
+
+
+def test_an_instance_that_fails_ends_the_pass():
+    def run(prompts, limits, on_tokens):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drive_batches(run, small((9, 1), (4, 2)), SORTED, 1, instances=2)
 
 
 def test_iterations_start_requests_when_they_are_due(monkeypatch):
@@ -156,7 +179,7 @@ def test_a_system_that_fails_keeps_its_reason_and_the_others_go_on(monkeypatch):
     "module", ["beam.engines", "generate.engines", "encoder.worker"], ids=lambda name: name
 )
 def test_a_worker_imports_only_the_libraries_of_its_engine(module):
-    names = "{'torch', 'transformers', 'onnxruntime', 'ctranslate2', 'varlen'}"
+    names = "{'torch', 'transformers', 'onnxruntime', 'openvino', 'ctranslate2', 'varlen'}"
     code = f"import sys, varlen_bench.{module}; print({names} & set(sys.modules))"
 
     # an engine that another system imports would count in its memory

@@ -27,7 +27,7 @@ from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import config_field, load_generator
-from varlen_bench.peers.engines import Precision, ctranslate2_options
+from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
 
 # Translates a batch: sources, and the most tokens of each answer.
 Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
@@ -36,14 +36,14 @@ Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
 _RUNNING = 128
 
 
-def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) -> RunBatch:
+def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) -> RunBatch:
     """Return a function that translates one batch; all answers come at its end."""
     if system.engine == "varlen":
-        translate = _together(load_iteration(system, checkpoint, threads))
+        translate = _together(load_iteration(system, checkpoint, cores))
     elif system.engine == "transformers":
-        translate = _transformers(checkpoint, threads)
+        translate = _transformers(checkpoint, cores)
     else:
-        translate = _ctranslate2(checkpoint, scratch, system.precision, threads)
+        translate = _ctranslate2(checkpoint, scratch, system.precision, cores)
 
     def run(sources: Sequence[Ids], limits: Sequence[int], on_tokens: OnTokens) -> None:
         answers = translate(sources, limits)
@@ -54,7 +54,7 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) 
     return run
 
 
-def load_iteration(_: System, checkpoint: Path, threads: int) -> Submit:
+def load_iteration(_: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request of varlen."""
     from varlen.in_process.generator import Generator
     from varlen.request.generation import GenerationOptions
@@ -62,7 +62,7 @@ def load_iteration(_: System, checkpoint: Path, threads: int) -> Submit:
 
     end = config_field(checkpoint, "eos_token_id")
     generator = Generator.from_pretrained(
-        checkpoint, device="cpu", dtype="fp32", threads=threads, max_running_sequences=_RUNNING
+        checkpoint, device="cpu", dtype="fp32", threads=cores.total, max_running_sequences=_RUNNING
     )
 
     def submit(source: Ids, limit: int, on_tokens: OnTokens) -> Future[Any]:
@@ -97,11 +97,11 @@ def _together(submit: Submit) -> Translate:
     return translate
 
 
-def _transformers(checkpoint: Path, threads: int) -> Translate:
+def _transformers(checkpoint: Path, cores: Cores) -> Translate:
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    model = load_generator("AutoModelForSeq2SeqLM", checkpoint, threads)
+    model = load_generator("AutoModelForSeq2SeqLM", checkpoint, cores.total)
     end, pad = (config_field(checkpoint, name) for name in ("eos_token_id", "pad_token_id"))
 
     class Limits(StoppingCriteria):  # type: ignore[misc]
@@ -132,14 +132,14 @@ def _transformers(checkpoint: Path, threads: int) -> Translate:
     return run
 
 
-def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, threads: int) -> Translate:
+def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, cores: Cores) -> Translate:
     import ctranslate2
 
     from varlen_bench.beam.export import END, export_ctranslate2
 
     folder = scratch / f"ctranslate2-{precision}"
     export_ctranslate2(checkpoint, folder, precision)
-    options = ctranslate2_options(precision, threads)
+    options = ctranslate2_options(precision, cores)
     translator: Any = ctranslate2.Translator(str(folder), **options)
     end = config_field(checkpoint, "eos_token_id")
 

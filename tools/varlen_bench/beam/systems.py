@@ -13,5 +13,7 @@ SYSTEMS = by_name(
     System(REQUEST_LEVEL, "varlen", "fp32", "sorted"),
     System(TRANSFORMERS, "transformers", "fp32", "sorted"),
     System("ctranslate2-fp32-sorted", "ctranslate2", "fp32", "sorted"),
+    System("ctranslate2-fp32-per-core", "ctranslate2", "fp32", "sorted", per_core=True),
     System("ctranslate2-int8-sorted", "ctranslate2", "int8", "sorted"),
+    System("ctranslate2-int8-per-core", "ctranslate2", "int8", "sorted", per_core=True),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -88,22 +89,42 @@ def drive_iterations(submit: Submit, requests: Requests) -> list[Answer]:
     return answers
 
 
-def drive_batches(run: RunBatch, requests: Requests, system: System, size: int) -> list[Answer]:
+def drive_batches(
+    run: RunBatch, requests: Requests, system: System, size: int, *, instances: int = 1
+) -> list[Answer]:
     """Return the answers to requests in batches that run to their end.
 
-    A batch starts as soon as the last one has ended, with the requests that wait.
+    A batch starts as soon as an instance has ended its last one, with the requests that wait.
     """
     answers = [Answer(due) for due in requests.due]
     left = list(range(len(answers)))
+    is_taking = threading.Lock()
     began = time.perf_counter()
-    while left:
-        _sleep_until(began + requests.due[left[0]])
-        now = time.perf_counter() - began
-        waiting = [request for request in left if requests.due[request] <= now]
-        batch = system.ordered(waiting, requests.prompts)[:size]
-        part = requests.part(batch)
-        run(part.prompts, part.limits, _recorder([answers[request] for request in batch], began))
-        left = [request for request in left if request not in set(batch)]
+
+    def next_batch() -> list[int]:
+        # a request that is not due holds up the others that take: they would wait for it too
+        with is_taking:
+            if not left:
+                return []
+            _sleep_until(began + requests.due[left[0]])
+            now = time.perf_counter() - began
+            waiting = [request for request in left if requests.due[request] <= now]
+            batch = system.ordered(waiting, requests.prompts)[:size]
+            left[:] = [request for request in left if request not in set(batch)]
+            return batch
+
+    def run_instance() -> None:
+        while batch := next_batch():
+            part = requests.part(batch)
+            recorder = _recorder([answers[request] for request in batch], began)
+            run(part.prompts, part.limits, recorder)
+
+    if instances == 1:
+        run_instance()
+        return answers
+    with ThreadPoolExecutor(instances) as threads:
+        for done in [threads.submit(run_instance) for _ in range(instances)]:
+            done.result()
     return answers
 
 

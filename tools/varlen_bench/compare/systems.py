@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from varlen_bench.peers.engines import EngineName, Precision
+from varlen_bench.peers.engines import Cores, EngineName, Precision
 
 # The engine gets all requests and batches them itself; or it gets batches, in order of arrival or by length.
 Batching = Literal["engine", "arrival", "sorted"]
+# Of a batch size; tokens with their padding.
+BatchUnit = Literal["sequences", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,19 @@ class System(NamedEngine):
     """An engine in a process, and how it batches requests.
 
     Attributes:
-        unit: unit of the batch size: sequences, or tokens with their padding.
+        unit: unit of the batch size.
         size: batch size; 0: calibrated, unless the engine batches requests itself.
+        per_core: whether it has an instance on each core, which run batches at the same time; else one on all.
     """
 
     batching: Batching
-    unit: Literal["sequences", "tokens"] = "sequences"
+    unit: BatchUnit = "sequences"
     size: int = 0
+    per_core: bool = False
+
+    def cores(self, threads: int) -> Cores:
+        """Return how it uses `threads` cores."""
+        return Cores(threads, 1) if self.per_core else Cores(1, threads)
 
     def ordered(self, requests: Sequence[int], inputs: Sequence[Sequence[int]]) -> list[int]:
         """Return requests in the order of their batches; sorted: the longest inputs first."""

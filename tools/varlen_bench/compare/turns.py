@@ -33,8 +33,9 @@ def start_system(
     folder = scratch / system.name
     folder.mkdir(parents=True)
     paths = {"checkpoint": str(checkpoint.resolve()), "scratch": str(folder)}
-    argument = {"system": asdict(system), **paths, "threads": threads, **more}
-    return WorkerProcess(module, argument, folder / "log", threads=threads)
+    cores = system.cores(threads)
+    argument = {"system": asdict(system), **paths, "cores": asdict(cores), **more}
+    return WorkerProcess(module, argument, folder / "log", threads=cores.threads)
 
 
 @contextmanager

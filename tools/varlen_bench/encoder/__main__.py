@@ -19,7 +19,7 @@ from varlen_bench.peers.pooling import POOLING_MODES, PoolingMode
 from varlen_bench.peers.random_encoders import RANDOM_ENCODERS, random_encoder
 
 _MINILM = Path("model_repository/minilm/1")
-_PACKAGES = ("torch", "transformers", "onnxruntime", "ctranslate2", "varlen")
+_PACKAGES = ("torch", "transformers", "onnxruntime", "openvino", "ctranslate2", "varlen")
 
 app = typer.Typer(add_completion=False)
 
@@ -44,7 +44,7 @@ def main(
     revision: command.Revision = "",
     output: command.Output = None,
 ) -> None:
-    """Compare varlen's encoder with transformers, onnxruntime and CTranslate2 on this CPU."""
+    """Compare varlen's encoder with transformers, onnxruntime, OpenVINO and CTranslate2 on this CPU."""
     cores = threads or machine.cpu_count()
     if quick:
         rounds, sequences, queries = min(rounds, 2), min(sequences, 24), min(queries, 96)

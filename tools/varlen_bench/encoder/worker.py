@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.resident import MIB, peak_resident_bytes, reset_peak
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_bench.peers import engines
-from varlen_bench.peers.engines import Embed
+from varlen_bench.peers.engines import Cores, Embed
 
 # Each candidate size is timed on every sixth batch, three times; its best pass counts.
 _CALIBRATION_STEP = 6
@@ -25,10 +26,11 @@ _CALIBRATION_PASSES = 3
 class EncoderWorker:
     """An engine, its workloads, and its batch size on each."""
 
-    def __init__(self, system: System, load: Callable[[], Embed]) -> None:
+    def __init__(self, system: System, load: Callable[[], Embed], instances: int = 1) -> None:
         self._system = system
         self._load = load
         self._embed = load()
+        self._callers = ThreadPoolExecutor(instances)
         self.workloads: dict[str, Workload] = {}
         self.sizes: dict[str, int] = {}
 
@@ -75,11 +77,15 @@ class EncoderWorker:
         """Return the vectors of a whole workload, in order of arrival."""
         sequences = self.workloads[name].sequences
         batches = self._system.split(sequences, self.sizes[name])
-        vectors = [self._embed([sequences[i] for i in batch]) for batch in batches]
+        vectors = self._run([[sequences[i] for i in batch] for batch in batches])
         out = np.empty((len(sequences), vectors[0].shape[1]), dtype=np.float32)
         for batch, rows in zip(batches, vectors, strict=True):
             out[batch] = rows
         return out
+
+    def _run(self, batches: Sequence[list[list[int]]]) -> list[Vectors]:
+        """Embed batches in their order, as many at the same time as there are instances."""
+        return list(self._callers.map(self._embed, batches))
 
     def _label(self, size: int) -> str:
         """Return the batching of this size, such as "8 sequences"."""
@@ -93,24 +99,23 @@ class EncoderWorker:
 
     def _speed(self, batches: list[list[list[int]]]) -> float:
         began = time.perf_counter()
-        for batch in batches:
-            self._embed(batch)
+        self._run(batches)
         seconds = time.perf_counter() - began
         return sum(len(sequence) for batch in batches for sequence in batch) / seconds
 
 
 def start(argument: Message) -> Callable[[Message], Message]:
     """Load a system; return the function that answers its orders."""
-    system = System(**argument["system"])
+    system, cores = System(**argument["system"]), Cores(**argument["cores"])
     load = partial(
         engines.load,
         system.engine,
         Path(argument["checkpoint"]),
         system.precision,
-        threads=argument["threads"],
+        cores=cores,
         pooling=argument["pooling"],
     )
-    worker = EncoderWorker(system, load)
+    worker = EncoderWorker(system, load, cores.instances)
 
     def handle(order: Message) -> Message:
         if order["do"] == "measure":

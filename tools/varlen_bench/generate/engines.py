@@ -29,26 +29,26 @@ from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
-from varlen_bench.peers.engines import Precision, ctranslate2_options
+from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
 
 # Requests that run at the same time.
 _RUNNING = 64
 
 
-def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) -> RunBatch:
+def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) -> RunBatch:
     """Return a function that generates one batch."""
     if system.engine == "varlen":
-        return partial(run_together, _varlen(checkpoint, system.precision, threads))
+        return partial(run_together, _varlen(checkpoint, system.precision, cores))
     if system.engine == "transformers":
-        return _transformers_batches(checkpoint, threads)
-    return _ctranslate2_batches(checkpoint, scratch, system.precision, threads)
+        return _transformers_batches(checkpoint, cores)
+    return _ctranslate2_batches(checkpoint, scratch, system.precision, cores)
 
 
-def load_iteration(system: System, checkpoint: Path, threads: int) -> Submit:
+def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request."""
     if system.engine == "varlen":
-        return _varlen(checkpoint, system.precision, threads)
-    return _transformers_continuous(checkpoint, threads)
+        return _varlen(checkpoint, system.precision, cores)
+    return _transformers_continuous(checkpoint, cores)
 
 
 def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
@@ -74,7 +74,7 @@ def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
     }
 
 
-def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
+def _varlen(checkpoint: Path, precision: Precision, cores: Cores) -> Submit:
     from varlen.in_process.generator import Generator
     from varlen.request.generation import GenerationOptions
     from varlen.request.request import GeneratedPart
@@ -83,7 +83,7 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
         checkpoint,
         device="cpu",
         dtype="bf16" if precision == "bf16" else "fp32",
-        threads=threads,
+        threads=cores.total,
         max_running_sequences=_RUNNING,
         # random prompts share nothing
         prefix_cache=False,
@@ -99,19 +99,19 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
     return submit
 
 
-def _load_transformers(checkpoint: Path, threads: int) -> Any:
-    model = load_generator("AutoModelForCausalLM", checkpoint, threads)
+def _load_transformers(checkpoint: Path, cores: Cores) -> Any:
+    model = load_generator("AutoModelForCausalLM", checkpoint, cores.total)
     # no token ends an answer
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
-def _transformers_batches(checkpoint: Path, threads: int) -> RunBatch:
+def _transformers_batches(checkpoint: Path, cores: Cores) -> RunBatch:
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    model = _load_transformers(checkpoint, threads)
+    model = _load_transformers(checkpoint, cores)
 
     class Lengths(StoppingCriteria):  # type: ignore[misc]
         """Reports the token of each step; a row is done at its own length."""
@@ -144,10 +144,10 @@ def _transformers_batches(checkpoint: Path, threads: int) -> RunBatch:
     return run
 
 
-def _transformers_continuous(checkpoint: Path, threads: int) -> Submit:
+def _transformers_continuous(checkpoint: Path, cores: Cores) -> Submit:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = _load_transformers(checkpoint, threads)
+    model = _load_transformers(checkpoint, cores)
     longest = model.config.max_position_embeddings
     options = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     pages = ContinuousBatchingConfig(
@@ -192,7 +192,7 @@ def _transformers_continuous(checkpoint: Path, threads: int) -> Submit:
 
 
 def _ctranslate2_batches(
-    checkpoint: Path, scratch: Path, precision: Precision, threads: int
+    checkpoint: Path, scratch: Path, precision: Precision, cores: Cores
 ) -> RunBatch:
     import ctranslate2
     from tokenizers import Tokenizer
@@ -201,7 +201,7 @@ def _ctranslate2_batches(
 
     folder = scratch / f"ctranslate2-{precision}"
     convert_ctranslate2(checkpoint, folder, precision)
-    generator: Any = ctranslate2.Generator(str(folder), **ctranslate2_options(precision, threads))
+    generator: Any = ctranslate2.Generator(str(folder), **ctranslate2_options(precision, cores))
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
     def run(prompts: Sequence[Ids], counts: Sequence[int], on_tokens: OnTokens) -> None:

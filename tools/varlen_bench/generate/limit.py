@@ -31,7 +31,8 @@ def decode_seconds(checkpoint: Path, *, threads: int) -> float:
     """Return the median seconds of a step while `RUNNING` sequences decode."""
     vocabulary = _sizes(checkpoint)[2]
     prompts = token_ids([_CONTEXT] * RUNNING, vocabulary, seed=0)
-    submit = engines.load_iteration(SYSTEMS[OURS], checkpoint, threads)
+    system = SYSTEMS[OURS]
+    submit = engines.load_iteration(system, checkpoint, system.cores(threads))
     # prompts are computed over several steps: sequences start, and end, one after another
     requests = Requests.at_once("decode", prompts, [3 * _STEPS] * RUNNING)
     drive_iterations(submit, requests)

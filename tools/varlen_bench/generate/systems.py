@@ -14,5 +14,7 @@ SYSTEMS = by_name(
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted"),
     System("transformers-fp32-continuous", "transformers", "fp32", "engine"),
     System("ctranslate2-fp32-sorted", "ctranslate2", "fp32", "sorted"),
+    System("ctranslate2-fp32-per-core", "ctranslate2", "fp32", "sorted", per_core=True),
     System("ctranslate2-int8-sorted", "ctranslate2", "int8", "sorted"),
+    System("ctranslate2-int8-per-core", "ctranslate2", "int8", "sorted", per_core=True),
 )

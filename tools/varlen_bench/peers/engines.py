@@ -1,11 +1,13 @@
-"""Four engines behind one function: a batch of token ids in, normalized vectors out.
+"""Five engines behind one function: a batch of token ids in, normalized vectors out.
 
 A process imports only the libraries of its engine.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,14 +18,28 @@ from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.pooling import PoolingMode, pool_padded, pool_rows
 
-EngineName = Literal["varlen", "transformers", "onnxruntime", "ctranslate2"]
-Precision = Literal["fp32", "bf16", "int8"]
+EngineName = Literal["varlen", "transformers", "onnxruntime", "ctranslate2", "openvino"]
+# int8-blocks: 8-bit weights with a scale for each block of them, and int8 products.
+Precision = Literal["fp32", "bf16", "int8", "int8-blocks"]
 # Longest measurement of our costs and linear layers.
 _WARMUP_SECONDS = 10
 # Longest sequence of the workloads, in tokens.
 _LONGEST = 512
-# Embeds one batch: token ids in, [sequences, hidden] out.
+# Embeds one batch: token ids in, [sequences, hidden] out. Called by as many threads as there are instances.
 Embed: TypeAlias = Callable[[list[list[int]]], Vectors]
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Cores of an engine: batches at the same time, and the threads of each."""
+
+    instances: int
+    threads: int
+
+    @property
+    def total(self) -> int:
+        """Threads of all instances."""
+        return self.instances * self.threads
 
 
 def load(
@@ -31,7 +47,7 @@ def load(
     checkpoint: Path,
     precision: Precision,
     *,
-    threads: int,
+    cores: Cores,
     pooling: PoolingMode = "mean",
 ) -> Embed:
     """Return a function that embeds one batch; `checkpoint` is from `exports.exported`."""
@@ -40,17 +56,18 @@ def load(
         "transformers": _transformers,
         "onnxruntime": _onnxruntime,
         "ctranslate2": _ctranslate2,
+        "openvino": _openvino,
     }
-    return loaders[engine](checkpoint, precision, threads, pooling)
+    return loaders[engine](checkpoint, precision, cores, pooling)
 
 
-def ctranslate2_options(precision: Precision, threads: int) -> dict[str, Any]:
-    """Return the arguments of CTranslate2's engines for one batch at a time on a CPU."""
+def ctranslate2_options(precision: Precision, cores: Cores) -> dict[str, Any]:
+    """Return the arguments of CTranslate2's engines on a CPU."""
     return {
         "device": "cpu",
         "compute_type": "int8" if precision == "int8" else "float32",
-        "inter_threads": 1,
-        "intra_threads": threads,
+        "inter_threads": cores.instances,
+        "intra_threads": cores.threads,
     }
 
 
@@ -64,16 +81,17 @@ def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
     return ids, mask
 
 
-def _varlen(checkpoint: Path, precision: Precision, threads: int, _: PoolingMode) -> Embed:
+def _varlen(checkpoint: Path, precision: Precision, cores: Cores, _: PoolingMode) -> Embed:
     from varlen import Encoder
     from varlen.models.checkpoint_folder import Checkpoint
 
+    assert precision != "int8-blocks"  # which is onnxruntime's
     encoder = Encoder.from_pretrained(
         str(checkpoint),
         task="embed",
         device="cpu",
         dtype=precision,
-        threads=threads,
+        threads=cores.total,
         max_sequence_tokens=min(Checkpoint.open(checkpoint).position_limit, _LONGEST),
         warmup_seconds=_WARMUP_SECONDS,
     )
@@ -81,11 +99,12 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int, _: PoolingMode
 
 
 def _transformers(
-    checkpoint: Path, precision: Precision, threads: int, pooling: PoolingMode
+    checkpoint: Path, precision: Precision, cores: Cores, pooling: PoolingMode
 ) -> Embed:
     import torch
 
-    torch.set_num_threads(threads)
+    # of each thread that calls the model
+    torch.set_num_threads(cores.threads)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     encoder = load_encoder(checkpoint, dtype, torch.device("cpu"), "sdpa")
 
@@ -100,11 +119,12 @@ def _transformers(
     return embed
 
 
-def _onnxruntime(checkpoint: Path, _: Precision, threads: int, __: PoolingMode) -> Embed:
+def _onnxruntime(checkpoint: Path, _: Precision, cores: Cores, __: PoolingMode) -> Embed:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    # with one thread, a batch runs on the thread that calls the session
+    options.intra_op_num_threads = cores.threads
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     session = onnxruntime.InferenceSession(
         str(checkpoint / "model.onnx"), options, providers=["CPUExecutionProvider"]
@@ -118,12 +138,34 @@ def _onnxruntime(checkpoint: Path, _: Precision, threads: int, __: PoolingMode) 
     return embed
 
 
+def _openvino(checkpoint: Path, precision: Precision, cores: Cores, __: PoolingMode) -> Embed:
+    import openvino
+
+    options: dict[str, Any] = {"NUM_STREAMS": cores.instances, "INFERENCE_NUM_THREADS": cores.total}
+    # in int8 what is not quantized runs in bf16 where the CPU has it, which is the default
+    if precision != "int8":
+        options["INFERENCE_PRECISION_HINT"] = "bf16" if precision == "bf16" else "f32"
+    model: Any = openvino.Core().compile_model(str(checkpoint / "model.xml"), "CPU", options)
+    thread = threading.local()
+
+    def embed(batch: list[list[int]]) -> Vectors:
+        if not hasattr(thread, "request"):
+            thread.request = model.create_infer_request()
+        ids, mask = pad(batch)
+        found = thread.request.infer({"input_ids": ids, "attention_mask": mask})
+        # the request keeps its tensors and writes the next batch into them
+        vectors: Vectors = next(iter(found.values())).copy()
+        return vectors
+
+    return embed
+
+
 def _ctranslate2(
-    checkpoint: Path, precision: Precision, threads: int, pooling: PoolingMode
+    checkpoint: Path, precision: Precision, cores: Cores, pooling: PoolingMode
 ) -> Embed:
     import ctranslate2
 
-    encoder: Any = ctranslate2.Encoder(str(checkpoint), **ctranslate2_options(precision, threads))
+    encoder: Any = ctranslate2.Encoder(str(checkpoint), **ctranslate2_options(precision, cores))
 
     def embed(batch: list[list[int]]) -> Vectors:
         # [sequences, longest, hidden]; CTranslate2 pads the batch

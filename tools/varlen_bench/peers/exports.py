@@ -13,19 +13,27 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.worker import Message, WorkerError, ask_once, run_once
 from varlen_bench.peers.checkpoints import load_encoder
-from varlen_bench.peers.engines import EngineName, Precision
+from varlen_bench.peers.engines import EngineName, Precision, pad
 from varlen_bench.peers.pooling import PoolingMode, pool_padded
+from varlen_tools.workloads import token_ids
 
 _MODULE = "varlen_bench.peers.exports"
 _OPSET = 23
 _TOOLS = {
     "onnxruntime": ("torch", "transformers", "onnx", "onnxruntime"),
     "ctranslate2": ("transformers", "ctranslate2"),
+    "openvino": ("torch", "transformers", "openvino", "nncf"),
 }
+# Sequences of random tokens that show OpenVINO's quantization the range of activations.
+_SAMPLES, _SHORTEST, _LONGEST = 128, 5, 500
 
 
 def exported(
@@ -50,14 +58,12 @@ def exported(
     return cached(f"{_key(model, engine)}-{engine}-{precision}-{pooling}", make)
 
 
-def export_onnx(model: Path, folder: Path, precision: Precision, pooling: PoolingMode) -> None:
-    """Write model.onnx: token ids and mask in, pooled normalized vectors out.
+def _embedder(model: Path, pooling: PoolingMode) -> tuple[Any, dict[str, Any]]:
+    """Return a module that embeds, and an example of its inputs.
 
-    int8 is onnxruntime's dynamic quantization of linear layers.
+    It makes pooled normalized vectors of ids and mask.
     """
     import torch
-
-    from varlen.models.checkpoint_folder import Checkpoint
 
     class Embedder(torch.nn.Module):
         def __init__(self) -> None:
@@ -72,6 +78,20 @@ def export_onnx(model: Path, folder: Path, precision: Precision, pooling: Poolin
     input_ids = torch.arange(14).reshape(2, 7)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[1, 5:] = 0
+    return Embedder().eval(), {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def export_onnx(model: Path, folder: Path, precision: Precision, pooling: PoolingMode) -> None:
+    """Write model.onnx: token ids and mask in, pooled normalized vectors out.
+
+    int8 is onnxruntime's dynamic quantization of linear layers; int8-blocks has 8-bit weights with a scale for each
+    block of them, MatMulNBits, at accuracy level 4: int8 products.
+    """
+    import torch
+
+    from varlen.models.checkpoint_folder import Checkpoint
+
+    embedder, inputs = _embedder(model, pooling)
     dims = {
         0: torch.export.Dim("batch", min=1, max=4096),
         1: torch.export.Dim("length", min=1, max=Checkpoint.open(model).position_limit),
@@ -79,14 +99,14 @@ def export_onnx(model: Path, folder: Path, precision: Precision, pooling: Poolin
     folder.mkdir()
     plain = folder / "plain.onnx"
     torch.onnx.export(
-        Embedder().eval(),
-        (input_ids, attention_mask),
+        embedder,
+        tuple(inputs.values()),
         str(plain),
-        input_names=["input_ids", "attention_mask"],
+        input_names=list(inputs),
         output_names=["sentence_embedding"],
         dynamo=True,
         opset_version=_OPSET,
-        dynamic_shapes={"input_ids": dims, "attention_mask": dims},
+        dynamic_shapes=dict.fromkeys(inputs, dims),
         external_data=False,
         verbose=False,
     )
@@ -102,8 +122,50 @@ def export_onnx(model: Path, folder: Path, precision: Precision, pooling: Poolin
             per_channel=True,
         )
         plain.unlink()
+    elif precision == "int8-blocks":
+        import onnx
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+        quantizer = MatMulNBitsQuantizer(onnx.load(plain), bits=8, block_size=32, accuracy_level=4)
+        quantizer.process()
+        quantizer.model.save_model_to_file(str(folder / "model.onnx"))
+        plain.unlink()
     else:
         plain.rename(folder / "model.onnx")
+
+
+def export_openvino(model: Path, folder: Path, precision: Precision, pooling: PoolingMode) -> None:
+    """Write model.xml and model.bin: token ids and mask in, pooled normalized vectors out.
+
+    int8 is NNCF's quantization after training of weights and activations, for transformers.
+    """
+    import openvino
+
+    embedder, inputs = _embedder(model, pooling)
+    converted = openvino.convert_model(embedder, example_input=inputs)
+    if precision == "int8":
+        import nncf
+
+        converted = nncf.quantize(
+            converted,
+            nncf.Dataset(_samples(model), _as_inputs),
+            model_type=nncf.ModelType.TRANSFORMER,
+            subset_size=_SAMPLES,
+        )
+    openvino.save_model(converted, folder / "model.xml", compress_to_fp16=False)
+
+
+def _samples(model: Path) -> list[list[int]]:
+    from varlen.models.checkpoint_folder import Checkpoint
+
+    checkpoint = Checkpoint.open(model)
+    longest = min(_LONGEST, checkpoint.position_limit)
+    lengths = np.linspace(min(_SHORTEST, longest), longest, _SAMPLES).astype(int).tolist()
+    return token_ids(lengths, checkpoint.vocab_size, seed=0)
+
+
+def _as_inputs(ids: list[int]) -> dict[str, npt.NDArray[np.int64]]:
+    return dict(zip(("input_ids", "attention_mask"), pad([ids]), strict=True))
 
 
 def convert_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
@@ -150,10 +212,12 @@ def _version(package: str) -> str:
 def export(argument: Message) -> Message:
     """Write the export that `exported` asks for."""
     model, target = Path(argument["model"]), Path(argument["target"])
-    if argument["engine"] == "onnxruntime":
-        export_onnx(model, target, argument["precision"], argument["pooling"])
+    engine, precision = argument["engine"], argument["precision"]
+    if engine == "ctranslate2":
+        convert_ctranslate2(model, target, precision)
     else:
-        convert_ctranslate2(model, target, argument["precision"])
+        write = export_onnx if engine == "onnxruntime" else export_openvino
+        write(model, target, precision, argument["pooling"])
     return {}
 
 

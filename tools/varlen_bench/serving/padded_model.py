@@ -27,7 +27,7 @@ class TritonPythonModel:
             values["engine"],
             Path(values["checkpoint"]),
             values["precision"],
-            threads=int(values["threads"]),
+            cores=engines.Cores(1, int(values["threads"])),
         )
 
     def execute(

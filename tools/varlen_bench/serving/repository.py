@@ -36,13 +36,12 @@ def write_model(repository: Path, system: ServedSystem, settings: Settings) -> N
     else:
         (model / "1").mkdir()
         shutil.copy(PEER, model / "1" / "model.py")
-        # transformers converts to bf16 when it loads
-        checkpoint = exported(settings.model, system.engine, "fp32")
+        checkpoint = exported(settings.model, system.engine, system.precision)
         parameters = {
             "engine": system.engine,
             "checkpoint": str(checkpoint.resolve()),
             "precision": system.precision,
-            "threads": str(settings.threads),
+            "threads": "1" if system.per_core else str(settings.threads),
         }
     (model / "config.pbtxt").write_text(_config(system, settings, parameters), encoding="utf-8")
 
@@ -51,12 +50,13 @@ def _config(system: ServedSystem, settings: Settings, parameters: Mapping[str, s
     peer_batch = settings.peer_batch if system.dynamic else 1
     ragged = "allow_ragged_batch: true" if system.dynamic else ""
     hidden = config_field(settings.model, "hidden_size")
+    instances = settings.threads if system.per_core else 1
     lines = [
         f'backend: "{"varlen" if system.is_ours else "python"}"',
         f"max_batch_size: {64 if system.is_ours else peer_batch}",
         f'input [ {{ name: "{INPUT}" data_type: TYPE_INT64 dims: [ -1 ] {ragged} }} ]',
         f'output [ {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: [ {hidden} ] }} ]',
-        "instance_group [ { count: 1 kind: KIND_CPU } ]",
+        f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]",
         "dynamic_batching { max_queue_delay_microseconds: 0 }" if system.dynamic else "",
     ]
     lines += [

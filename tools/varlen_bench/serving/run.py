@@ -236,7 +236,9 @@ def reference(settings: Settings) -> tuple[list[list[int]], Vectors]:
     longest = max(max(mix.lengths) for mix in settings.mixes)
     lengths = [max(1, longest * (i + 1) // _CHECKED_REQUESTS) for i in range(_CHECKED_REQUESTS)]
     requests = token_ids(lengths, settings.vocabulary, settings.seed)
-    embed = engines.load("transformers", settings.model, "fp32", threads=settings.threads)
+    embed = engines.load(
+        "transformers", settings.model, "fp32", cores=engines.Cores(1, settings.threads)
+    )
     return requests, np.concatenate([embed([ids]) for ids in requests])
 
 
