@@ -4,15 +4,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Protocol, TypeAlias
 
 from varlen.costs.batch_shape import BatchShape
+from varlen.execution.core_share import CoreShare
 from varlen.request.request import Float32Array
 from varlen.scheduling.engine import Executor
-from varlen.scheduling.sequence import Batch, BatchResult, BeamStep, Failure, SampledToken
+from varlen.scheduling.sequence import Batch, BatchResult, BeamStep, Cores, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
 
@@ -56,16 +58,24 @@ class ThreadExecutor:
     """
 
     def __init__(
-        self, runners: Sequence[BatchRunner], prepare: Callable[[], None] | None = None
+        self,
+        runners: Sequence[BatchRunner],
+        prepare: Callable[[], None] | None = None,
+        share: CoreShare | None = None,
     ) -> None:
         """Start the threads.
 
         Args:
             runners: one per thread.
             prepare: each thread calls it first.
+            share: tells the runners whether a batch runs alone.
         """
         self.slots = len(runners)
         self._prepare = prepare
+        self._share = share
+        # what each batch in flight has used
+        self._cores: dict[Batch, Cores] = {}
+        self._counting = Lock()
         self._queue: SimpleQueue[tuple[Batch, Completed] | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, args=(runner,), name=f"varlen-executor-{slot}", daemon=True)
@@ -76,6 +86,10 @@ class ThreadExecutor:
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch. A thread of this executor calls `completed` once with the result."""
+        with self._counting:
+            self._cores[batch] = "all" if self._share_cores(len(self._cores) + 1) else "one"
+            for other in self._cores.keys() - {batch}:
+                self._cores[other] = "both" if self._cores[other] == "all" else self._cores[other]
         self._queue.put((batch, completed))
 
     def free_at(self) -> float:
@@ -95,9 +109,25 @@ class ThreadExecutor:
             self._prepare()
         while (work := self._queue.get()) is not None:
             batch, completed = work
-            completed(batch, result_of(runner, batch, partial(runner.run_batch, batch)))
+            result = result_of(runner, batch, partial(runner.run_batch, batch))
+            completed(batch, replace(result, cores=self._end(batch)))
             # this frame must not keep a batch alive until the next one comes
-            del work, batch, completed
+            del work, batch, completed, result
+
+    def _end(self, batch: Batch) -> Cores:
+        """Forget a batch that has run; return what it used."""
+        with self._counting:
+            used = self._cores.pop(batch)
+            if self._share_cores(len(self._cores)):
+                self._cores = dict.fromkeys(self._cores, "both")
+        return used
+
+    def _share_cores(self, count: int) -> bool:
+        """Say how many batches are in flight; return whether one has all cores."""
+        if self._share is None:
+            return False
+        self._share.set_alone(count == 1)
+        return self._share.is_alone
 
 
 def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -> BatchResult:

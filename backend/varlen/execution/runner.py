@@ -10,6 +10,7 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.arenas import batch_arena
+from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner
@@ -132,6 +133,11 @@ class Runner:
         other.arena = batch_arena(self.program, self._config, self.device, self.info.workers)
         other.device_runner = other._make_device_runner()
         return other
+
+    def share_cores(self, share: CoreShare) -> None:
+        """Run batches on all cores of its CPU while `share` says that they run alone."""
+        assert isinstance(self.device_runner, CpuRunner)
+        self.device_runner.share_cores(share, self.info.workers)
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]

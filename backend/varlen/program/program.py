@@ -4,11 +4,11 @@ A `Recorder` makes it. Lifetimes, memory plans, pictures and execution are all d
 no model file knows about any of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ Axis: TypeAlias = int | Size
 Shape: TypeAlias = tuple[Axis, ...]
 Attribute: TypeAlias = int | float | str
 
+# The first axis of what has a row for each token.
+_TOKENS = Size(tokens=1)
 _NO_STATES: Mapping[str, Tensor] = {}
 
 
@@ -97,6 +99,12 @@ class Op:
         """The values among its operands."""
         return tuple(operand for operand in self.operands if isinstance(operand, Value))
 
+    @property
+    def is_by_token(self) -> bool:
+        """Whether it treats each token by itself: nothing tells it where sequences begin."""
+        values = (*self.reads, *self.results)
+        return bool(self.reads) and all(value.shape[0] == _TOKENS for value in values)
+
     def overwritable(self, result: int) -> Value | None:
         """Return the operand that a result may overwrite if no later op reads it."""
         if result >= len(self.in_place):
@@ -105,6 +113,10 @@ class Op:
         if not isinstance(operand, Value) or self.reads.count(operand) > 1:
             return None
         return operand
+
+
+# Runs one op: gets it, its kernel, the tensors of its operands, and those of its results.
+CallOp: TypeAlias = Callable[[Op, Callable[..., object], list[Any], tuple[Tensor, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +197,7 @@ class Program:
         *,
         states: Mapping[str, Tensor] = _NO_STATES,
         out: Sequence[Tensor] | None = None,
+        call: CallOp | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs for `batch`: `out`, or new tensors; none is part of the region.
 
@@ -194,9 +207,10 @@ class Program:
             region: laid out for this program and a batch of these dimensions; overwritten.
             states: the tensor of each state, by name; those that ops write are changed.
             out: tensors of the outputs' shapes for this batch.
+            call: runs an op instead of its kernel: gets the op, the kernel, its operands and `out`.
         """
         outputs = tuple(self.new_outputs(batch.dims, region.memory.device)) if out is None else out
-        tensors = [
+        tensors: list[Any] = [
             *self._constants,
             *(batch.inputs[value.name] for value in self.inputs),
             *(states[state.name] for state in self.states),
@@ -209,7 +223,9 @@ class Program:
         for op, reads, writes in self._calls:
             operands = [tensors[slot] for slot in reads]
             kernel = getattr(kernels, op.kernel)
-            if len(writes) == 1:
+            if call is not None:
+                call(op, kernel, operands, tuple([tensors[slot] for slot in writes]))
+            elif len(writes) == 1:
                 kernel(*operands, **op.attributes, out=tensors[writes[0]])
             elif writes:
                 kernel(*operands, **op.attributes, out=tuple([tensors[slot] for slot in writes]))

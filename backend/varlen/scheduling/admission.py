@@ -60,6 +60,12 @@ class Admission:
         with self._lock:
             return self._requests, self._tokens
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no batch is in flight."""
+        with self._lock:
+            return not self._ends
+
     def enter(self, request: Request, forecast: Forecast, now: float) -> None:
         """Count a request that begins to wait.
 

@@ -19,6 +19,8 @@ from varlen.scheduling.sequence import Forecast
 # Recent batches whose median tells the machine's speed. Half of them begin as expected, so that a first slow batch,
 # which compiles or touches memory, moves nothing.
 _RECENT = 15
+# The same for batches that ran alone, on all cores; of each size, as small ones gain little.
+_RECENT_ALONE = 7
 
 
 class Forecaster:
@@ -30,6 +32,8 @@ class Forecaster:
         self._ratios = deque([1.0] * (_RECENT // 2), maxlen=_RECENT)
         self.slowdown = 1.0
         self._worst_slowdown = 1.0
+        # by the bits of the number of tokens
+        self._alone: dict[int, deque[float]] = {}
 
     def forecast(self, lengths: Sequence[int]) -> Forecast:
         """Return the expected time of sequences of these lengths, in slow moments of the machine."""
@@ -41,6 +45,16 @@ class Forecaster:
         parts = float((batches / counts).sum())
         longest = float(batches[sizes.argmax()])
         return Forecast(self._worst_slowdown * parts, self._worst_slowdown * longest)
+
+    def alone(self, shape: BatchShape) -> float:
+        """Return the time of a batch that runs alone, over that beside others."""
+        ratios = self._alone.get(shape.tokens.bit_length())
+        return statistics.median(ratios) if ratios else 1.0
+
+    def learn_alone(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from the seconds of a batch that ran alone, on all cores."""
+        ratios = self._alone.setdefault(shape.tokens.bit_length(), deque(maxlen=_RECENT_ALONE))
+        ratios.append(seconds / (self.slowdown * self._costs.seconds(shape)))
 
     def learn(self, shape: BatchShape, seconds: float) -> None:
         """Learn from the seconds that a batch took."""

@@ -9,6 +9,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import cast
 
@@ -110,6 +111,8 @@ class OneShotScheduler:
         for sequence in batch.sequences:
             sequence.status = "running"
         left = _work_of(batch.sequences, requests=self._queue.remove(batch.sequences))
+        if not self._queue and self._admission.is_idle:
+            batch = replace(batch, seconds=batch.seconds * self._forecaster.alone(batch.shape))
         self._admission.start(batch, until=now + batch.seconds, left=left)
         return batch
 
@@ -131,7 +134,10 @@ class OneShotScheduler:
         if result.failure is not None:
             error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
             return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
-        self._forecaster.learn(batch.shape, result.seconds)
+        if result.cores == "one":
+            self._forecaster.learn(batch.shape, result.seconds)
+        elif result.cores == "all":
+            self._forecaster.learn_alone(batch.shape, result.seconds)
         outputs = zip(batch.sequences, cast(list[Float32Array], result.outputs), strict=True)
         events = [SequenceOutput(*output) for output in compress(outputs, running)]
         for event in events:

@@ -27,6 +27,8 @@ from varlen.request.request import (
 
 Status: TypeAlias = Literal["waiting", "running", "finished"]
 Failure: TypeAlias = Literal["memory", "batch", "worker", "model"]
+# Of a batch: one, or all since it ran alone, or both in turn.
+Cores: TypeAlias = Literal["one", "all", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,12 +342,14 @@ class BatchResult:
         padding_tokens: number of padding tokens that ran.
         failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
             KV memory is lost, or the model cannot run any more.
+        cores: what it ran on, where workers have one core each.
     """
 
     outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
     seconds: float
     padding_tokens: int = 0
     failure: Failure | None = None
+    cores: Cores = "one"
 
 
 @dataclass(frozen=True, slots=True)

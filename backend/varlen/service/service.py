@@ -100,6 +100,7 @@ class Service(RunningModel):
             )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
+            workers.use_all_cores()
             # nothing fails from here on
             opened.pop_all()
         # converting weights leaves free memory in the heap

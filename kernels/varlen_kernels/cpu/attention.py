@@ -28,7 +28,7 @@ from varlen_kernels.cpu.attention_weights import (
     write_score_bias,
 )
 from varlen_kernels.cpu.lanes import LANES, as_array, load, splat, sum_of, transpose
-from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.attention import Distances
 
 # The score of no key: its weight is 0 beside the lowest score too.
@@ -357,7 +357,7 @@ def attend_sequences(
     )
     items = (len(bounds) - 1) * kv_heads
     parts = [0, items]
-    cores = torch.get_num_threads()
+    cores = usable_cores()
     if cores > 1:
         squares = np.diff(bounds).astype(np.int64) ** 2
         if int(squares.sum()) * qkv.shape[1] >= _LEAST_SHARED_WORK:

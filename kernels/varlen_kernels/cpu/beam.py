@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
 
 # Logits below which a second thread costs more than it saves.
@@ -267,9 +267,7 @@ def step_sequences(
     if edits is None:
         none = torch.empty(0, dtype=torch.int32)
         edits = BeamEdits(none, none, torch.empty(0))
-    parts = (
-        min(sequences, torch.get_num_threads()) if rows * vocabulary >= _LEAST_SHARED_WORK else 1
-    )
+    parts = min(sequences, usable_cores()) if rows * vocabulary >= _LEAST_SHARED_WORK else 1
     run_parts(
         _step_sequences,
         [sequences * part // parts for part in range(parts + 1)] if sequences else [0, 0],

@@ -8,7 +8,6 @@ After a change here, touch the files that use it; see `lanes`.
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.lanes import (
@@ -26,7 +25,7 @@ from varlen_kernels.cpu.lanes import (
     store,
     store_first,
 )
-from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # 1 + tanh(y) is 2 · sigmoid(2 y), so the result is x · sigmoid(x · (_LINEAR + _CUBIC · x²)).
 _LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)
@@ -141,7 +140,7 @@ def gelu_tanh_rows(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         x, out: fp32 or bf16 matrices, contiguous; `out` may be `x`.
         bias: `[features]`.
     """
-    parts = torch.get_num_threads() if out.numel() >= _LEAST_SHARED_WORK else 1
+    parts = usable_cores() if out.numel() >= _LEAST_SHARED_WORK else 1
     bounds = [len(out) * part // parts for part in range(parts + 1)]
     bias = x.new_empty(0) if bias is None else bias
     run_parts(_activate_rows, bounds, as_array(x), as_array(bias[None]), as_array(out))

@@ -30,7 +30,7 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
-from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.linear_int8 import Int8Weight
 
 # Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
@@ -90,7 +90,7 @@ def multiply_panels(
         bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
     bounds = [0, tokens]
     if tokens * layer.codes.numel() >= _LEAST_SHARED_WORK:
-        parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS))
+        parts = min(usable_cores(), -(-tokens // TILE_ROWS))
         bounds = [tokens * part // parts for part in range(parts + 1)]
     run_parts(
         _multiply_rows,

@@ -29,7 +29,7 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
-from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
@@ -363,7 +363,7 @@ def attend_tokens(
         as_array(out),
     )
     bounds = [0, len(lengths) * num_kv_heads]
-    cores = torch.get_num_threads()
+    cores = usable_cores()
     if cores > 1:
         read = np.minimum(lengths, window) if window else lengths
         if int(read.sum()) * num_kv_heads * head_dim >= _LEAST_SHARED_WORK:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu.threads import run_parts
+from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # Logits below which a second thread costs more than it saves.
 _LEAST_SHARED_WORK = 1 << 15
@@ -133,7 +133,7 @@ def sample_rows(
     """Return a token of each row, `[rows]` int32, see `reference.sample_tokens`."""
     rows, size = logits.shape
     out = torch.zeros(rows, dtype=torch.int32)
-    parts = min(rows, torch.get_num_threads()) if rows * size >= _LEAST_SHARED_WORK else 1
+    parts = min(rows, usable_cores()) if rows * size >= _LEAST_SHARED_WORK else 1
     bounds = [rows * part // parts for part in range(parts + 1)] if rows else [0, 0]
     arrays = (logits, temperature, top_k, top_p, min_p, uniform, out)
     run_parts(_sample_rows, bounds, *(array.numpy() for array in arrays))

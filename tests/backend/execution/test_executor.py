@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
+from varlen.execution.core_share import CoreShare
 from varlen.execution.executor import ThreadExecutor
 from varlen.scheduling.sequence import Batch, RequestState
 
@@ -88,6 +89,44 @@ def test_as_many_batches_run_together_as_there_are_runners(run):
 
     assert sorted(result.outputs[0].tolist() for _, result in results) == [[1], [2], [3]]
     assert [len(runner.seen) for runner in runners] == [1, 1, 1]
+
+
+def test_a_batch_has_all_cores_while_no_other_one_runs():
+    share = CoreShare()
+    runners = [FakeRunner() for _ in range(2)]
+    gates = [Event(), Event()]
+    for runner, gate in zip(runners, gates, strict=True):
+        runner.meet = lambda gate=gate: gate.wait(SECONDS)
+    executor = ThreadExecutor(runners, share=share)
+    done = SimpleQueue()
+
+    def cores_of_one():
+        return done.get(timeout=SECONDS)[1].cores
+
+    def start():
+        executor.start(batch_of(1), lambda *completed: done.put(completed))
+
+    for gate in gates:
+        gate.set()
+    start()
+    # costs are measured on one core
+    assert (cores_of_one(), share.is_alone) == ("one", False)
+    share.is_on = True
+    start()
+    assert (cores_of_one(), share.is_alone) == ("all", False)
+    for gate in gates:
+        gate.clear()
+    start()
+    assert share.is_alone
+    start()
+    assert not share.is_alone
+    for gate in gates:
+        gate.set()
+    # the first had all cores before, the second one after, unless the other one ended last
+    assert {cores_of_one(), cores_of_one()} <= {"both", "one"}
+    executor.close()
+    assert not share.is_alone
+    share.close()
 
 
 def test_memory_that_runs_out_is_a_result(run):

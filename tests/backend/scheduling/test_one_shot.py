@@ -163,6 +163,33 @@ def test_forecasts_are_of_slow_moments_where_the_speed_changes():
     assert scheduler.schedule(40.0).seconds == pytest.approx(table_seconds, rel=0.1)
 
 
+def test_a_batch_that_will_run_alone_is_expected_to_end_sooner():
+    scheduler = make_scheduler(policy="token_budget", slots=2)
+    usual = cost_table().seconds(BatchShape.of([128]))
+
+    for number in range(8):
+        add(scheduler, 128)
+        batch = scheduler.schedule(float(number))
+        run(scheduler, batch, 0.6 * usual, cores="all")
+
+    add(scheduler, 128)
+    alone = scheduler.schedule(20.0)
+    add(scheduler, 128)
+    beside = scheduler.schedule(20.0)
+    assert alone.seconds == pytest.approx(0.6 * usual)
+    assert beside.seconds == pytest.approx(usual)
+    # what has run on all cores for a part of its time says nothing
+    run(scheduler, alone, 9 * usual, cores="both")
+    run(scheduler, beside, usual)
+    # other sizes are not known
+    add(scheduler, 16)
+    few = scheduler.schedule(21.0)
+    assert few.seconds == pytest.approx(cost_table().seconds(BatchShape.of([16])), rel=0.01)
+    run(scheduler, few, few.seconds)
+    add(scheduler, 128)
+    assert scheduler.schedule(22.0).seconds == pytest.approx(0.6 * usual, rel=0.01)
+
+
 def test_one_slow_batch_moves_the_forecast_by_little():
     scheduler = make_scheduler(policy="token_budget")
     before = forecast(scheduler, 128)

@@ -45,10 +45,10 @@ def add(scheduler, *lengths, now=0.0, deadline=math.inf, priority=0):
     return state
 
 
-def run(scheduler, batch, seconds=1.0):
+def run(scheduler, batch, seconds=1.0, cores="one"):
     """Tell the scheduler that a batch has run."""
     outputs = [np.zeros(1, dtype=np.float32)] * len(batch.sequences)
-    return scheduler.update(batch, BatchResult(outputs, seconds))
+    return scheduler.update(batch, BatchResult(outputs, seconds, cores=cores))
 
 
 def lengths_of(batch):

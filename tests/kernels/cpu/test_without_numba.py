@@ -11,7 +11,7 @@ from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
 
 # Modules of ops on CPUs that import no numba.
-PLAIN = {"compile_lock", "compiled_files", "compiled_ops", "int8_ops", "packed"}
+PLAIN = {"compile_lock", "compiled_files", "compiled_ops", "int8_ops", "packed", "threads"}
 
 
 def is_compiled(name):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varlen.memory.arena import Arena, Region
 from varlen.memory.usage import Dims
-from varlen.program.program import PackedBatch, Program, State, Value
+from varlen.program.program import CallOp, PackedBatch, Program, State, Value
 
 
 class UnplannedProgram(Program):
@@ -34,8 +34,10 @@ class UnplannedProgram(Program):
         *,
         states: Mapping[str, Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
+        call: CallOp | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs for `batch`: `out`, or new tensors."""
+        assert call is None
         bound: dict[str, Tensor] = {**batch.inputs, **(states or {})}
         placed = dict(zip(self.outputs, out or (), strict=False))
         for op, unused in zip(self.ops, self._unused_after, strict=True):

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from varlen.execution.core_share import CoreShare
+from varlen.execution.cpu.all_cores import AllCores
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
+from varlen.execution.cpu.token_counts import batch_sizes, padded
 from varlen.execution.packing import dims_of, packed_batch, split_answers
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
@@ -16,8 +19,6 @@ from varlen.request.request import Float32Array, Prompt, RequestOptions
 # oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
 # default. An encoder has products of four shapes, for the numbers of tokens in `batch_sizes`.
 _KEPT_PRIMITIVES = 192
-# Numbers of tokens from one power of two to the next that products are compiled for, and the smallest difference.
-_STEPS, _LEAST_STEP = 8, 8
 # Products of batches up to this size are compiled before workers start, which share them.
 _USUAL_TOKENS = 512
 
@@ -42,7 +43,12 @@ class CpuRunner:
         self._kernels = kernels
         self._arena = arena
         self._is_padded = compiles_products(program)
+        self._call: AllCores | None = None
         limit_primitives()
+
+    def share_cores(self, share: CoreShare, cores: int) -> None:
+        """Use this number of cores while `share` says that a batch runs alone, else one."""
+        self._call = AllCores(self._program, share, cores)
 
     def compile(self) -> None:
         """Compile what batches of usual sizes need."""
@@ -59,7 +65,8 @@ class CpuRunner:
         packed = [prompts[i] for i in order]
         dims, in_order = self._dims(packed), [options[i] for i in order]
         batch = packed_batch(self._program.inputs, dims, packed, in_order)
-        (output,) = self._program.run(batch, self._kernels, self._arena.allocate(dims))
+        region = self._arena.allocate(dims)
+        (output,) = self._program.run(batch, self._kernels, region, call=self._call)
         answers = split_answers(output.numpy(), packed, self._program.row_dimension)
         return [answers[place] for place in np.argsort(order).tolist()]
 
@@ -73,14 +80,3 @@ class CpuRunner:
         if not self._is_padded:
             return dims
         return {**dims, "tokens": min(padded(dims["tokens"]), self._arena.max_tokens)}
-
-
-def padded(tokens: int) -> int:
-    """Return the least of `batch_sizes` that has room for this number of tokens."""
-    step = max(_LEAST_STEP, (1 << (tokens.bit_length() - 1)) // _STEPS)
-    return -(-tokens // step) * step
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens that batches are padded to, ascending, up to `most`."""
-    return sorted({padded(tokens) for tokens in range(1, most + 1)})

@@ -4,7 +4,7 @@ Workers share the weights with it, page by page, until one of them writes, which
 is forked again within milliseconds. No thread of it works at that time, so a fork leaves no lock behind.
 
 FD is its control socket (`child`). After the model's description, each message of the engine brings the socket of a
-new worker.
+new worker, and the memory that says whether its batch runs alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from varlen.config import EngineConfig
+from varlen.execution.core_share import CoreShare
 from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
 from varlen.execution.workers.messages import receive_batch
 
@@ -48,25 +49,29 @@ def _load(folder: Path, settings: EngineConfig) -> Runner:
 def _fork_workers(control: socket.socket, runner: Runner) -> None:
     workers: set[int] = set()
     while True:
-        message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
+        message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 2)
         if not message:
             break
+        connection, share = descriptors
         code = _exit_code(workers, json.loads(message)["ended"])
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(descriptors[0])
+            os.close(connection)
+            os.close(share)
             send(control, {"error": ["EngineError", f"no worker can be started: {error.strerror}"]})
             continue
         if not pid:
             control.close()
+            runner.share_cores(CoreShare(share))
             answer_batches(
-                Connection(descriptors[0]),
+                Connection(connection),
                 receive_batch,
                 lambda batch: runner.run(*batch),
                 runner.use,
             )
-        os.close(descriptors[0])
+        os.close(connection)
+        os.close(share)
         workers.add(pid)
         send(control, {"pid": pid, "code": code})
     for pid in workers:

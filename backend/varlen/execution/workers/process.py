@@ -14,6 +14,7 @@ from threading import Lock
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
+from varlen.execution.core_share import CoreShare
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers.connection import WorkerConnection
@@ -37,7 +38,11 @@ _ATTEMPTS = 2
 
 
 class WorkerHost(ModelProcess[ModelInfo]):
-    """The process that loads a model and forks its workers. Any thread may call `fork`."""
+    """The process that loads a model and forks its workers. Any thread may call `fork`.
+
+    Attributes:
+        share: tells workers whether their batch runs alone.
+    """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         """Start the process and load the model.
@@ -47,6 +52,7 @@ class WorkerHost(ModelProcess[ModelInfo]):
             EngineError: the process failed.
         """
         self._lock = Lock()
+        self.share = CoreShare()
         super().__init__(_HOST, folder, config, new_info=ModelInfo, limits_of=_limits)
 
     def fork(self, ended: int | None = None) -> tuple[Connection, int]:
@@ -74,11 +80,13 @@ class WorkerHost(ModelProcess[ModelInfo]):
         """End the process, once the workers' connections are closed."""
         with self._lock:
             self._end()
+            self.share.close()
 
     def _fork(self, ended: int | None) -> tuple[Connection, int]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            answer, _ = self._exchange({"ended": ended}, [theirs.fileno()])
+            descriptors = [theirs.fileno(), self.share.file]
+            answer, _ = self._exchange({"ended": ended}, descriptors)
             if ended is not None:
                 _log.warning(
                     "worker process %d ended with code %s; %d replaces it",

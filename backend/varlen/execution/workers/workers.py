@@ -1,7 +1,7 @@
 """The workers of a model: on a GPU one, on a CPU one per core.
 
-Each runs whole batches, so cores never wait for each other, and a GPU has the next batch before it has run the last
-one. docs/decisions/0025-workers.md and 0029-gpu-executor.md have the reasons.
+Each runs whole batches, so cores never wait for each other; a batch that runs alone uses all of them. A GPU has the
+next batch before it has run the last one. docs/decisions/0025-workers.md and 0029-gpu-executor.md have the reasons.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from varlen.config import EngineConfig
+from varlen.execution.core_share import CoreShare
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
 from varlen.execution.model_info import GraphUse, ModelInfo
@@ -61,7 +62,16 @@ class Workers:
         """Return an executor of these workers; it has started its threads."""
         if self.launcher is not None:
             return with_timeout(OverlappingExecutor(self.launcher), self.device_timeout)
-        return ThreadExecutor(self.runners, self.prepare)
+        return ThreadExecutor(self.runners, self.prepare, self._share)
+
+    def use_all_cores(self) -> None:
+        """Let a batch that runs alone use the cores of all workers from now on."""
+        if self._share is not None:
+            self._share.is_on = True
+
+    @property
+    def _share(self) -> CoreShare | None:
+        return self.host.share if self.host is not None else None
 
     def use(self) -> MemoryUse:
         """Return the memory use of all workers together. From any thread."""

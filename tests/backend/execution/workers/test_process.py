@@ -64,6 +64,19 @@ def test_answers_are_those_of_a_runner_in_process(worker, host, small_bert):
     assert worker.use().reserved_bytes > 0
 
 
+def test_a_batch_alone_has_the_same_answers_on_all_cores(worker, host):
+    prompts, options = batch(64, 50, 1)
+    expected = worker.run(prompts, options)
+    host.share.is_on = True
+
+    host.share.set_alone(True)
+    rows = worker.run(prompts, options)
+    host.share.set_alone(False)
+
+    for row, one in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row, one, rtol=1e-5, atol=1e-6)
+
+
 def test_a_worker_that_is_killed_costs_one_retry(worker, restarts, caplog):
     prompts, options = batch(5, 8)
     before = worker.run(prompts, options)

@@ -1,0 +1,97 @@
+"""Runs the ops of a batch on all cores while no other batch runs.
+
+An op that treats each token by itself runs on parts of the tokens, each with the kernels of one core: oneDNN then needs
+no products of its own for more threads. Any other op shares its work as it does when torch has more than one thread.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from varlen.execution.core_share import CoreShare
+from varlen.execution.cpu.token_counts import padded
+from varlen.program.program import Op, Program, Value
+from varlen_kernels.cpu.threads import run_parts, using_cores
+
+# With fewer tokens a part, a product mostly reads its weights, which each core would read again.
+_LEAST_TOKENS = 16
+# Multiplications of an op from which another thread gains more than its 0.2 ms of start and end: 0.8 ms of an fp32
+# product on one core with AVX2.
+_LEAST_WORK = 1 << 25
+# Attention of fewer tokens takes less than that.
+_LEAST_TOGETHER = 128
+# Multiplications that take as long as one number of an activation or a norm.
+_WORK_OF_NUMBER = 32
+
+
+class AllCores:
+    """Runs one op after another; for `Program.run`."""
+
+    def __init__(self, program: Program, share: CoreShare, cores: int) -> None:
+        """Use this number of cores while `share` says that a batch runs alone, else one."""
+        self._share = share
+        self._cores = cores
+        # of ops that may be split: the least number of tokens
+        self._least_tokens = {
+            id(op): max(2 * _LEAST_TOKENS, -(-_LEAST_WORK // _work_of_token(op)))
+            for op in program.ops
+            if op.is_by_token
+        }
+
+    def __call__(
+        self,
+        op: Op,
+        kernel: Callable[..., object],
+        operands: list[Any],
+        out: tuple[Tensor, ...],
+    ) -> None:
+        """Run an op; the number of cores may change from one to the next."""
+        results = out[0] if len(out) == 1 else out
+        least = self._least_tokens.get(id(op))
+        if len(operands[0]) < (least or _LEAST_TOGETHER) or not self._share.is_alone:
+            kernel(*operands, **op.attributes, out=results)
+            return
+        with using_cores(self._cores):
+            if least is None:
+                kernel(*operands, **op.attributes, out=results)
+            else:
+                self._run_rows(op, kernel, operands, out)
+
+    def _run_rows(
+        self,
+        op: Op,
+        kernel: Callable[..., object],
+        operands: list[Any],
+        out: tuple[Tensor, ...],
+    ) -> None:
+        has_rows = [isinstance(operand, Value) for operand in op.operands]
+
+        def run(first: int, last: int) -> None:
+            pairs = zip(operands, has_rows, strict=True)
+            rows = [operand[first:last] if has else operand for operand, has in pairs]
+            results = tuple([result[first:last] for result in out])
+            # the part is what this core gets
+            with using_cores(1):
+                kernel(*rows, **op.attributes, out=results[0] if len(results) == 1 else results)
+
+        run_parts(run, token_bounds(len(out[0]), self._cores))
+
+
+def token_bounds(tokens: int, cores: int) -> list[int]:
+    """Return the bounds of parts of usual numbers of tokens, one for each core at most."""
+    part = padded(max(_LEAST_TOKENS, -(-tokens // cores)))
+    return [*range(0, tokens, part), tokens]
+
+
+def _work_of_token(op: Op) -> int:
+    """Return the multiplications of an op for each token, or what takes as long."""
+    if not op.kernel.startswith("linear"):
+        columns = [axis for result in op.results for axis in result.shape[1:]]
+        return _WORK_OF_NUMBER * sum(axis for axis in columns if isinstance(axis, int))
+    weight = op.operands[1]
+    if isinstance(weight, Tensor):
+        return weight.numel()
+    assert isinstance(weight, tuple)
+    # the codes of an int8 weight; their product takes about half the time of one in fp32
+    return max(each.numel() for each in weight if isinstance(each, Tensor)) // 2
