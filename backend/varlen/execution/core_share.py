@@ -14,7 +14,7 @@ class CoreShare:
 
     Attributes:
         file: descriptor of the memory, for another process.
-        is_on: whether `set_alone` has an effect; off while costs are measured, which are those of one core.
+        is_on: whether `set_alone` has an effect; off while costs are measured, which are costs of one core.
     """
 
     def __init__(self, file: int | None = None) -> None:

@@ -1,10 +1,12 @@
 """Runs the engine's batches: one thread and one runner per slot."""
 
+from __future__ import annotations
+
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -50,6 +52,15 @@ class ModelExecutor(Executor, Protocol):
         """Run what was started and stop the threads; return whether the device is idle."""
 
 
+@dataclass(slots=True, eq=False)
+class _Started:
+    """A batch in flight, and what it has used so far."""
+
+    batch: Batch
+    completed: Completed
+    cores: Cores = "one"
+
+
 class ThreadExecutor:
     """Runs batches in threads of its own.
 
@@ -73,10 +84,9 @@ class ThreadExecutor:
         self.slots = len(runners)
         self._prepare = prepare
         self._share = share
-        # what each batch in flight has used
-        self._cores: dict[Batch, Cores] = {}
+        self._in_flight: list[_Started] = []
         self._counting = Lock()
-        self._queue: SimpleQueue[tuple[Batch, Completed] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Started | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, args=(runner,), name=f"varlen-executor-{slot}", daemon=True)
             for slot, runner in enumerate(runners)
@@ -86,11 +96,14 @@ class ThreadExecutor:
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch. A thread of this executor calls `completed` once with the result."""
+        work = _Started(batch, completed)
         with self._counting:
-            self._cores[batch] = "all" if self._share_cores(len(self._cores) + 1) else "one"
-            for other in self._cores.keys() - {batch}:
-                self._cores[other] = "both" if self._cores[other] == "all" else self._cores[other]
-        self._queue.put((batch, completed))
+            for other in self._in_flight:
+                other.cores = "both" if other.cores == "all" else other.cores
+            self._in_flight.append(work)
+            if self._share_cores():
+                work.cores = "all"
+        self._queue.put(work)
 
     def free_at(self) -> float:
         """Return minus infinity: where a slot is free, its runner is."""
@@ -108,25 +121,23 @@ class ThreadExecutor:
         if self._prepare is not None:
             self._prepare()
         while (work := self._queue.get()) is not None:
-            batch, completed = work
-            result = result_of(runner, batch, partial(runner.run_batch, batch))
-            completed(batch, replace(result, cores=self._end(batch)))
+            result = result_of(runner, work.batch, partial(runner.run_batch, work.batch))
+            self._end(work)
+            work.completed(work.batch, replace(result, cores=work.cores))
             # this frame must not keep a batch alive until the next one comes
-            del work, batch, completed, result
+            del work, result
 
-    def _end(self, batch: Batch) -> Cores:
-        """Forget a batch that has run; return what it used."""
+    def _end(self, work: _Started) -> None:
         with self._counting:
-            used = self._cores.pop(batch)
-            if self._share_cores(len(self._cores)):
-                self._cores = dict.fromkeys(self._cores, "both")
-        return used
+            self._in_flight.remove(work)
+            if self._share_cores():
+                self._in_flight[0].cores = "both"
 
-    def _share_cores(self, count: int) -> bool:
-        """Say how many batches are in flight; return whether one has all cores."""
+    def _share_cores(self) -> bool:
+        """Tell the runners whether one batch is in flight; return whether it has all cores."""
         if self._share is None:
             return False
-        self._share.set_alone(count == 1)
+        self._share.set_alone(len(self._in_flight) == 1)
         return self._share.is_alone
 
 

@@ -115,7 +115,7 @@ class Op:
         return operand
 
 
-# Runs one op: gets it, its kernel, the tensors of its operands, and those of its results.
+# Runs one op: gets it, its kernel, the tensors of its operands, and the tensors of its results.
 CallOp: TypeAlias = Callable[[Op, Callable[..., object], list[Any], tuple[Tensor, ...]], None]
 
 

@@ -342,7 +342,7 @@ class BatchResult:
         padding_tokens: number of padding tokens that ran.
         failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
             KV memory is lost, or the model cannot run any more.
-        cores: what it ran on, where workers have one core each.
+        cores: cores that it ran on, where workers have one core each.
     """
 
     outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]

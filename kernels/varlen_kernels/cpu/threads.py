@@ -2,30 +2,48 @@
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 
 import torch
 
-_thread = threading.local()
+
+@dataclass(slots=True)
+class Cores:
+    """The cores that the kernels of a thread use.
+
+    Attributes:
+        count: number of cores.
+        has_lost: whether a call took longer than it would have on one core: other work took a core in between.
+    """
+
+    count: int
+    has_lost: bool = False
+
+
+class _Thread(threading.local):
+    cores: Cores | None = None
+
+
+_thread = _Thread()
 
 
 def usable_cores() -> int:
     """Return the number of cores that a kernel may use, called in this thread."""
-    cores: int = getattr(_thread, "cores", 0) or torch.get_num_threads()
-    return cores
+    return torch.get_num_threads() if _thread.cores is None else _thread.cores.count
 
 
 @contextmanager
-def using_cores(count: int) -> Iterator[None]:
+def using_cores(count: int) -> Iterator[Cores]:
     """Let kernels that this thread calls use this number of cores, whatever torch uses."""
-    before = getattr(_thread, "cores", 0)
-    _thread.cores = count
+    before, _thread.cores = _thread.cores, Cores(count)
     try:
-        yield
+        yield _thread.cores
     finally:
         _thread.cores = before
 
@@ -82,10 +100,16 @@ class _Work:
             del error
 
     def finish(self) -> None:
-        """Run parts, then wait for those of other threads; raise their first error."""
-        self.take_parts()
+        """Run parts, then wait for the parts of other threads; raise their first error."""
+        began = time.perf_counter()
+        taken = self.take_parts()
+        own = time.perf_counter() - began
         # all of them write into memory of the caller
         errors = [self._ended.get() for _ in range(self._count)]
+        has_waited = 0 < taken < self._count
+        if _thread.cores is not None and has_waited:
+            alone = self._count / taken * own
+            _thread.cores.has_lost |= time.perf_counter() - began > alone
         for error in errors:
             if error is not None:
                 raise error

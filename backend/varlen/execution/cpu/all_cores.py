@@ -2,8 +2,12 @@
 
 An op that treats each token by itself runs on parts of the tokens, each with the kernels of one core: oneDNN then needs
 no products of its own for more threads. Any other op shares its work as it does when torch has more than one thread.
+
+Other processes want cores too, and what is idle cannot be known. A thread that gets no core leaves its part to the
+others (`run_parts`); one that loses its core in the middle of a part costs one op, and the next ones stay on one core.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +25,9 @@ _LEAST_TOKENS = 16
 _LEAST_WORK = 1 << 25
 # Attention of fewer tokens takes less than that.
 _LEAST_TOGETHER = 128
+# After an op that took longer than on one core, no op uses others for this many seconds; longer each time, unless this
+# many ops have gained in between.
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _GAINS = 0.25, 16.0, 500
 # Multiplications that take as long as one number of an activation or a norm.
 _WORK_OF_NUMBER = 32
 
@@ -32,6 +39,9 @@ class AllCores:
         """Use this number of cores while `share` says that a batch runs alone, else one."""
         self._share = share
         self._cores = cores
+        self._gains = 0
+        self._pause = 0.5 * _SHORTEST_PAUSE
+        self._not_before = 0.0
         # of ops that may be split: the least number of tokens
         self._least_tokens = {
             id(op): max(2 * _LEAST_TOKENS, -(-_LEAST_WORK // _work_of_token(op)))
@@ -49,14 +59,27 @@ class AllCores:
         """Run an op; the number of cores may change from one to the next."""
         results = out[0] if len(out) == 1 else out
         least = self._least_tokens.get(id(op))
-        if len(operands[0]) < (least or _LEAST_TOGETHER) or not self._share.is_alone:
+        is_small = len(operands[0]) < (least or _LEAST_TOGETHER)
+        if is_small or not self._share.is_alone or time.monotonic() < self._not_before:
             kernel(*operands, **op.attributes, out=results)
             return
-        with using_cores(self._cores):
+        with using_cores(self._cores) as cores:
             if least is None:
                 kernel(*operands, **op.attributes, out=results)
             else:
                 self._run_rows(op, kernel, operands, out)
+        self._learn(has_lost=cores.has_lost)
+
+    def _learn(self, *, has_lost: bool) -> None:
+        """Stay on one core for a while if another process wants the others."""
+        if not has_lost:
+            self._gains += 1
+            return
+        self._pause = (
+            _SHORTEST_PAUSE if self._gains >= _GAINS else min(2 * self._pause, _LONGEST_PAUSE)
+        )
+        self._gains = 0
+        self._not_before = time.monotonic() + self._pause
 
     def _run_rows(
         self,
@@ -79,7 +102,10 @@ class AllCores:
 
 
 def token_bounds(tokens: int, cores: int) -> list[int]:
-    """Return the bounds of parts of usual numbers of tokens, one for each core at most."""
+    """Return the bounds of parts, at most one for each core.
+
+    Their numbers of tokens are some that batches are padded to.
+    """
     part = padded(max(_LEAST_TOKENS, -(-tokens // cores)))
     return [*range(0, tokens, part), tokens]
 

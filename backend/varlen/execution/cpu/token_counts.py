@@ -1,4 +1,7 @@
-"""The numbers of tokens that batches are padded to on a CPU, where products are compiled for each."""
+"""The numbers of tokens that batches are padded to on a CPU.
+
+Products are compiled for each of them.
+"""
 
 # How many there are from one power of two to the next, and the smallest difference.
 _STEPS, _LEAST_STEP = 8, 8

@@ -1,4 +1,4 @@
-"""A batch that runs alone uses all cores, from one op to the next, and has the same answers."""
+"""A batch that runs alone uses all cores and has the same answers."""
 
 import os
 

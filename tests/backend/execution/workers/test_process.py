@@ -7,11 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from multiprocessing.connection import Pipe
+from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import pytest
+import torch
 
+from tests.checkpoints import save_checkpoint
+from tests.closeness import assert_close, encoder_roundings
 from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
@@ -46,6 +50,10 @@ def worker(host, restarts):
     made.close()
 
 
+def num_threads(pid):
+    return len(list(Path("/proc", str(pid), "task").iterdir()))
+
+
 def batch(*lengths):
     numbers = np.random.default_rng(0)
     prompts = [Prompt(numbers.integers(0, 50, n, dtype=np.int32)) for n in lengths]
@@ -64,17 +72,25 @@ def test_answers_are_those_of_a_runner_in_process(worker, host, small_bert):
     assert worker.use().reserved_bytes > 0
 
 
-def test_a_batch_alone_has_the_same_answers_on_all_cores(worker, host):
+def test_a_batch_alone_has_the_same_answers_on_all_cores(tmp_path):
+    # products with enough work to share from 32 tokens on
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    folder = save_checkpoint(tmp_path / "large", num_hidden_layers=1, **large)
+    host = WorkerHost(folder, CONFIG)
+    worker = WorkerProcess(host, lambda: None)
     prompts, options = batch(64, 50, 1)
     expected = worker.run(prompts, options)
-    host.share.is_on = True
+    threads_before = num_threads(worker.pid)
 
+    host.share.is_on = True
     host.share.set_alone(True)
     rows = worker.run(prompts, options)
-    host.share.set_alone(False)
 
+    assert num_threads(worker.pid) == threads_before + 1
     for row, one in zip(rows, expected, strict=True):
-        np.testing.assert_allclose(row, one, rtol=1e-5, atol=1e-6)
+        assert_close(row, one, roundings=encoder_roundings(folder, torch.float32))
+    worker.close()
+    host.close()
 
 
 def test_a_worker_that_is_killed_costs_one_retry(worker, restarts, caplog):
