@@ -12,6 +12,9 @@ from queue import SimpleQueue
 
 import torch
 
+# What it costs the caller to have another thread help, in seconds.
+_HELP_SECONDS = 1e-4
+
 
 @dataclass(slots=True)
 class Cores:
@@ -19,11 +22,11 @@ class Cores:
 
     Attributes:
         count: number of cores.
-        has_lost: whether a call took longer than it would have on one core: other work took a core in between.
+        gained: seconds that calls ended sooner than they would have on one core; negative where other work had a core.
     """
 
     count: int
-    has_lost: bool = False
+    gained: float = 0.0
 
 
 class _Thread(threading.local):
@@ -106,10 +109,9 @@ class _Work:
         own = time.perf_counter() - began
         # all of them write into memory of the caller
         errors = [self._ended.get() for _ in range(self._count)]
-        has_waited = 0 < taken < self._count
-        if _thread.cores is not None and has_waited:
+        if _thread.cores is not None and taken:
             alone = self._count / taken * own
-            _thread.cores.has_lost |= time.perf_counter() - began > alone
+            _thread.cores.gained += alone - (time.perf_counter() - began) - _HELP_SECONDS
         for error in errors:
             if error is not None:
                 raise error

@@ -25,9 +25,10 @@ _LEAST_TOKENS = 16
 _LEAST_WORK = 1 << 25
 # Attention of fewer tokens takes less than that.
 _LEAST_TOGETHER = 128
-# After an op that took longer than on one core, no op uses others for this many seconds; longer each time, unless this
-# many ops have gained in between.
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _GAINS = 0.25, 16.0, 500
+# Once ops have taken this many seconds more than on one core, no op uses others for a pause; pauses become longer until
+# ops have gained as much.
+_MOST_SECONDS = 3e-3
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 16.0
 # Multiplications that take as long as one number of an activation or a norm.
 _WORK_OF_NUMBER = 32
 
@@ -39,8 +40,8 @@ class AllCores:
         """Use this number of cores while `share` says that a batch runs alone, else one."""
         self._share = share
         self._cores = cores
-        self._gains = 0
-        self._pause = 0.5 * _SHORTEST_PAUSE
+        self._gained = 0.0
+        self._pause = _SHORTEST_PAUSE
         self._not_before = 0.0
         # of ops that may be split: the least number of tokens
         self._least_tokens = {
@@ -68,18 +69,17 @@ class AllCores:
                 kernel(*operands, **op.attributes, out=results)
             else:
                 self._run_rows(op, kernel, operands, out)
-        self._learn(has_lost=cores.has_lost)
+        self._balance(cores.gained)
 
-    def _learn(self, *, has_lost: bool) -> None:
-        """Stay on one core for a while if another process wants the others."""
-        if not has_lost:
-            self._gains += 1
-            return
-        self._pause = (
-            _SHORTEST_PAUSE if self._gains >= _GAINS else min(2 * self._pause, _LONGEST_PAUSE)
-        )
-        self._gains = 0
-        self._not_before = time.monotonic() + self._pause
+    def _balance(self, gained: float) -> None:
+        """Stay on one core for a while if other processes want the others."""
+        self._gained = min(self._gained + gained, _MOST_SECONDS)
+        if self._gained == _MOST_SECONDS:
+            self._pause = _SHORTEST_PAUSE
+        elif self._gained < -_MOST_SECONDS:
+            self._gained = 0.0
+            self._not_before = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _run_rows(
         self,
