@@ -257,6 +257,7 @@ def test_vllm_runs_in_steps_in_the_process_of_the_worker(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
     monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("ctypes.CDLL", lambda *_: None)
 
     submit = engines.load_iteration(SYSTEMS["vllm-bf16"], tmp_path, Cores(1, 1))
     answers = drive_iterations(submit, Requests.at_once("", [[7, 8], [9]], [3, 1]))

@@ -133,7 +133,7 @@ class Stepped:
 
 def test_a_thread_runs_steps_while_requests_run_and_each_token_has_its_moment():
     engine = Stepped()
-    submit = step_in_thread(engine.add, engine.step)
+    submit = step_in_thread(lambda: (engine.add, engine.step))
 
     for passed in (0, 4):
         answers = drive_iterations(submit, small((3, 4), due=[0.0]))
@@ -149,7 +149,15 @@ def test_a_step_that_fails_ends_the_pass():
     engine = Stepped(fails_at=2)
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        drive_iterations(step_in_thread(engine.add, engine.step), small((9, 1), (4, 8)))
+        drive_iterations(step_in_thread(lambda: (engine.add, engine.step)), small((9, 1), (4, 8)))
+
+
+def test_an_engine_that_cannot_be_loaded_starts_no_request():
+    def load():
+        raise SystemExit("no such instruction")
+
+    with pytest.raises(SystemExit, match="no such instruction"):
+        step_in_thread(load)
 
 
 def test_a_worker_keeps_its_fastest_batch_size():

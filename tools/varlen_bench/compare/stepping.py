@@ -27,16 +27,20 @@ class _Request:
     done: Future[None] = field(default_factory=Future)
 
 
-def step_in_thread(add: Add, step: Step) -> Submit:
+def step_in_thread(load: Callable[[], tuple[Add, Step]]) -> Submit:
     """Return a function that starts one request; a thread runs steps while requests run.
 
     Tokens have the moment when their step ended. An error ends the thread, and the requests that run fail with it.
+
+    Args:
+        load: loads the engine, in the thread that runs its steps: threads of OpenMP belong to the thread that calls.
     """
+    loaded: Future[None] = Future()
     arrived: SimpleQueue[_Request] = SimpleQueue()
     running: dict[int, _Request] = {}
     numbers = count()
 
-    def run_step() -> None:
+    def run_step(add: Add, step: Step) -> None:
         # without requests, wait for one
         while not running or not arrived.empty():
             request = arrived.get()
@@ -52,13 +56,20 @@ def step_in_thread(add: Add, step: Step) -> Submit:
 
     def run() -> None:
         try:
+            add, step = load()
+        except BaseException as error:  # engines exit the program too
+            loaded.set_exception(error)
+            return
+        loaded.set_result(None)
+        try:
             while True:
-                run_step()
+                run_step(add, step)
         except Exception as error:  # whatever an engine raises
             for request in running.values():
                 request.done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    loaded.result()
 
     def submit(prompt: Ids, limit: int, on_tokens: OnTokens) -> Future[None]:
         request = _Request(prompt, limit, on_tokens)

@@ -24,6 +24,7 @@ from varlen_bench.compare.passes import (
     percentiles_ms,
     run_together,
 )
+from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.compare.systems import System
 from varlen_bench.compare.worker import starter
 from varlen_bench.generate.stepped import load_openvino, load_vllm
@@ -53,7 +54,7 @@ def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
         return _transformers_continuous(checkpoint, cores)
     load = load_vllm if system.engine == "vllm" else load_openvino
     limits = {"running": _RUNNING, "step_tokens": _STEP_TOKENS}
-    return load(checkpoint, system.precision, cores, **limits)
+    return step_in_thread(partial(load, checkpoint, system.precision, cores, **limits))
 
 
 def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:

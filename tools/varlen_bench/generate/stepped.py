@@ -5,6 +5,7 @@ A process imports only the libraries of its engine.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from varlen_bench.compare.passes import Ids, Submit
-from varlen_bench.compare.stepping import step_in_thread
+from varlen_bench.compare.passes import Ids
+from varlen_bench.compare.stepping import Add, Step
 from varlen_bench.peers.engines import Cores, Precision
 
 # Memory for keys and values, in GiB.
@@ -25,8 +26,8 @@ _CACHE_GIB = 2
 
 def load_openvino(
     checkpoint: Path, precision: Precision, cores: Cores, *, running: int, step_tokens: int
-) -> Submit:
-    """Return a function that starts one request of a ContinuousBatchingPipeline.
+) -> tuple[Add, Step]:
+    """Return the functions of a ContinuousBatchingPipeline that add a request and run a step.
 
     int8 has 8-bit weights, and products in the type that OpenVINO chooses. Keys and values are 8-bit, its default.
 
@@ -70,7 +71,7 @@ def load_openvino(
                 del handles[number]
             yield number, tokens, is_last
 
-    return step_in_thread(add, step)
+    return add, step
 
 
 def _export_openvino(checkpoint: Path, folder: str, weights: str) -> None:
@@ -87,13 +88,17 @@ def _export_openvino(checkpoint: Path, folder: str, weights: str) -> None:
 
 def load_vllm(
     checkpoint: Path, precision: Precision, cores: Cores, *, running: int, step_tokens: int
-) -> Submit:
-    """Return a function that starts one request of vLLM's engine, which runs in this process.
+) -> tuple[Add, Step]:
+    """Return the functions of vLLM's engine that add a request and run a step.
+
+    It runs in this process.
 
     Args:
         running: most requests that run at the same time.
         step_tokens: most tokens of a step.
     """
+    # Intel's OpenMP, as vLLM's manual advises: loaded before the one of torch, it replaces it
+    ctypes.CDLL(str(Path(sys.prefix, "lib", "libiomp5.so")), ctypes.RTLD_GLOBAL)
     # read when vllm is imported
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -130,7 +135,7 @@ def load_vllm(
         for output in engine.step():
             yield int(output.request_id), output.outputs[0].token_ids, output.finished
 
-    return step_in_thread(add, step)
+    return add, step
 
 
 def _cpus(cores: Cores) -> str:
