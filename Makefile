@@ -113,9 +113,20 @@ bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machi
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
 	$(BIN)/python -m varlen_bench.memory $(BENCH)
 
+# Engines that need packages in other versions than varlen, each with its requirements. torchvision and its like are
+# not used, and their builds for a GPU fail beside a torch for a CPU. The benchmark runs without them too.
+$(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@echo "setup: installing $* in an environment of its own (minutes)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 bench-generate: setup ## Compare generation with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
+	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-vllm/stamp
 	$(BIN)/python -m varlen_bench.generate $(BENCH)
 
 bench-beam: setup ## Compare beam search with its peers on this machine; appends to docs/benchmarks

@@ -120,7 +120,8 @@ class InProcess:
         return json.loads(json.dumps(self.handle(json.loads(json.dumps(order)))))
 
 
-def worker_of(module, argument, log, *, threads):
+def worker_of(module, argument, log, *, threads, python):
+    assert python is None
     is_ours = argument["system"]["engine"] == "varlen"
     return (WorkerProcess if is_ours else InProcess)(module, argument, log, threads=threads)
 

@@ -1,13 +1,17 @@
 """The generation benchmark: workloads, passes, figures, and a small run of the whole."""
 
+import os
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_bench.compare.passes import Answer, Requests
+from varlen_bench.compare.passes import Answer, Requests, drive_iterations
 from varlen_bench.compare.results import Result
-from varlen_bench.generate import limit
+from varlen_bench.generate import engines, limit, stepped
 from varlen_bench.generate.__main__ import app
 from varlen_bench.generate.engines import figures
 from varlen_bench.generate.report import Step, bench_figures, csv_rows, tables
@@ -15,7 +19,13 @@ from varlen_bench.generate.run import GenerateComparison, equal_share
 from varlen_bench.generate.systems import OURS, REQUEST_LEVEL, SYSTEMS
 from varlen_bench.generate.workload import trace_requests, uniform_requests
 from varlen_bench.harness.rows import bench_line
-from varlen_bench.peers.checkpoints import GeneratorShape, save_random_decoder
+from varlen_bench.peers.checkpoints import (
+    GeneratorShape,
+    LlamaShape,
+    load_generator,
+    save_random_decoder,
+)
+from varlen_bench.peers.engines import Cores
 
 from .conftest import read_csv
 
@@ -142,6 +152,119 @@ def test_a_step_cannot_be_faster_than_memory_or_arithmetic(tmp_path, monkeypatch
 
     monkeypatch.setattr(limit, "product_rate", lambda hidden: 1.0)
     assert limit.limit_seconds(tmp_path) == 2 * (32 * weights + cached)
+
+
+def test_a_step_of_llama_reads_fewer_keys_than_it_multiplies(tmp_path, monkeypatch):
+    shape = LlamaShape("tiny", 16, 2, 4, key_heads=2, features=24, positions=64, vocabulary=300)
+    save_random_decoder(shape, tmp_path)
+    model = load_generator("AutoModelForCausalLM", tmp_path, 1)
+    matrices = sum(each.numel() for each in model.parameters() if each.ndim == 2)
+    weights = matrices - model.get_input_embeddings().weight.numel()
+    cached = 2 * 2 * 8 * 32 * (128 + 48)
+    monkeypatch.setattr(limit, "read_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(limit, "product_rate", lambda hidden: 1e30)
+
+    assert limit.limit_seconds(tmp_path) == weights + cached
+
+    monkeypatch.setattr(limit, "product_rate", lambda hidden: 1.0)
+    # two query heads share a key head
+    assert limit.limit_seconds(tmp_path) == 2 * (32 * weights + 2 * cached)
+
+
+class FakeOpenVino:
+    """Packages openvino and openvino_genai: a step gives each request the number of its tokens left."""
+
+    class GenerationStatus:
+        RUNNING, FINISHED = "running", "finished"
+
+    class ContinuousBatchingPipeline:
+        def __init__(self, folder, limits, device, options):
+            self.limits, self.options, self.requests = limits, options, []
+            FakeOpenVino.made = self
+
+        def add_request(self, number, ids, options):
+            assert (options.ignore_eos, options.do_sample) == (True, False)
+            request = FakeOpenVino.Request(ids, options.max_new_tokens)
+            self.requests.append(request)
+            return request
+
+        def step(self):
+            for request in self.requests:
+                request.unread += [request.left] if request.left else []
+                request.left = max(0, request.left - 1)
+
+    class Request:
+        def __init__(self, ids, left):
+            self.ids, self.left, self.unread = ids, left, []
+
+        def can_read(self):
+            return bool(self.unread)
+
+        def read(self):
+            return {0: SimpleNamespace(generated_ids=[self.unread.pop(0)])}
+
+        def get_status(self):
+            return "running" if self.left else "finished"
+
+    SchedulerConfig = GenerationConfig = SimpleNamespace
+    Tensor = staticmethod(np.ndarray.tolist)
+
+
+def test_openvino_runs_in_steps_and_reads_each_answer_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", FakeOpenVino)
+    monkeypatch.setitem(sys.modules, "openvino_genai", FakeOpenVino)
+    exports = []
+    monkeypatch.setattr(stepped, "_export_openvino", lambda *about: exports.append(about))
+
+    submit = engines.load_iteration(SYSTEMS["openvino-int8"], tmp_path, Cores(1, 2))
+    answers = drive_iterations(submit, Requests.at_once("", [[7, 8], [9]], [3, 1]))
+
+    assert [answer.tokens for answer in answers] == [[3, 2, 1], [1]]
+    assert [request.ids for request in FakeOpenVino.made.requests] == [[[7, 8]], [[9]]]
+    assert FakeOpenVino.made.options == {"INFERENCE_NUM_THREADS": 2}
+    ((checkpoint, _, weights),) = exports
+    assert (checkpoint, weights) == (tmp_path, "int8")
+
+
+class FakeVllm:
+    """Packages vllm and vllm.sampling_params: a step gives each request the length of its prompt."""
+
+    def __init__(self):
+        self.RequestOutputKind = SimpleNamespace(DELTA="delta")
+        self.EngineArgs = self.SamplingParams = SimpleNamespace
+        self.LLMEngine = SimpleNamespace(from_engine_args=self.from_engine_args)
+
+    def from_engine_args(self, arguments):
+        self.arguments, self.requests = arguments, {}
+        return self
+
+    def add_request(self, name, prompt, options):
+        assert (options.temperature, options.ignore_eos) == (0.0, True)
+        self.requests[name] = [len(prompt["prompt_token_ids"]), options.max_tokens]
+
+    def step(self):
+        for name, request in list(self.requests.items()):
+            request[1] -= 1
+            finished = request[1] == 0
+            if finished:
+                del self.requests[name]
+            output = SimpleNamespace(token_ids=[request[0]])
+            yield SimpleNamespace(request_id=name, outputs=[output], finished=finished)
+
+
+def test_vllm_runs_in_steps_in_the_process_of_the_worker(tmp_path, monkeypatch):
+    fake = FakeVllm()
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("ctypes.CDLL", lambda *_: None)
+
+    submit = engines.load_iteration(SYSTEMS["vllm-bf16"], tmp_path, Cores(1, 1))
+    answers = drive_iterations(submit, Requests.at_once("", [[7, 8], [9]], [3, 1]))
+
+    assert [answer.tokens for answer in answers] == [[2, 2, 2], [1]]
+    assert (fake.arguments.dtype, fake.arguments.enable_prefix_caching) == ("bfloat16", False)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 TINY = GeneratorShape("tiny", hidden=16, layers=1, heads=2, positions=256, vocabulary=300)

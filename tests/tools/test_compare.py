@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 from varlen_bench.compare.passes import Requests, drive_batches, drive_iterations
 from varlen_bench.compare.results import Result, csv_row, speed_ratio
+from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.compare.systems import REFERENCE, System
-from varlen_bench.compare.turns import measure_in_turns, running
+from varlen_bench.compare.turns import measure_in_turns, running, start_system
 from varlen_bench.compare.worker import Worker
 from varlen_bench.harness.worker import WorkerError
+from varlen_bench.peers import environments
 
 from .virtual_clock import VirtualTime
 
@@ -107,6 +109,57 @@ def test_iterations_start_requests_when_they_are_due(monkeypatch):
     assert [answer.tokens for answer in answers] == [[40, 41], [50]]
 
 
+class Stepped:
+    """An engine whose step gives a token to each request; the token counts its steps."""
+
+    def __init__(self, fails_at=0):
+        self.left, self.steps, self.fails_at = {}, 0, fails_at
+
+    def add(self, number, prompt, limit):
+        self.left[number] = limit
+
+    def step(self):
+        assert self.left, "a step without requests"
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise RuntimeError("out of memory")
+        for number in list(self.left):
+            self.left[number] -= 1
+            is_last = self.left[number] == 0
+            if is_last:
+                del self.left[number]
+            yield number, [self.steps], is_last
+
+
+def test_a_thread_runs_steps_while_requests_run_and_each_token_has_its_moment():
+    engine = Stepped()
+    submit = step_in_thread(lambda: (engine.add, engine.step))
+
+    for passed in (0, 4):
+        answers = drive_iterations(submit, small((3, 4), due=[0.0]))
+        assert [answer.tokens for answer in answers] == [[passed + n for n in (1, 2, 3, 4)]]
+        (moments,) = [answer.moments for answer in answers]
+        assert moments == sorted(set(moments))
+
+    answers = drive_iterations(submit, small((3, 4), (5, 1), (4, 2), due=[0.0, 0.0, 0.01]))
+    assert [len(answer.tokens) for answer in answers] == [4, 1, 2]
+
+
+def test_a_step_that_fails_ends_the_pass():
+    engine = Stepped(fails_at=2)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drive_iterations(step_in_thread(lambda: (engine.add, engine.step)), small((9, 1), (4, 8)))
+
+
+def test_an_engine_that_cannot_be_loaded_starts_no_request():
+    def load():
+        raise SystemExit("no such instruction")
+
+    with pytest.raises(SystemExit, match="no such instruction"):
+        step_in_thread(load)
+
+
 def test_a_worker_keeps_its_fastest_batch_size():
     seen = []
 
@@ -130,9 +183,12 @@ def test_a_worker_keeps_its_fastest_batch_size():
     assert seen[-1] == (1, 10)
 
 
+WORK = {"workload": "small", "requests": 1, "work": 4}
+
+
 def results_of(*names):
     systems = [System(name, "transformers", "fp32", "sorted") for name in names]
-    return [Result(system=system, workload="small", requests=1, work=4) for system in systems]
+    return [Result(system=system, **WORK) for system in systems]
 
 
 def test_systems_take_turns_in_every_round(monkeypatch):
@@ -175,11 +231,31 @@ def test_a_system_that_fails_keeps_its_reason_and_the_others_go_on(monkeypatch):
     assert rows == [("a", None, None, 0, None), ("b", None, None, 0, None), ("c", 8, 8, 3, None)]
 
 
+def test_an_engine_without_its_environment_keeps_a_row_that_says_how_to_make_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(environments, "_ROOT", tmp_path)
+    results = [Result(system=System("vllm", "vllm", "fp32", "engine"), **WORK)]
+
+    def start(system):
+        return start_system("json.tool", system, tmp_path, tmp_path, threads=1)
+
+    with running(results, start, lambda process, own: None, print) as ready:
+        assert not ready
+
+    assert results[0].note == "did not run: make bench-generate makes its environment"
+    python = tmp_path / ".venv/peers-vllm/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert environments.interpreter("vllm") == python
+    assert environments.interpreter("varlen") is None
+
+
 @pytest.mark.parametrize(
     "module", ["beam.engines", "generate.engines", "encoder.worker"], ids=lambda name: name
 )
 def test_a_worker_imports_only_the_libraries_of_its_engine(module):
-    names = "{'torch', 'transformers', 'onnxruntime', 'openvino', 'ctranslate2', 'varlen'}"
+    names = "{'torch', 'transformers', 'onnxruntime', 'openvino', 'ctranslate2', 'varlen', 'rich'}"
     code = f"import sys, varlen_bench.{module}; print({names} & set(sys.modules))"
 
     # an engine that another system imports would count in its memory
@@ -192,8 +268,8 @@ def test_a_worker_imports_only_the_libraries_of_its_engine(module):
         ("beam", "--only vllm", "unknown name 'vllm'"),
         ("beam", "--model llama", "unknown name 'llama'"),
         ("beam", "--quick --repository none", "No such file"),
-        ("generate", "--only vllm", "unknown name 'vllm'"),
-        ("generate", "--models llama", "unknown name 'llama'"),
+        ("generate", "--only llama.cpp", "unknown name 'llama.cpp'"),
+        ("generate", "--models mistral", "unknown name 'mistral'"),
         ("generate", "--quick --repository none", "No such file"),
         ("memory", "--only minilm,gpt", "unknown name 'gpt'"),
     ],

@@ -5,6 +5,7 @@ import mmap
 import os
 import sys
 import time
+import venv
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def start(argument):
     return handle
 
 run_worker(start)
+"""
+PATH_WORKER = """
+import sys
+from varlen_bench.harness.worker import run_once
+
+run_once(lambda _: {"path": sys.path})
 """
 
 
@@ -174,6 +181,18 @@ def test_a_worker_answers_orders_and_its_prints_go_to_the_log(worker, tmp_path):
 
     log = (tmp_path / "log").read_text().splitlines()
     assert sorted(log) == ["a library prints", "a program prints", "loading model"]
+
+
+def test_a_worker_of_another_environment_gets_no_packages_of_this_one(tmp_path):
+    venv.create(tmp_path / "other")
+    python = tmp_path / "other/bin/python"
+    (packages,) = tmp_path.glob("other/lib/python*/site-packages")
+    (packages / "fake_worker.py").write_text(PATH_WORKER)
+
+    with WorkerProcess("fake_worker", {}, tmp_path / "log", threads=1, python=python) as process:
+        path = process.ask()["path"]
+
+    assert [each for each in path if "site-packages" in each] == [str(packages)]
 
 
 @pytest.mark.parametrize(

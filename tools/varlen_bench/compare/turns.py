@@ -15,6 +15,7 @@ from varlen_bench.compare.results import AnyResult, Result
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
+from varlen_bench.peers.environments import interpreter
 from varlen_tools.messages import first_line
 
 # Threads of the last system stop spinning in this time.
@@ -24,18 +25,23 @@ _PAUSE_SECONDS = 0.2
 def start_system(
     module: str, system: System, checkpoint: Path, scratch: Path, *, threads: int, **more: object
 ) -> WorkerProcess:
-    """Start the process of a system.
+    """Start the process of a system, in the environment of its engine.
 
     Args:
         module: module of the worker, whose argument also has `more`.
         scratch: folder that gets a folder of the system, for its log and files.
+
+    Raises:
+        RuntimeError: the environment does not exist.
     """
+    python = interpreter(system.engine)
     folder = scratch / system.name
     folder.mkdir(parents=True)
     paths = {"checkpoint": str(checkpoint.resolve()), "scratch": str(folder)}
     cores = system.cores(threads)
     argument = {"system": asdict(system), **paths, "cores": asdict(cores), **more}
-    return WorkerProcess(module, argument, folder / "log", threads=cores.threads)
+    log, threads = folder / "log", cores.threads
+    return WorkerProcess(module, argument, log, threads=threads, python=python)
 
 
 @contextmanager

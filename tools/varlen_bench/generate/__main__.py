@@ -16,10 +16,17 @@ from varlen_bench.generate.run import GenerateComparison
 from varlen_bench.generate.systems import OURS, SYSTEMS
 from varlen_bench.generate.workload import trace_requests, uniform_requests
 from varlen_bench.harness import command, machine
-from varlen_bench.peers.checkpoints import GPT2_SMALL, config_field, save_random_decoder
+from varlen_bench.peers.checkpoints import (
+    GPT2_SMALL,
+    LLAMA_SMALL,
+    config_field,
+    save_random_decoder,
+)
 
 _PACKAGES = ("torch", "transformers", "ctranslate2", "varlen")
-_RANDOM = GPT2_SMALL.name
+_RANDOM = {shape.name: shape for shape in (GPT2_SMALL, LLAMA_SMALL)}
+_MODELS = (GPT2_SMALL.name, TINY_GPT2, LLAMA_SMALL.name)
+_DEFAULT = ",".join(_MODELS[:2])
 
 app = typer.Typer(add_completion=False)
 
@@ -28,7 +35,7 @@ app = typer.Typer(add_completion=False)
 def main(
     context: typer.Context,
     models: Annotated[
-        str, typer.Option(help=f"{_RANDOM} and {TINY_GPT2}, comma-separated; by default both.")
+        str, typer.Option(help=f"{', '.join(_MODELS)}; comma-separated, by default {_DEFAULT}.")
     ] = "",
     repository: Annotated[Path, typer.Option(help=f"Model repository of {TINY_GPT2}.")] = Path(
         "model_repository"
@@ -49,12 +56,12 @@ def main(
     revision: command.Revision = "",
     output: command.Output = None,
 ) -> None:
-    """Compare varlen's generation with transformers and CTranslate2 on this CPU."""
+    """Compare varlen's generation with four other engines on this CPU."""
     cores = threads or machine.cpu_count()
     if quick:
         models, requests, rounds = models or TINY_GPT2, min(requests, 8), 1
     with command.refused():
-        names = command.select(models, (_RANDOM, TINY_GPT2))
+        names = command.select(models or _DEFAULT, _MODELS)
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
     bench = command.started(
         context,
@@ -70,12 +77,14 @@ def main(
     settings = RunSettings(cores, rounds, load, seed)
 
     def prepare(model: str, scratch: Path) -> tuple[Path, Requests]:
-        checkpoint = repository / TINY_GPT2 / "1"
-        if model == _RANDOM:
-            checkpoint = scratch / model
-            save_random_decoder(GPT2_SMALL, checkpoint)
-        vocabulary = config_field(checkpoint, "vocab_size")
-        positions = config_field(checkpoint, "n_positions")
+        if model in _RANDOM:
+            shape, checkpoint = _RANDOM[model], scratch / model
+            save_random_decoder(shape, checkpoint)
+            vocabulary, positions = shape.vocabulary, shape.positions
+        else:
+            checkpoint = repository / TINY_GPT2 / "1"
+            vocabulary = config_field(checkpoint, "vocab_size")
+            positions = config_field(checkpoint, "n_positions")
         if trace is not None:
             return checkpoint, trace_requests(trace, requests, vocabulary, positions, seed)
         return checkpoint, uniform_requests(requests, vocabulary, positions, seed)

@@ -1,4 +1,4 @@
-"""The worker process of a system that generates: three engines.
+"""The worker process of a system that generates: five engines.
 
 A process imports only the libraries of its engine.
 """
@@ -24,15 +24,17 @@ from varlen_bench.compare.passes import (
     percentiles_ms,
     run_together,
 )
+from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.compare.systems import System
 from varlen_bench.compare.worker import starter
+from varlen_bench.generate.stepped import load_openvino, load_vllm
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
 
-# Requests that run at the same time.
-_RUNNING = 64
+# Most requests that run at the same time, and most tokens of a step of other engines.
+_RUNNING, _STEP_TOKENS = 64, 512
 
 
 def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) -> RunBatch:
@@ -48,7 +50,11 @@ def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request."""
     if system.engine == "varlen":
         return _varlen(checkpoint, system.precision, cores)
-    return _transformers_continuous(checkpoint, cores)
+    if system.engine == "transformers":
+        return _transformers_continuous(checkpoint, cores)
+    load = load_vllm if system.engine == "vllm" else load_openvino
+    limits = {"running": _RUNNING, "step_tokens": _STEP_TOKENS}
+    return step_in_thread(partial(load, checkpoint, system.precision, cores, **limits))
 
 
 def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
@@ -153,7 +159,7 @@ def _transformers_continuous(checkpoint: Path, cores: Cores) -> Submit:
     pages = ContinuousBatchingConfig(
         # the largest number of tokens that run together, as in varlen
         num_blocks=max(8, _RUNNING * longest // 256),
-        max_batch_tokens=512,
+        max_batch_tokens=_STEP_TOKENS,
         max_requests_per_batch=_RUNNING,
         allow_block_sharing=False,
     )

@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from varlen_bench.compare.passes import Requests, drive_iterations
 from varlen_bench.generate import engines
 from varlen_bench.generate.systems import OURS, SYSTEMS
 from varlen_bench.harness.worker import Message, run_once
+from varlen_bench.peers.checkpoints import config_field
 from varlen_tools.workloads import token_ids
 
 RUNNING, _CONTEXT, _STEPS = 32, 128, 32
@@ -29,7 +31,7 @@ _FLOAT = 4
 
 def decode_seconds(checkpoint: Path, *, threads: int) -> float:
     """Return the median seconds of a step while `RUNNING` sequences decode."""
-    vocabulary = _sizes(checkpoint)[2]
+    vocabulary = config_field(checkpoint, "vocab_size")
     prompts = token_ids([_CONTEXT] * RUNNING, vocabulary, seed=0)
     system = SYSTEMS[OURS]
     submit = engines.load_iteration(system, checkpoint, system.cores(threads))
@@ -45,12 +47,12 @@ def decode_seconds(checkpoint: Path, *, threads: int) -> float:
 
 def limit_seconds(checkpoint: Path) -> float:
     """Return the seconds of the fastest possible step, in fp32."""
-    hidden, layers, vocabulary = _sizes(checkpoint)
-    weights = 12 * layers * hidden**2 + vocabulary * hidden
-    # the mean context of the measured steps; keys and values
-    cached = 2 * layers * hidden * RUNNING * (_CONTEXT + 3 * _STEPS // 2)
-    memory = _FLOAT * (weights + cached) / read_bandwidth()
-    return max(memory, 2 * (RUNNING * weights + cached) / product_rate(hidden))
+    sizes = _sizes(checkpoint)
+    # the mean context of the measured steps
+    cached = sizes.cached * RUNNING * (_CONTEXT + 3 * _STEPS // 2)
+    memory = _FLOAT * (sizes.weights + cached) / read_bandwidth()
+    products = RUNNING * sizes.weights + cached * sizes.queries_per_key
+    return max(memory, 2 * products / product_rate(sizes.hidden))
 
 
 def read_bandwidth() -> float:
@@ -75,10 +77,36 @@ def _best_seconds(call: Callable[[], object]) -> float:
     return best
 
 
-def _sizes(checkpoint: Path) -> tuple[int, int, int]:
-    """Return hidden size, layers and vocabulary of a GPT-2 checkpoint."""
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sizes of a decoder.
+
+    Attributes:
+        weights: numbers in its matrices, without the embeddings that it looks up.
+        cached: numbers in the keys and values of a token.
+        queries_per_key: query heads that share a key head.
+    """
+
+    hidden: int
+    weights: int
+    cached: int
+    queries_per_key: int
+
+
+def _sizes(checkpoint: Path) -> _Sizes:
+    """Return the sizes of a GPT-2 or Llama checkpoint."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    return config["n_embd"], config["n_layer"], config["vocab_size"]
+    if config["model_type"] == "gpt2":
+        hidden, layers, queries_per_key = config["n_embd"], config["n_layer"], 1
+        feed_forward = 8 * hidden**2
+    else:
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        queries_per_key = config["num_attention_heads"] // config["num_key_value_heads"]
+        feed_forward = 3 * hidden * config["intermediate_size"]
+    keys = hidden // queries_per_key
+    layer = 2 * hidden**2 + 2 * hidden * keys + feed_forward
+    weights = layers * layer + config["vocab_size"] * hidden
+    return _Sizes(hidden, weights, 2 * layers * keys, queries_per_key)
 
 
 def measure(argument: Message) -> Message:

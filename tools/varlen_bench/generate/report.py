@@ -18,6 +18,7 @@ from varlen_bench.compare.results import tables as result_tables
 from varlen_bench.generate.systems import OURS, REQUEST_LEVEL
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded
+from varlen_bench.peers.checkpoints import GPT2_SMALL
 from varlen_tools.tables import Table
 
 TINY_GPT2 = "tiny_gpt2"
@@ -56,10 +57,10 @@ def csv_rows(results: Iterable[Result], steps: Iterable[Step]) -> list[dict[str,
 def bench_figures(
     results: Sequence[Result], steps: Sequence[Step], models: Sequence[str]
 ) -> dict[str, Cell]:
-    """Return the keys of the BENCH line; the demo model's begin with its name."""
+    """Return the keys of the BENCH line; models other than gpt2-small have a prefix."""
     figures: dict[str, Cell] = {}
     for model in models:
-        prefix = f"{TINY_GPT2}_" if model == TINY_GPT2 else ""
+        prefix = "" if model == GPT2_SMALL.name else f"{model.replace('-', '_')}_"
         step = next((step for step in steps if step.model == model), Step(model))
         found = _figures([result for result in results if result.model == model])
         found["decode_fraction_of_limit"] = rounded(ratio(step.limit, step.seconds))

@@ -17,4 +17,9 @@ SYSTEMS = by_name(
     System("ctranslate2-fp32-per-core", "ctranslate2", "fp32", "sorted", per_core=True),
     System("ctranslate2-int8-sorted", "ctranslate2", "int8", "sorted"),
     System("ctranslate2-int8-per-core", "ctranslate2", "int8", "sorted", per_core=True),
+    System("openvino-fp32", "openvino-genai", "fp32", "engine"),
+    System("openvino-bf16", "openvino-genai", "bf16", "engine"),
+    System("openvino-int8", "openvino-genai", "int8", "engine"),
+    System("vllm-fp32", "vllm", "fp32", "engine"),
+    System("vllm-bf16", "vllm", "bf16", "engine"),
 )

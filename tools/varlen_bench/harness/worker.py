@@ -20,6 +20,8 @@ Message: TypeAlias = dict[str, Any]
 # Longest time of one answer: all requests of a large encoder.
 _ANSWER_SECONDS = 1800.0
 _CLOSE_SECONDS = 5.0
+# The source root of the benchmarks.
+_TOOLS = str(Path(__file__).parents[2])
 
 
 class WorkerError(Exception):
@@ -27,15 +29,27 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """A process that runs `python -m module`, which calls `run_worker`; used inside `with`."""
+    """A process that runs `python -m module`, which calls `run_worker`; used inside `with`.
 
-    def __init__(self, module: str, argument: Message, log: Path, *, threads: int) -> None:
+    Args:
+        python: interpreter of another environment, which gets no packages of this one; None: this one.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        argument: Message,
+        log: Path,
+        *,
+        threads: int,
+        python: Path | None = None,
+    ) -> None:
         self._timeout = _ANSWER_SECONDS
         self._log = log
         self._is_ready = False
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path if python is None else [_TOOLS])),
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
@@ -43,7 +57,7 @@ class WorkerProcess:
         }
         with log.open("w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(argument)],
+                [python or sys.executable, "-m", module, json.dumps(argument)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -130,15 +130,29 @@ class GeneratorShape:
         return 4 * self.hidden
 
 
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """The sizes of a Llama model."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    features: int
+    positions: int
+    vocabulary: int
+
+
 GPT2_SMALL = GeneratorShape("gpt2-small", 768, 12, 12, positions=1024, vocabulary=50_257)
+LLAMA_SMALL = LlamaShape(
+    "llama-small", 1024, 16, 16, key_heads=4, features=2816, positions=2048, vocabulary=32_000
+)
 TRANSFORMER_BASE = GeneratorShape("transformer-base", 512, 6, 8, positions=512, vocabulary=32_000)
 
 
-def save_random_decoder(shape: GeneratorShape, folder: Path) -> None:
-    """Save a GPT2LMHeadModel with random weights, and a tokenizer that splits text into bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    model = random_model(
+def _random_gpt2(shape: GeneratorShape) -> Any:
+    return random_model(
         "GPT2LMHeadModel",
         "GPT2Config",
         vocab_size=shape.vocabulary,
@@ -149,6 +163,32 @@ def save_random_decoder(shape: GeneratorShape, folder: Path) -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def _random_llama(shape: LlamaShape) -> Any:
+    return random_model(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        intermediate_size=shape.features,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def save_random_decoder(shape: GeneratorShape | LlamaShape, folder: Path) -> None:
+    """Save a model with random weights, and a tokenizer that splits text into bytes.
+
+    It is a LlamaForCausalLM or a GPT2LMHeadModel.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    model = _random_llama(shape) if isinstance(shape, LlamaShape) else _random_gpt2(shape)
     # at the usual scale, random weights repeat one token whatever the prompt
     for weight in model.parameters():
         if weight.ndim == 2:

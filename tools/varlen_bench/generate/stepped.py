@@ -1,0 +1,143 @@
+"""OpenVINO GenAI and vLLM, each in its environment: engines that batch requests in steps.
+
+A process imports only the libraries of its engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from varlen_bench.compare.passes import Ids
+from varlen_bench.compare.stepping import Add, Step
+from varlen_bench.peers.engines import Cores, Precision
+
+# Memory for keys and values, in GiB.
+_CACHE_GIB = 2
+
+
+def load_openvino(
+    checkpoint: Path, precision: Precision, cores: Cores, *, running: int, step_tokens: int
+) -> tuple[Add, Step]:
+    """Return the functions of a ContinuousBatchingPipeline that add a request and run a step.
+
+    int8 has 8-bit weights, and products in the type that OpenVINO chooses. Keys and values are 8-bit, its default.
+
+    Args:
+        running: most requests that run at the same time.
+        step_tokens: most tokens of a step.
+    """
+    import openvino
+    import openvino_genai
+
+    limits = openvino_genai.SchedulerConfig()
+    limits.cache_size = _CACHE_GIB
+    limits.max_num_seqs = running
+    limits.max_num_batched_tokens = step_tokens
+    limits.dynamic_split_fuse = True
+    limits.enable_prefix_caching = False
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": cores.total}
+    if precision != "int8":
+        options["INFERENCE_PRECISION_HINT"] = "bf16" if precision == "bf16" else "f32"
+    with TemporaryDirectory(prefix="varlen-bench-") as folder:
+        _export_openvino(checkpoint, folder, "int8" if precision == "int8" else "fp32")
+        engine: Any = openvino_genai.ContinuousBatchingPipeline(folder, limits, "CPU", options)
+    handles: dict[int, Any] = {}
+
+    def add(number: int, prompt: Ids, limit: int) -> None:
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        options = openvino_genai.GenerationConfig(
+            max_new_tokens=limit, ignore_eos=True, do_sample=False
+        )
+        handles[number] = engine.add_request(number, ids, options)
+
+    def step() -> Iterator[tuple[int, Ids, bool]]:
+        engine.step()
+        for number, handle in list(handles.items()):
+            is_last = handle.get_status() != openvino_genai.GenerationStatus.RUNNING
+            tokens: list[int] = []
+            while handle.can_read():
+                (output,) = handle.read().values()
+                tokens += output.generated_ids
+            if is_last:
+                del handles[number]
+            yield number, tokens, is_last
+
+    return add, step
+
+
+def _export_openvino(checkpoint: Path, folder: str, weights: str) -> None:
+    """Write model and tokenizer in OpenVINO's format, in a process that ends with its memory.
+
+    Args:
+        weights: format of the weights, "fp32" or "int8".
+    """
+    program = Path(sys.executable).with_name("optimum-cli")
+    command = [str(program), "export", "openvino", "--model", str(checkpoint)]
+    command += ["--task", "text-generation-with-past", "--weight-format", weights, folder]
+    subprocess.run(command, check=True)
+
+
+def load_vllm(
+    checkpoint: Path, precision: Precision, cores: Cores, *, running: int, step_tokens: int
+) -> tuple[Add, Step]:
+    """Return the functions of vLLM's engine that add a request and run a step.
+
+    It runs in this process.
+
+    Args:
+        running: most requests that run at the same time.
+        step_tokens: most tokens of a step.
+    """
+    # Intel's OpenMP, as vLLM's manual advises: loaded before the one of torch, it replaces it
+    ctypes.CDLL(str(Path(sys.prefix, "lib", "libiomp5.so")), ctypes.RTLD_GLOBAL)
+    # read when vllm is imported
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": _cpus(cores),
+    }
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine: Any = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(checkpoint),
+            dtype="bfloat16" if precision == "bf16" else "float32",
+            max_num_seqs=running,
+            max_num_batched_tokens=step_tokens,
+            # random prompts share nothing
+            enable_prefix_caching=False,
+            generation_config="vllm",
+            disable_log_stats=True,
+        )
+    )
+
+    def add(number: int, prompt: Ids, limit: int) -> None:
+        options = SamplingParams(
+            temperature=0.0,
+            max_tokens=limit,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, options)
+
+    def step() -> Iterator[tuple[int, Ids, bool]]:
+        for output in engine.step():
+            yield int(output.request_id), output.outputs[0].token_ids, output.finished
+
+    return add, step
+
+
+def _cpus(cores: Cores) -> str:
+    """Return the numbers of the CPUs that an engine uses, comma-separated."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[: cores.total]))
