@@ -134,6 +134,8 @@ def _help(work: _Work) -> None:
 # the mode is of a thread
 @torch.inference_mode()
 def _serve() -> None:
+    # torch applies its number of threads to a thread that asks; oneDNN, which does not ask, takes all cores before
+    torch.get_num_threads()
     while True:
         # no name here: it would keep the arrays of the last work until the next one comes
         _waiting.get().take_parts()
