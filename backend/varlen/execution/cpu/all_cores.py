@@ -114,7 +114,7 @@ def _work_of_token(op: Op) -> int:
     """Return the multiplications of an op for each token, or what takes as long."""
     if not op.kernel.startswith("linear"):
         columns = [axis for result in op.results for axis in result.shape[1:]]
-        return _WORK_OF_NUMBER * sum(axis for axis in columns if isinstance(axis, int))
+        return _WORK_OF_NUMBER * max(1, sum(axis for axis in columns if isinstance(axis, int)))
     weight = op.operands[1]
     if isinstance(weight, Tensor):
         return weight.numel()

@@ -15,8 +15,9 @@ from varlen.execution.cpu.all_cores import AllCores, token_bounds
 from varlen.execution.cpu.linear_paths import PACKED, use_paths
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.runner import Runner
+from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import Program
+from varlen.program.program import Op, Program, Value
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu
 from varlen_kernels.cpu.threads import usable_cores
@@ -121,6 +122,23 @@ def test_ops_that_see_sequences_are_not_split(small_bert):
     together = {op.kernel for op in program.ops if not op.is_by_token}
 
     assert together == {"attention_varlen", "pool"}
+
+
+def test_an_op_may_write_one_number_for_each_token(share):
+    tokens = Size(tokens=1)
+    x, length = Value("x", (tokens, 8), torch.float32), Value("length", (tokens,), torch.float32)
+    program = Program([Op("norm", (x,), {}, (length,))], [length])
+
+    class Kernels:
+        @staticmethod
+        def norm(x, *, out):
+            torch.linalg.vector_norm(x, dim=1, out=out)
+
+    share.set_alone(True)
+    rows, out = torch.rand(90, 8), torch.empty(90)
+    AllCores(program, share, CORES)(program.ops[0], Kernels.norm, [rows], (out,))
+
+    torch.testing.assert_close(out, rows.norm(dim=1))
 
 
 def test_packed_products_run_on_parts_of_usual_sizes(small_bert, share):
