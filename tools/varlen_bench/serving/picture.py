@@ -30,6 +30,11 @@ COLORS = {
     "transformers-bf16-single": "#c9a26b",
     "onnxruntime-fp32-dynamic": "#d97a00",
     "onnxruntime-fp32-single": "#e0a63c",
+    "onnxruntime-fp32-dynamic-per-core": "#b85c00",
+    "onnxruntime-int8-dynamic-per-core": "#c4a800",
+    "openvino-fp32-dynamic": "#d8569b",
+    "openvino-fp32-dynamic-per-core": "#b03a78",
+    "openvino-int8-dynamic-per-core": "#e58fb8",
 }
 _GUIDE = {"color": "#8f8f8f", "linewidth": 0.9, "linestyle": ":"}
 _PANELS = (("served/s", "served"), ("mean latency, ms", "mean_ms"), ("p99 latency, ms", "p99_ms"))
