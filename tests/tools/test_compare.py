@@ -145,6 +145,15 @@ def test_a_thread_runs_steps_while_requests_run_and_each_token_has_its_moment():
     assert [len(answer.tokens) for answer in answers] == [4, 1, 2]
 
 
+def test_requests_after_a_step_that_failed_fail_too():
+    engine = Stepped(fails_at=1)
+    submit = step_in_thread(lambda: (engine.add, engine.step))
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            submit([7, 7], 3, lambda *_: None).result(timeout=60)
+
+
 def test_a_step_that_fails_ends_the_pass():
     engine = Stepped(fails_at=2)
 

@@ -47,7 +47,7 @@ class Forecaster:
         return Forecast(self._worst_slowdown * parts, self._worst_slowdown * longest)
 
     def alone(self, shape: BatchShape) -> float:
-        """Return the time of a batch that runs alone, over that beside others."""
+        """Return the time of a batch that runs alone, over its time beside others."""
         ratios = self._alone.get(shape.tokens.bit_length())
         return statistics.median(ratios) if ratios else 1.0
 

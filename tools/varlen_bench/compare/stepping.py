@@ -30,7 +30,7 @@ class _Request:
 def step_in_thread(load: Callable[[], tuple[Add, Step]]) -> Submit:
     """Return a function that starts one request; a thread runs steps while requests run.
 
-    Tokens have the moment when their step ended. An error ends the thread, and the requests that run fail with it.
+    Tokens have the moment when their step ended. An error fails the requests that run, and all later ones.
 
     Args:
         load: loads the engine, in the thread that runs its steps: threads of OpenMP belong to the thread that calls.
@@ -67,6 +67,9 @@ def step_in_thread(load: Callable[[], tuple[Add, Step]]) -> Submit:
         except Exception as error:  # whatever an engine raises
             for request in running.values():
                 request.done.set_exception(error)
+            # later ones would wait for ever
+            while True:
+                arrived.get().done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     loaded.result()

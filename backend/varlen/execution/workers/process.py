@@ -52,8 +52,9 @@ class WorkerHost(ModelProcess[ModelInfo]):
             EngineError: the process failed.
         """
         self._lock = Lock()
-        self.share = CoreShare()
         super().__init__(_HOST, folder, config, new_info=ModelInfo, limits_of=_limits)
+        # after the load, which may be refused
+        self.share = CoreShare()
 
     def fork(self, ended: int | None = None) -> tuple[Connection, int]:
         """Return the connection and the process id of a new worker.

@@ -65,8 +65,11 @@ class Workers:
         return ThreadExecutor(self.runners, self.prepare, self._share)
 
     def use_all_cores(self) -> None:
-        """Let a batch that runs alone use the cores of all workers from now on."""
-        if self._share is not None:
+        """Let a batch that runs alone use the cores of all workers from now on.
+
+        With one worker every batch has all cores, and its time is what costs are.
+        """
+        if self._share is not None and len(self.runners) > 1:
             self._share.is_on = True
 
     @property

@@ -23,6 +23,7 @@ from varlen.execution.runner import Runner
 from varlen.execution.workers import connection as worker_connection
 from varlen.execution.workers.messages import Answers, receive_batch, send_answers
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
+from varlen.execution.workers.workers import Workers
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, RequestOptions
@@ -91,6 +92,16 @@ def test_a_batch_alone_has_the_same_answers_on_all_cores(tmp_path):
         assert_close(row, one, roundings=encoder_roundings(folder, torch.float32))
     worker.close()
     host.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_only_batches_of_several_workers_share_cores(host, count):
+    workers = Workers(host.info, [object()] * count, host=host)
+
+    workers.use_all_cores()
+
+    assert host.share.is_on == (count > 1)
+    host.share.is_on = False
 
 
 def test_a_worker_that_is_killed_costs_one_retry(worker, restarts, caplog):
