@@ -7,7 +7,7 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.execution.cpu.int8_encoder import int8_product, to_int8
-from varlen.execution.cpu.linear_paths import BATCH_ROWS, PLAIN, choose_paths
+from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
@@ -85,10 +85,11 @@ def load_program(
         fields["int8"] = int8_product()
     # packed weights have no address
     weight_bytes = program.weight_bytes
-    if measures and device.type == "cpu":
+    if device.type == "cpu":
         limit_primitives()
+        seconds = config.warmup_seconds if measures else 0.0
         program = choose_paths(
-            program, kernels, config, fields, default=PLAIN, rows=BATCH_ROWS, threads=1
+            program, kernels, config, fields, rows=BATCH_ROWS, threads=1, seconds=seconds
         )
     sizes = encoder.vocab_size, encoder.type_vocab_size
     return EncoderProgram(program, *sizes, name, weight_bytes, fields)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from varlen.config import EngineConfig
-from varlen.execution.cpu.linear_paths import PACKED, STEP_ROWS, choose_paths
+from varlen.execution.cpu.linear_paths import STEP_ROWS, choose_paths
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size
@@ -82,9 +82,9 @@ def load_programs(
             kernels=kernels,
             config=config,
             key=cost_fields(checkpoint, device),
-            default=PACKED,
             rows=STEP_ROWS,
             threads=torch.get_num_threads(),
+            seconds=config.warmup_seconds,
         )
         programs = tuple(map(choose, programs))
     return StepPrograms(programs, vocab_size, dtype, kv, weight_bytes)

@@ -19,6 +19,11 @@ from varlen_kernels.cpu.int8_ops import (
     linear_int8_panels_add_layer_norm,
 )
 from varlen_kernels.cpu.packed import can_pack, linear_packed
+from varlen_kernels.cpu.panel_ops import (
+    linear_panels,
+    linear_panels_activate,
+    linear_panels_add_layer_norm,
+)
 from varlen_kernels.cpu.widened import linear_widened
 from varlen_kernels.reference import (
     add_layer_norm,

@@ -50,6 +50,7 @@ def linear_int8_panels_add_layer_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
-    from varlen_kernels.cpu.int8_panels import LayerNorm, multiply_panels
+    from varlen_kernels.cpu.epilogues import LayerNorm
+    from varlen_kernels.cpu.int8_panels import multiply_panels
 
     return multiply_panels(x, layer, norm=LayerNorm(residual, weight, bias, eps), out=out)

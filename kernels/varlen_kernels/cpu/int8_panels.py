@@ -7,29 +7,25 @@ itself and in a batch, to the last bit.
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from varlen_kernels import Activation
-from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
+from varlen_kernels.cpu.epilogues import (
+    ACTIVATIONS,
+    NO_ACTIVATION,
+    NO_MATRIX,
+    LayerNorm,
+    activated,
+    load_within,
+    normalize_row,
+    store_within,
+)
 from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.int8_tile import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
-from varlen_kernels.cpu.lanes import (
-    LANES,
-    load,
-    load_first,
-    maximum,
-    multiply_add,
-    splat,
-    store,
-    store_first,
-    sum_of,
-)
+from varlen_kernels.cpu.lanes import LANES, load, multiply_add, splat
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.linear_int8 import Int8Weight
 
@@ -37,33 +33,6 @@ from varlen_kernels.reference.linear_int8 import Int8Weight
 _BLOCK = 96
 # Multiplications below which a second thread costs more than it saves.
 _LEAST_SHARED_WORK = 1 << 25
-_ZERO, _ONE = np.float32(0), np.float32(1)
-# Stands for a matrix that is left out.
-_NONE = np.empty((0, 0), np.float32)
-_NO_ACTIVATION, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
-_ACTIVATIONS: Mapping[Activation | None, int] = {
-    None: _NO_ACTIVATION,
-    "gelu": _GELU,
-    "gelu_tanh": _GELU_TANH,
-    "silu": _SILU,
-    "relu": _RELU,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """The residual sum and layer norm after a linear layer.
-
-    Attributes:
-        residual: `[tokens, features]` fp32, may be `out`.
-        weight, bias: `[features]`.
-        eps: added to the variance.
-    """
-
-    residual: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
 
 
 def multiply_panels(
@@ -84,7 +53,7 @@ def multiply_panels(
     tokens = x.shape[0]
     if out is None:
         out = torch.empty(tokens, layer.scale.shape[0])
-    residual = weight = bias = _NONE
+    residual = weight = bias = NO_MATRIX
     if norm is not None:
         residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
         bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
@@ -105,38 +74,10 @@ def multiply_panels(
         bias,
         out.numpy(),
         layer.levels,
-        _ACTIVATIONS[kind],
+        ACTIVATIONS[kind],
         np.float32(norm.eps if norm else 0),
     )
     return out
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _load(array, row, column):
-    """Return a vector of a row; zeros past its end."""
-    count = array.shape[1] - column
-    return load(array, row, column) if count >= LANES else load_first(array, row, column, count)
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _store(array, row, column, value):
-    """Write a vector of a row; nothing past its end."""
-    count = array.shape[1] - column
-    if count >= LANES:
-        store(array, row, column, value)
-    else:
-        store_first(array, row, column, value, count)
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _activated(value, kind):
-    if kind == _GELU:
-        return gelu_erf(value)
-    if kind == _GELU_TANH:
-        return gelu_tanh(value)
-    if kind == _SILU:
-        return value * sigmoid(value)
-    return maximum(splat(_ZERO), value) if kind == _RELU else value
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -161,11 +102,11 @@ def _scale_tile(
     """
     for lane in range(0, min(TILE_FEATURES, scale.shape[1] - first_column), LANES):
         column = first_column + lane
-        scales = _load(scale, 0, column)
-        weight_sums, bias = _load(fp32_rows, 0, column), _load(fp32_rows, 1, column)
+        scales = load_within(scale, 0, column)
+        weight_sums, bias = load_within(fp32_rows, 0, column), load_within(fp32_rows, 1, column)
         # one name for each of OUTLIERS
-        first, second = _load(fp32_rows, 2, column), _load(fp32_rows, 3, column)
-        third, fourth = _load(fp32_rows, 4, column), _load(fp32_rows, 5, column)
+        first, second = load_within(fp32_rows, 2, column), load_within(fp32_rows, 3, column)
+        third, fourth = load_within(fp32_rows, 4, column), load_within(fp32_rows, 5, column)
         for i in range(rows):
             row = tile + i
             value = multiply_add(splat(factors[row, 1]), weight_sums, bias)
@@ -176,8 +117,8 @@ def _scale_tile(
             steps = load(sums, i, lane) * splat(factors[row, 0])
             value = multiply_add(steps, scales, value)
             if residual.shape[1]:
-                value = value + _load(residual, to_row + i, column)
-            _store(out, to_row + i, to_column + lane, value)
+                value = value + load_within(residual, to_row + i, column)
+            store_within(out, to_row + i, to_column + lane, value)
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -186,31 +127,7 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
     for i in range(rows):
         for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
             value = load(values, i, column - first_column)
-            _store(out, to_row + i, column, _activated(value, kind))
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _normalize_row(matrix, row, weight, bias, eps):
-    """Replace a row by its layer norm."""
-    features = matrix.shape[1]
-    whole = features // LANES * LANES
-    total = splat(_ZERO)
-    for column in range(0, features, LANES):
-        total = total + _load(matrix, row, column)
-    mean = sum_of(total) / np.float32(features)
-    total = splat(_ZERO)
-    for column in range(0, whole, LANES):
-        centered = load(matrix, row, column) - splat(mean)
-        total = multiply_add(centered, centered, total)
-    squares = sum_of(total)
-    for column in range(whole, features):
-        squares += (matrix[row, column] - mean) * (matrix[row, column] - mean)
-    factor = _ONE / np.sqrt(squares / np.float32(features) + eps)
-    for column in range(0, features, LANES):
-        centered = _load(matrix, row, column) - splat(mean)
-        scaled = centered * splat(factor)
-        value = multiply_add(scaled, _load(weight, 0, column), _load(bias, 0, column))
-        _store(matrix, row, column, value)
+            store_within(out, to_row + i, column, activated(value, kind))
 
 
 # a row without variance divides by zero where eps is 0, which gives NaN
@@ -247,11 +164,11 @@ def _multiply_rows(
                 _prefetch_tile(out, block + tile, rows, column)
                 multiply_tile(codes, tile, panels, panel, sums)
                 of_tile = sums, rows, factors, tile, scale, fp32_rows, column
-                if kind == _NO_ACTIVATION:
+                if kind == NO_ACTIVATION:
                     _scale_tile(*of_tile, residual, out, block + tile, column)
                 else:
                     _scale_tile(*of_tile, residual, sums, 0, 0)
                     _activate_tile(sums, rows, column, kind, out, block + tile)
         if weight.shape[1]:
             for i in range(count):
-                _normalize_row(out, block + i, weight, bias, eps)
+                normalize_row(out, block + i, weight, bias, eps, out)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from varlen.execution.cpu.linear_paths import PACKED, use_paths
+from varlen.execution.cpu.linear_paths import use_paths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.blocks import inputs
@@ -87,7 +87,7 @@ def _programs(folder, num_blocks, block_size, dtype, *, packed):
     }
 
     def runner(program, largest):
-        program = use_paths(program, {}, PACKED) if packed else program
+        program = use_paths(program, {}) if packed else program
         arena = Arena(Layout(program.buffers, 64), largest, CPU)
 
         @torch.inference_mode()

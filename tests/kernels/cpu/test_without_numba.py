@@ -11,7 +11,15 @@ from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
 
 # Modules of ops on CPUs that import no numba.
-PLAIN = {"compile_lock", "compiled_files", "compiled_ops", "int8_ops", "packed", "threads"}
+PLAIN = {
+    "compile_lock",
+    "compiled_files",
+    "compiled_ops",
+    "int8_ops",
+    "packed",
+    "panel_ops",
+    "threads",
+}
 
 
 def is_compiled(name):

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, cache_folder
-from varlen.program.program import Op, Program
+from varlen.execution.cpu.layer_fusion import fuse_layers
+from varlen.program.program import Op, Program, Weights
+from varlen_kernels.cpu.compiled_ops import compiling, has_numba
 from varlen_kernels.cpu.packed import can_pack, pack_weight
+from varlen_kernels.cpu.panel_ops import pack_panels
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +35,19 @@ Clock: TypeAlias = Callable[[], float]
 # The path that needs no packing; every kernel module has it.
 PLAIN = "linear"
 PACKED = "linear_packed"
+PANELS = "linear_panels"
+# What makes the weight of each path from `[hidden, features]`.
+_LAYOUTS: Mapping[str, Callable[[Tensor], Weights]] = {
+    PLAIN: lambda weight: weight,
+    PACKED: pack_weight,
+    PANELS: pack_panels,
+}
 # Typical numbers of rows: of an encoder's batches, and of generation's steps.
 BATCH_ROWS = (32, 96, 384)
 STEP_ROWS = (1, 8, 32, 128)
 
 # To be increased when paths are measured in another way.
-_PLAN_VERSION = "2"
+_PLAN_VERSION = "3"
 # Seconds of a measurement at most.
 _LONGEST = 3.0
 _ROUNDS = 9
@@ -50,7 +60,15 @@ _LOCK_SECONDS = 30.0
 
 
 class _Linear(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Weights, *, out: Tensor) -> Tensor: ...
+
+
+def paths_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the paths that multiply weights of this dtype on this CPU, the default last."""
+    packed = (PACKED,) if can_pack(dtype) else ()
+    # oneDNN multiplies bf16 faster than panels can, where the CPU can do it at all
+    has_panels = dtype == torch.float32 or (dtype == torch.bfloat16 and not packed)
+    return (PLAIN, *packed, *((PANELS,) if has_panels and has_numba() else ()))
 
 
 def choose_paths(
@@ -59,25 +77,26 @@ def choose_paths(
     config: EngineConfig,
     key: CostKey,
     *,
-    default: str,
     rows: Sequence[int],
     threads: int,
+    seconds: float,
 ) -> Program:
     """Return the program with the fastest path for each linear layer.
 
     Args:
-        program, kernels, default, rows: arguments of `measure_paths`.
-        config: its `warmup_seconds` bounds the measurement; at 0 every layer gets the default path.
+        program, kernels, rows: arguments of `measure_paths`.
+        config: says where measurements are stored.
         key: cost key of whatever else decides which path is fastest.
         threads: number of threads that will run a layer.
+        seconds: most time to measure; at 0 every layer gets the default path.
     """
     shapes = _weights_by_shape(program)
-    if not shapes or not hasattr(kernels, PACKED):
+    if not shapes or not hasattr(kernels, PANELS):
         return program
+    if not seconds:
+        return use_paths(program, {})
     # classifiers are fp32 in every program
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in shapes.values()})
-    if not config.warmup_seconds:
-        return use_paths(program, {}, default)
     # the time of one thread does not count other work on its core
     clock = time.thread_time if threads == 1 else time.perf_counter
     more = {
@@ -89,40 +108,37 @@ def choose_paths(
     }
 
     def measure() -> LinearPaths:
-        with _torch_threads(threads):
-            return measure_paths(
-                program,
-                kernels,
-                default=default,
-                rows=rows,
-                seconds=config.warmup_seconds,
-                clock=clock,
-            )
+        with _torch_threads(threads), compiling():
+            return measure_paths(program, kernels, rows=rows, seconds=seconds, clock=clock)
 
     store = CostStore(cache_folder(config.cache_folder))
-    paths = stored_paths(store, {**key, **more}, measure)
-    return use_paths(program, paths, default)
+    return use_paths(program, stored_paths(store, {**key, **more}, measure))
 
 
-def use_paths(program: Program, paths: LinearPaths, default: str) -> Program:
-    """Return the program with the ops that `paths` names; layers of other shapes get `default`.
+def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Program:
+    """Return the program with the ops that `paths` names, and what follows a layer in its op where possible.
 
-    It holds no reference to weights that only packed layers read.
+    Layers of other shapes get `default`, or the default of their dtype. The program holds no reference to weights that
+    only layers of other layouts read.
     """
-    packed: dict[int, Tensor] = {}
+    packed: dict[int, Weights] = {}
 
     def changed(op: Op) -> Op:
         if op.kernel != PLAIN:
             return op
         x, weight, bias = op.operands
         assert isinstance(weight, Tensor)
-        if paths.get(_shape(weight), default) == PLAIN or not can_pack(weight.dtype):
+        allowed = paths_of(weight.dtype)
+        path = paths.get(_shape(weight), default)
+        if path not in allowed:
+            path = allowed[-1]
+        if path == PLAIN:
             return op
         if id(weight) not in packed:
-            packed[id(weight)] = pack_weight(weight)
-        return replace(op, kernel=PACKED, operands=(x, packed[id(weight)], bias))
+            packed[id(weight)] = _LAYOUTS[path](weight)
+        return replace(op, kernel=path, operands=(x, packed[id(weight)], bias))
 
-    return Program([changed(op) for op in program.ops], program.outputs)
+    return fuse_layers(Program([changed(op) for op in program.ops], program.outputs))
 
 
 def stored_paths(store: CostStore, key: CostKey, measure: Callable[[], LinearPaths]) -> LinearPaths:
@@ -151,7 +167,6 @@ def measure_paths(
     program: Program,
     kernels: object,
     *,
-    default: str,
     rows: Sequence[int],
     seconds: float,
     clock: Clock,
@@ -163,21 +178,21 @@ def measure_paths(
     Args:
         program: has the layers, as ops named `linear`.
         kernels: has the paths, in the threads that will use them.
-        default: the path of a shape unless another one is clearly faster.
         rows: typical numbers of rows, which count equally.
         seconds: most time to spend.
         clock: returns seconds.
     """
+    plain = _weights_by_shape(program)
     layers = {
-        shape: {PLAIN: weight, PACKED: pack_weight(weight)}
-        for shape, weight in _weights_by_shape(program).items()
+        shape: {path: _LAYOUTS[path](weight) for path in paths_of(weight.dtype)}
+        for shape, weight in plain.items()
     }
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     began, deadline = clock(), clock() + min(seconds, _LONGEST)
     for number in range(_ROUNDS + 1):
         for shape, weights in layers.items():
             for count in rows:
-                x, out = _operands(weights[PLAIN], count)
+                x, out = _operands(plain[shape], count)
                 for path, weight in weights.items():
                     multiply: _Linear = getattr(kernels, path)
                     start = clock()
@@ -188,10 +203,9 @@ def measure_paths(
         if clock() > deadline:
             break
     paths, lines = {}, []
-    for shape in layers:
+    for shape, weights in layers.items():
         best, gain = _fastest(
-            {path: [times[shape, path, count] for count in rows] for path in (PLAIN, PACKED)},
-            default,
+            {path: [times[shape, path, count] for count in rows] for path in weights}
         )
         paths[shape] = best
         lines.append(f"{shape} {best} ({gain:.2f}x)")
@@ -199,13 +213,14 @@ def measure_paths(
     return paths
 
 
-def _fastest(times: Mapping[str, Sequence[Sequence[float]]], default: str) -> tuple[str, float]:
+def _fastest(times: Mapping[str, Sequence[Sequence[float]]]) -> tuple[str, float]:
     """Return a path, and how many times as fast as the slowest it is.
 
     Args:
-        times: seconds of each round, per path and number of rows.
-        default: the path unless another one is clearly faster; also if there are too few rounds.
+        times: seconds of each round, per path and number of rows. The last path is the default: the result unless
+            another one is clearly faster, and if there are too few rounds.
     """
+    default = [*times][-1]
     if len(next(iter(times.values()))[0]) < _FEWEST_ROUNDS:
         return default, 1.0
     # the geometric mean over numbers of rows: few rows count as much as many
@@ -254,8 +269,8 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 def _weights_by_shape(program: Program) -> dict[str, Tensor]:
-    """Return the first weight of each shape that can be packed."""
-    weights = [weight for weight in _linear_weights(program) if can_pack(weight.dtype)]
+    """Return the first weight of each shape that has several paths."""
+    weights = [weight for weight in _linear_weights(program) if len(paths_of(weight.dtype)) > 1]
     # the last one of equal keys counts
     return {_shape(weight): weight for weight in reversed(weights)}
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from varlen.execution.cpu.int8_fusion import fuse_int8
+from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
@@ -89,4 +89,4 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
             return op
         return replace(op, kernel=layer.kernel, operands=(op.operands[0], layer.weight))
 
-    return fuse_int8(Program([replaced(op) for op in program.ops], program.outputs))
+    return fuse_layers(Program([replaced(op) for op in program.ops], program.outputs))

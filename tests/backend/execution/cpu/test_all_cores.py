@@ -19,7 +19,7 @@ from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Op, Program, Value
 from varlen.request.request import Prompt, RequestOptions
-from varlen_kernels import cpu
+from varlen_kernels import cpu, reference
 from varlen_kernels.cpu.threads import usable_cores
 
 CORES = 3
@@ -39,9 +39,9 @@ def share():
     made.close()
 
 
-def runner_of(folder, **settings):
+def runner_of(folder, kernels=None, **settings):
     config = EngineConfig(device="cpu", max_batch_tokens=512, warmup_seconds=0, **settings)
-    return Runner(Checkpoint.open(folder), config, workers=CORES)
+    return Runner(Checkpoint.open(folder), config, workers=CORES, kernels=kernels)
 
 
 def prompts_of(*lengths):
@@ -142,7 +142,7 @@ def test_an_op_may_write_one_number_for_each_token(share):
 
 
 def test_packed_products_run_on_parts_of_usual_sizes(small_bert, share):
-    runner = runner_of(small_bert, dtype="fp32")
+    runner = runner_of(small_bert, reference, dtype="fp32")
     rows = []
 
     class Kernels:

@@ -24,6 +24,7 @@ from varlen.execution.cpu.calibration import (
     weights_hash,
 )
 from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.cpu.linear_paths import paths_of
 from varlen.execution.cpu.quantization import layer_key, linear_weights, quantize_layers, use_int8
 from varlen.execution.device import choose_dtype
 from varlen.execution.runner import Runner
@@ -177,7 +178,7 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
     # four layers of the encoder twice, then pooler and classifier
     product = int8_products.choose_product().kernel
     assert all(kernel.startswith(product) for kernel in kernels[:8])
-    assert kernels[8:] == ["linear"] * 2
+    assert kernels[8:] == [paths_of(torch.float32)[-1]] * 2
     assert runner.info.cost_fields["int8"] == product
     np.testing.assert_allclose(*logits, rtol=0, atol=0.1 * np.abs(logits[0]).max())
 

@@ -13,9 +13,11 @@ from varlen.config import EngineConfig
 from varlen.costs.store import CostStore
 from varlen.execution.cpu.linear_paths import (
     PACKED,
+    PANELS,
     PLAIN,
     choose_paths,
     measure_paths,
+    paths_of,
     stored_paths,
     use_paths,
 )
@@ -24,7 +26,6 @@ from varlen.memory.layout import Layout
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.packed import can_pack
 
 CPU = torch.device("cpu")
 WIDTHS = (48, 96, 8)
@@ -48,13 +49,16 @@ class FakeKernels:
     def linear_packed(self, x, weight, *, out):
         self._run(PACKED, x, weight.shape[0], out)
 
+    def linear_panels(self, x, weight, *, out):
+        self._run(PANELS, x, weight.features, out)
+
     def _run(self, op, x, width, out):
         assert out.shape == (len(x), width)
         assert out.dtype == x.dtype
         self.rows.append(len(x))
         seconds = self.milliseconds(op, width) / 1e3
         # the first call is slow, as compilation is
-        self.now += 100 * seconds if len(self.rows) < 9 else seconds
+        self.now += 100 * seconds if len(self.rows) < 13 else seconds
 
 
 def program_of(*widths, dtype=torch.float32, seed=0):
@@ -78,29 +82,35 @@ def run(program, kernels, x):
     return out
 
 
-def measured(kernels, *, default=PLAIN, seconds=1e9, rows=(4, 16)):
+def measured(kernels, *, seconds=1e9, rows=(4, 16)):
     program, _ = program_of(*WIDTHS)
-    return measure_paths(
-        program, kernels, default=default, rows=rows, seconds=seconds, clock=kernels.clock
-    )
+    return measure_paths(program, kernels, rows=rows, seconds=seconds, clock=kernels.clock)
 
 
 def kernels_of(program):
     return [op.kernel for op in program.ops]
 
 
-@pytest.mark.parametrize("default", [PLAIN, PACKED])
-def test_each_shape_gets_its_fastest_path(default):
-    kernels = FakeKernels(lambda op, width: 1.0 if (op == PACKED) == (width == 96) else 2.0)
+@pytest.mark.parametrize("wide", [PLAIN, PACKED, PANELS])
+@pytest.mark.parametrize("narrow", [PLAIN, PACKED, PANELS])
+def test_each_shape_gets_its_fastest_path(wide, narrow):
+    kernels = FakeKernels(lambda op, width: 1.0 if op == (wide if width == 96 else narrow) else 2.0)
 
-    assert measured(kernels, default=default) == {"48x96": PACKED, "96x8": PLAIN}
+    assert measured(kernels) == {"48x96": wide, "96x8": narrow}
 
 
-@pytest.mark.parametrize("default, other", [(PLAIN, PACKED), (PACKED, PLAIN)])
-def test_a_path_that_is_hardly_faster_does_not_replace_the_default(default, other):
+@pytest.mark.parametrize("other", [PLAIN, PACKED])
+def test_a_path_that_is_hardly_faster_does_not_replace_the_default(other):
     kernels = FakeKernels(lambda op, _: 0.99 if op == other else 1.0)
 
-    assert set(measured(kernels, default=default).values()) == {default}
+    assert set(measured(kernels).values()) == {PANELS}
+
+
+def test_without_numba_there_are_no_panels(monkeypatch):
+    monkeypatch.setattr("varlen.execution.cpu.linear_paths.has_numba", lambda: False)
+
+    assert paths_of(torch.float32) == (PLAIN, PACKED)
+    assert PANELS not in paths_of(torch.bfloat16)
 
 
 def test_numbers_of_rows_count_equally():
@@ -108,7 +118,7 @@ def test_numbers_of_rows_count_equally():
         def _run(self, op, x, width, out):
             super()._run(op, x, width, out)
             # five times as fast for few rows, half as fast for many
-            few, many = (1, 40) if op == PLAIN else (5, 20)
+            few, many = {PLAIN: (1, 40), PACKED: (5, 20), PANELS: (9, 30)}[op]
             self.now += (few if len(x) < 32 else many) / 1e3
 
     kernels = FewRowsPlain(lambda *_: 0.0)
@@ -119,16 +129,16 @@ def test_numbers_of_rows_count_equally():
 def test_without_time_for_enough_rounds_layers_keep_the_default():
     kernels = FakeKernels(lambda op, _: 1.0 if op == PACKED else 2.0)
 
-    assert set(measured(kernels, seconds=0.5).values()) == {PLAIN}
-    assert len(kernels.rows) == 8
+    assert set(measured(kernels, seconds=0.5).values()) == {PANELS}
+    assert len(kernels.rows) == 12
 
 
-@pytest.mark.parametrize("paths", [{}, {"48x96": PACKED}, {"48x96": PACKED, "96x8": PACKED}])
+@pytest.mark.parametrize("paths", [{}, {"48x96": PACKED}, {"48x96": PANELS, "96x8": PACKED}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [1, 7, 100])
 def test_all_paths_give_equal_results(paths, dtype, tokens):
-    if not can_pack(dtype):
-        pytest.skip("oneDNN does not multiply bf16 on this CPU")
+    if not {*paths.values()} <= {*paths_of(dtype)}:
+        pytest.skip("this CPU does not multiply bf16 in this way")
     program, _ = program_of(*WIDTHS, dtype=dtype)
     x = torch.randn(tokens, WIDTHS[0], generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -191,14 +201,14 @@ def test_damaged_paths_are_measured_again(tmp_path, text, caplog):
     assert store.load_paths(KEY) == paths
 
 
-@pytest.mark.parametrize("default", [PLAIN, PACKED])
-def test_without_warm_up_every_layer_gets_the_default(tmp_path, default):
-    config = EngineConfig(warmup_seconds=0, cache_folder=str(tmp_path / "cache"))
-    program, _ = program_of(*WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_without_time_to_measure_every_layer_gets_the_default(tmp_path, dtype):
+    config = EngineConfig(cache_folder=str(tmp_path / "cache"))
+    program, _ = program_of(*WIDTHS, dtype=dtype)
 
-    program = choose_paths(program, cpu, config, KEY, default=default, rows=(4,), threads=1)
+    program = choose_paths(program, cpu, config, KEY, rows=(4,), threads=1, seconds=0.0)
 
-    assert set(kernels_of(program)) == {default}
+    assert set(kernels_of(program)) == {paths_of(dtype)[-1]}
     assert not (tmp_path / "cache").exists()
 
 
@@ -207,8 +217,7 @@ def test_kernels_without_packed_layers_run_plain_ones(tmp_path):
     program, _ = program_of(*WIDTHS)
 
     assert (
-        choose_paths(program, reference, config, KEY, default=PACKED, rows=(4,), threads=1)
-        is program
+        choose_paths(program, reference, config, KEY, rows=(4,), threads=1, seconds=1.0) is program
     )
 
 
@@ -223,7 +232,7 @@ def test_a_measurement_uses_the_given_threads_and_is_stored(tmp_path):
             return getattr(cpu, name)
 
     def choose(kernels):
-        chosen = choose_paths(program, kernels, config, KEY, default=PLAIN, rows=(4,), threads=1)
+        chosen = choose_paths(program, kernels, config, KEY, rows=(4,), threads=1, seconds=1.0)
         return kernels_of(chosen)
 
     first = choose(Watched())

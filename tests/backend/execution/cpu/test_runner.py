@@ -14,7 +14,7 @@ from varlen.execution.cpu.token_counts import batch_sizes, padded
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, RequestOptions
-from varlen_kernels import cpu
+from varlen_kernels import cpu, reference
 
 
 @given(st.integers(1, 10**6))
@@ -37,6 +37,7 @@ def test_padding_changes_no_answer(small_bert, task):
     runner = Runner(
         Checkpoint.open(small_bert),
         EngineConfig(device="cpu", dtype="fp32", task=task, max_batch_tokens=100),
+        kernels=reference,
     )
     packed = use_paths(runner.program, {}, PACKED)
     assert compiles_products(packed)

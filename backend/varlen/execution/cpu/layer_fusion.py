@@ -1,4 +1,4 @@
-"""Int8 layers of a program that also run the op behind them.
+"""Linear layers of a program that also run the op behind them.
 
 That is an activation, or a residual sum with its norm.
 """
@@ -7,20 +7,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from varlen.program.program import Op, Program, Value
 from varlen_kernels.ops import IN_PLACE
 
 # For each op of a layer: the op that runs it and what follows it, by the name of what follows.
 _FUSED: Mapping[str, Mapping[str, str]] = {
-    "linear_int8_panels": {
-        "activate": "linear_int8_panels_activate",
-        "add_layer_norm": "linear_int8_panels_add_layer_norm",
-    }
+    product: {"activate": f"{product}_activate", "add_layer_norm": f"{product}_add_layer_norm"}
+    for product in ("linear_panels", "linear_int8_panels")
 }
 
 
-def fuse_int8(program: Program) -> Program:
-    """Return the program with int8 layers and their only readers as one op, where possible."""
+def fuse_layers(program: Program) -> Program:
+    """Return the program with linear layers and their only readers as one op, where possible."""
     readers: defaultdict[Value, list[Op]] = defaultdict(list)
     for op in program.ops:
         for value in op.reads:
@@ -44,7 +44,9 @@ def _is_fused(op: Op, readers: Mapping[Value, Sequence[Op]], outputs: Sequence[V
     if op.kernel not in _FUSED or op.results[0] in outputs or len(readers[op.results[0]]) != 1:
         return False
     (reader,) = readers[op.results[0]]
-    return reader.kernel in _FUSED[op.kernel] and reader.operands[0] == op.results[0]
+    follows = reader.kernel in _FUSED[op.kernel] and reader.operands[0] == op.results[0]
+    # a norm of 16-bit rows would read rounded numbers
+    return follows and op.results[0].dtype == torch.float32
 
 
 def _fused(layer: Op, op: Op) -> Op:

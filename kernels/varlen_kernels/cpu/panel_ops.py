@@ -1,0 +1,71 @@
+"""Linear layers of CPUs whose weights are in panels; numba is loaded when the first one runs.
+
+Names and signatures match `reference`, with the weight's layout added.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from varlen_kernels import Activation
+
+
+class PanelWeight(NamedTuple):
+    """The weight of a linear layer for `linear_panels`.
+
+    Attributes:
+        panels: `[panels, hidden * features of a panel]`, made by `pack_panels`.
+        features: number of output features.
+    """
+
+    panels: Tensor
+    features: int
+
+
+def pack_panels(weight: Tensor) -> PanelWeight:
+    """Return a weight, `[hidden, features]` fp32 or bf16, in the order in which products read it."""
+    from varlen_kernels.cpu import panel_tile
+
+    return PanelWeight(panel_tile.pack_panels(weight), weight.shape[1])
+
+
+def linear_panels(
+    x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return `linear` of a weight that `pack_panels` made, `[tokens, features]`."""
+    from varlen_kernels.cpu.panels import multiply_panels
+
+    return multiply_panels(x, weight, bias, out=out)
+
+
+def linear_panels_activate(
+    x: Tensor,
+    weight: PanelWeight,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of `linear_panels`."""
+    from varlen_kernels.cpu.panels import multiply_panels
+
+    return multiply_panels(x, weight, bias, kind=kind, out=out)
+
+
+def linear_panels_add_layer_norm(
+    x: Tensor,
+    weight: PanelWeight,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the layer norm of `linear_panels` + residual; `out` may be `residual`."""
+    from varlen_kernels.cpu.epilogues import LayerNorm
+    from varlen_kernels.cpu.panels import multiply_panels
+
+    norm = LayerNorm(residual, norm_weight, norm_bias, eps)
+    return multiply_panels(x, weight, bias, norm=norm, out=out)

@@ -1,0 +1,192 @@
+"""Products of fp32 rows with panels of a weight, in registers, for functions that numba compiles.
+
+A panel is some neighbouring features of a weight, row after row, so that a product reads it from one end to the other:
+few rows are multiplied as fast as memory delivers the weight. A tile is up to 6 rows by the features of a panel; its
+sums stay in registers. Each sum adds its products in the order of the hidden features, whatever the tile, so a row has
+the same result by itself and among others, to the last bit.
+
+After a change here, touch the files that use it; see `lanes`.
+"""
+
+from typing import Any
+
+import numba
+import numba.extending
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+from torch import Tensor
+
+from varlen_kernels.cpu.lanes import LANES
+
+
+def _has_wide_registers() -> bool:
+    """Return whether the CPU that numba compiles for has AVX-512."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512f" in features.split(",")
+
+
+# Rows of a tile, and vectors of a panel's row: 24 sums of the 32 registers of AVX-512, 12 of the 16 of AVX2.
+TILE_ROWS = 6
+_VECTORS = 4 if _has_wide_registers() else 1
+PANEL_FEATURES = _VECTORS * LANES
+
+# Hidden features of a turn of the loop, and hidden features from a load to what is fetched into the cache for later.
+_UNROLLED = 4
+_FETCHED_AHEAD = 16
+
+_BYTE, _HALF, _INT, _SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+_FLOATS, _INTS, _HALVES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT, _HALF))
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """Return a weight in the order in which products read it.
+
+    Args:
+        weight: `[hidden, features]` fp32 or bf16.
+
+    Returns:
+        `[panels, hidden * PANEL_FEATURES]`; the last panel is filled with zeros.
+    """
+    hidden, features = weight.shape
+    panels = -(-features // PANEL_FEATURES)
+    packed = weight.new_zeros(panels, hidden, PANEL_FEATURES)
+    whole = features // PANEL_FEATURES
+    parts = weight[:, : whole * PANEL_FEATURES].view(hidden, whole, PANEL_FEATURES)
+    packed[:whole] = parts.transpose(0, 1)
+    packed[whole:, :, : features - whole * PANEL_FEATURES] = weight[:, whole * PANEL_FEATURES :]
+    return packed.view(panels, -1)
+
+
+class _Tile:
+    """Writes the instructions of a product of some rows with a panel."""
+
+    def __init__(self, context: Any, builder: Any, declared: Any, values: Any, rows: int) -> None:
+        self._builder = builder
+        x, row, panels, panel, sums = values
+        x_type, panels_type, sums_type = (declared.args[i] for i in (0, 2, 4))
+        self._width = panels_type.dtype.bitwidth // 8
+
+        def row_of(array_type: Any, array: Any, number: Any) -> Any:
+            struct = context.make_array(array_type)(context, builder, array)
+            row_bytes = cgutils.unpack_tuple(builder, struct.strides, 2)[0]
+            return self._at(struct.data, builder.mul(number, row_bytes), _BYTE)
+
+        self._rows = [
+            row_of(x_type, x, builder.add(row, ir.Constant(_SIZE, i))) for i in range(rows)
+        ]
+        self._panel = row_of(panels_type, panels, panel)
+        self._sums = [row_of(sums_type, sums, ir.Constant(_SIZE, i)) for i in range(rows)]
+        shape = context.make_array(x_type)(context, builder, x).shape
+        self._hidden = cgutils.unpack_tuple(builder, shape, 2)[1]
+        self._totals = [
+            [cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)
+        ]
+        for total in (each for of_row in self._totals for each in of_row):
+            builder.store(ir.Constant(_FLOATS, None), total)
+        self._multiply()
+        for address, of_row in zip(self._sums, self._totals, strict=True):
+            for i, total in enumerate(of_row):
+                place = self._at(address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
+                builder.store(builder.load(total), place, align=4)
+
+    def _multiply(self) -> None:
+        builder, unrolled = self._builder, ir.Constant(_SIZE, _UNROLLED)
+        turns = builder.udiv(self._hidden, unrolled)
+        with cgutils.for_range(builder, turns) as loop:
+            first = builder.mul(loop.index, unrolled)
+            for i in range(_UNROLLED):
+                self._add_products(builder.add(first, ir.Constant(_SIZE, i)))
+        done = builder.mul(turns, unrolled)
+        with cgutils.for_range(builder, builder.sub(self._hidden, done)) as loop:
+            self._add_products(builder.add(done, loop.index))
+
+    def _add_products(self, place: Any) -> None:
+        """Add the products with one row of the panel to the sums."""
+        builder, vector_bytes = self._builder, LANES * self._width
+        row_bytes = _VECTORS * vector_bytes
+        weights = self._at(self._panel, builder.mul(place, ir.Constant(_SIZE, row_bytes)), _BYTE)
+        factors = []
+        for i in range(_VECTORS):
+            offset = i * vector_bytes
+            self._fetch(
+                self._at(weights, ir.Constant(_SIZE, _FETCHED_AHEAD * row_bytes + offset), _BYTE)
+            )
+            factors.append(self._weights(self._at(weights, ir.Constant(_SIZE, offset), _BYTE)))
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        multiply_add = cgutils.get_or_insert_function(
+            builder.module, kind, f"llvm.fmuladd.v{LANES}f32"
+        )
+        for row, of_row in zip(self._rows, self._totals, strict=True):
+            number = builder.load(self._at(row, builder.mul(place, ir.Constant(_SIZE, 4)), _FLOAT))
+            empty = ir.Constant(_FLOATS, ir.Undefined)
+            first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
+            repeated = builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+            for factor, total in zip(factors, of_row, strict=True):
+                summed = builder.call(multiply_add, (repeated, factor, builder.load(total)))
+                builder.store(summed, total)
+
+    def _weights(self, address: Any) -> Any:
+        """Return a vector of the panel in fp32."""
+        builder = self._builder
+        if self._width == 4:
+            return builder.load(builder.bitcast(address, _FLOATS.as_pointer()), align=4)
+        halves = builder.load(builder.bitcast(address, _HALVES.as_pointer()), align=2)
+        wide = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
+        return builder.bitcast(wide, _FLOATS)
+
+    def _fetch(self, address: Any) -> None:
+        """Have a cache line read: it is needed soon."""
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
+        fetch = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
+        # to read, into all levels, of data
+        self._builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
+
+    def _at(self, address: Any, offset: Any, element: Any) -> Any:
+        builder = self._builder
+        moved = builder.gep(builder.bitcast(address, _BYTE.as_pointer()), [offset])
+        return builder.bitcast(moved, element.as_pointer())
+
+
+def _product_of(rows: int) -> Any:
+    """Return a function that writes the products of `rows` rows with a panel; see `multiply_rows`."""
+
+    @numba.extending.intrinsic
+    def multiply(_context, x, _row, panels, _panel, sums):
+        def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+            _Tile(context, builder, declared, values, rows)
+            return context.get_dummy_value()
+
+        return types.none(x, types.int64, panels, types.int64, sums), generate
+
+    return multiply
+
+
+_multiply_1, _multiply_2, _multiply_3, _multiply_4, _multiply_5, _multiply_6 = (
+    _product_of(rows) for rows in range(1, TILE_ROWS + 1)
+)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def multiply_rows(rows, x, row, panels, panel, sums):
+    """Write the products of some rows with a panel.
+
+    Args:
+        rows: how many, 1 to TILE_ROWS, from `row` on.
+        x: `[tokens, hidden]` fp32.
+        panels: made by `pack_panels`, bf16 as uint16.
+        sums: `[TILE_ROWS, PANEL_FEATURES]` fp32, the first rows are overwritten.
+    """
+    if rows == 6:
+        _multiply_6(x, row, panels, panel, sums)
+    elif rows == 5:
+        _multiply_5(x, row, panels, panel, sums)
+    elif rows == 4:
+        _multiply_4(x, row, panels, panel, sums)
+    elif rows == 3:
+        _multiply_3(x, row, panels, panel, sums)
+    elif rows == 2:
+        _multiply_2(x, row, panels, panel, sums)
+    else:
+        _multiply_1(x, row, panels, panel, sums)

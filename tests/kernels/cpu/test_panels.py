@@ -1,0 +1,124 @@
+"""Products with weights in panels: exact up to rounding, and the same bits for a row wherever it is."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.float64 import DTYPES, check, f64, rand
+from varlen_kernels import cpu, reference
+from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.panel_ops import pack_panels
+from varlen_kernels.cpu.threads import using_cores
+
+pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the products")
+
+# Rows, hidden and output features: of less than a tile, of several blocks, of widths that are no whole vectors.
+SHAPES = pytest.mark.parametrize(
+    "rows, hidden, features",
+    [(0, 8, 5), (1, 48, 96), (5, 7, 64), (13, 33, 100), (200, 70, 129), (7, 300, 1)],
+    ids=str,
+)
+KINDS = ["gelu", "gelu_tanh", "silu", "relu"]
+
+
+def layer_of(rows, hidden, features, dtype=torch.float32):
+    x = rand(rows, hidden, dtype=dtype)
+    return x, rand(hidden, features, dtype=dtype, seed=1), rand(features, dtype=dtype, seed=2)
+
+
+@SHAPES
+@DTYPES
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_a_product_is_the_exact_one(rows, hidden, features, has_bias, dtype):
+    x, weight, bias = layer_of(rows, hidden, features, dtype)
+    out = torch.full((rows, features), torch.nan, dtype=dtype)
+
+    actual = cpu.linear_panels(x, pack_panels(weight), bias if has_bias else None, out=out)
+
+    assert actual is out
+    check(actual, f64(x) @ f64(weight) + f64(bias) * has_bias, dtype)
+
+
+@SHAPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_activation_follows(rows, hidden, features, kind):
+    x, weight, bias = layer_of(rows, hidden, features)
+
+    actual = cpu.linear_panels_activate(x, pack_panels(weight), bias, kind=kind)
+
+    exact = reference.linear(*(each.double() for each in (x, weight, bias)))
+    check(actual, reference.activate(exact, kind=kind))
+
+
+@SHAPES
+@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_residual_sum_and_its_layer_norm_follow(rows, hidden, features, cores, in_place):
+    x, weight, bias = layer_of(rows, hidden, features)
+    residual, norm = rand(rows, features, seed=3), (rand(features, seed=4), rand(features, seed=5))
+    exact = reference.linear(*(each.double() for each in (x, weight, bias)))
+    exact = reference.add_layer_norm(
+        exact, residual.double(), *(each.double() for each in norm), eps=1e-5
+    )
+    out = residual if in_place else torch.full_like(residual, torch.nan)
+
+    with using_cores(cores):
+        actual = cpu.linear_panels_add_layer_norm(
+            x, pack_panels(weight), bias, residual, *norm, eps=1e-5, out=out
+        )
+
+    assert actual is out
+    check(actual, exact)
+
+
+@DTYPES
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
+    x, weight, bias = layer_of(211, 70, 129, dtype)
+    panels = pack_panels(weight)
+    expected = cpu.linear_panels(x, panels, bias)
+
+    for first, last in [(0, 1), (3, 10), (90, 211), (100, 113)]:
+        assert torch.equal(cpu.linear_panels(x[first:last], panels, bias), expected[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 211])
+def test_a_row_has_the_same_bits_on_any_number_of_cores(rows):
+    # enough work to be shared
+    x, weight, bias = layer_of(rows, 512, 2000)
+    residual, norm = rand(rows, 2000, seed=3), (rand(2000, seed=4), rand(2000, seed=5))
+    panels = pack_panels(weight)
+
+    def results(cores):
+        with using_cores(cores):
+            yield cpu.linear_panels(x, panels, bias)
+            yield cpu.linear_panels_activate(x, panels, bias, kind="gelu")
+            yield cpu.linear_panels_add_layer_norm(x, panels, bias, residual, *norm, eps=1e-5)
+
+    for one, several in zip(results(1), results(3), strict=True):
+        assert torch.equal(one, several)
+
+
+@DTYPES
+def test_what_is_not_finite_stays_in_its_row(dtype):
+    x, weight, bias = layer_of(9, 33, 20, dtype)
+    panels = pack_panels(weight)
+    expected = cpu.linear_panels(x, panels, bias)
+    x[4, 7], x[5, 0] = torch.nan, torch.inf
+
+    actual = cpu.linear_panels(x, panels, bias)
+
+    others = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(actual[others], expected[others])
+    assert actual[4].isnan().all()
+    assert not actual[5].isfinite().any()
+
+
+def test_rows_and_results_may_be_parts_of_wider_matrices():
+    x, weight, bias = layer_of(13, 40, 24)
+    wide, out = rand(13, 100, seed=6), torch.full((13, 60), torch.nan)
+    wide[:, 10:50] = x
+
+    cpu.linear_panels(wide[:, 10:50], pack_panels(weight), bias, out=out[:, :24])
+
+    assert torch.equal(out[:, :24], cpu.linear_panels(x, pack_panels(weight), bias))
+    assert np.isnan(out[:, 24:].numpy()).all()
