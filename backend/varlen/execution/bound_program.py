@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from varlen.execution.cpu.compiled_program import CompiledProgram
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
@@ -20,6 +21,7 @@ class BoundProgram:
         arena: arena of the program.
         caches: the states of the program, by name.
         block_size: tokens of a block.
+        compiled: the program as calls of compiled code, if there are any.
     """
 
     program: Program
@@ -27,9 +29,13 @@ class BoundProgram:
     arena: Arena
     caches: Mapping[str, Tensor]
     block_size: int
+    compiled: CompiledProgram | None = None
 
     def run(self, inputs: Mapping[str, Tensor], dims: Dims, out: Sequence[Tensor]) -> None:
         """Run a batch of these inputs and dimensions; its outputs go to `out`."""
         region = self.arena.allocate(dims)
         batch = PackedBatch(inputs, dims)
+        if self.compiled is not None:
+            self.compiled.run(batch, self.kernels, region, out=out)
+            return
         self.program.run(batch, self.kernels, region, states=self.caches, out=out)

@@ -12,6 +12,7 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.arenas import step_arenas
 from varlen.execution.bound_program import BoundProgram
+from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.step_runner import CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_runner import CudaSteps
@@ -111,7 +112,14 @@ class StepRunner:
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
         )
         bound = [
-            BoundProgram(program, kernels, arena, self._caches, self.kv.block_size)
+            BoundProgram(
+                program,
+                kernels,
+                arena,
+                self._caches,
+                self.kv.block_size,
+                compile_program(program, kernels, self._caches),
+            )
             for program, arena in zip(self.programs, self.arenas, strict=True)
         ]
         self._encoder = SourceEncoder(bound[1]) if has_sources else None

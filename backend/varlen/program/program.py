@@ -143,6 +143,7 @@ class Program:
         usages: the memory that intermediates use, in the order of their first op; outputs are not among them.
         usage_of: the usage of each intermediate, by name.
         buffers: the usages, grouped so that each group may always share one place.
+        buffer_of: number of the buffer of each intermediate, by name.
     """
 
     def __init__(self, ops: Sequence[Op], outputs: Sequence[Value]) -> None:
@@ -210,7 +211,20 @@ class Program:
             call: runs an op instead of its kernel: gets the op, the kernel, its operands and `out`.
         """
         outputs = tuple(self.new_outputs(batch.dims, region.memory.device)) if out is None else out
-        tensors: list[Any] = [
+        tensors = self.tensors(batch, region, states, outputs)
+        for number in range(len(self.ops)):
+            self.run_op(number, kernels, tensors, call)
+        return tuple(outputs)
+
+    def tensors(
+        self,
+        batch: PackedBatch,
+        region: Region,
+        states: Mapping[str, Tensor],
+        outputs: Sequence[Tensor],
+    ) -> list[Any]:
+        """Return everything that ops of a run read and write, for `run_op`; see `run` for the arguments."""
+        return [
             *self._constants,
             *(batch.inputs[value.name] for value in self.inputs),
             *(states[state.name] for state in self.states),
@@ -220,18 +234,22 @@ class Program:
             ),
             *outputs,
         ]
-        for op, reads, writes in self._calls:
-            operands = [tensors[slot] for slot in reads]
-            kernel = getattr(kernels, op.kernel)
-            if call is not None:
-                call(op, kernel, operands, tuple([tensors[slot] for slot in writes]))
-            elif len(writes) == 1:
-                kernel(*operands, **op.attributes, out=tensors[writes[0]])
-            elif writes:
-                kernel(*operands, **op.attributes, out=tuple([tensors[slot] for slot in writes]))
-            else:
-                kernel(*operands, **op.attributes)
-        return tuple(outputs)
+
+    def run_op(
+        self, number: int, kernels: object, tensors: Sequence[Any], call: CallOp | None = None
+    ) -> None:
+        """Run one op; `tensors` returned what it reads and writes, and `run` says what `call` is."""
+        op, reads, writes = self._calls[number]
+        operands = [tensors[slot] for slot in reads]
+        kernel = getattr(kernels, op.kernel)
+        if call is not None:
+            call(op, kernel, operands, tuple([tensors[slot] for slot in writes]))
+        elif len(writes) == 1:
+            kernel(*operands, **op.attributes, out=tensors[writes[0]])
+        elif writes:
+            kernel(*operands, **op.attributes, out=tuple([tensors[slot] for slot in writes]))
+        else:
+            kernel(*operands, **op.attributes)
 
     def new_outputs(self, dims: Dims, device: torch.device) -> Iterator[Tensor]:
         """Yield an uninitialised tensor for each output of a batch of these dimensions."""
@@ -241,9 +259,10 @@ class Program:
     def _bind(self) -> None:
         """Assign slots to the tensors: constants, inputs, states, views of the region, outputs."""
         number = {usage: i for i, buffer in enumerate(self.buffers) for usage in buffer.usages}
+        self.buffer_of = {name: number[usage] for name, usage in self.usage_of.items()}
         # many ops write one buffer in one form, and share its view
         form = {
-            result: (number[self.usage_of[result.name]], result.shape, result.dtype)
+            result: (self.buffer_of[result.name], result.shape, result.dtype)
             for op in self.ops
             for result in op.results
             if result not in self.outputs

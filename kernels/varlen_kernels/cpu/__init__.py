@@ -18,6 +18,13 @@ from varlen_kernels.cpu.int8_ops import (
     linear_int8_panels_activate,
     linear_int8_panels_add_layer_norm,
 )
+from varlen_kernels.cpu.norm_ops import (
+    add_layer_norm,
+    layer_norm,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+)
 from varlen_kernels.cpu.packed import can_pack, linear_packed
 from varlen_kernels.cpu.panel_ops import (
     linear_panels,
@@ -26,20 +33,15 @@ from varlen_kernels.cpu.panel_ops import (
 )
 from varlen_kernels.cpu.widened import linear_widened
 from varlen_kernels.reference import (
-    add_layer_norm,
     attention_tiles,
     concat,
     embed,
     embed_layer_norm,
     first_tokens,
-    layer_norm,
     norm_heads,
     normalize_rows,
     paged_tiles,
     pool,
-    residual_layer_norm,
-    residual_rms_norm,
-    rms_norm,
     rotary,
     select_rows,
     tanh,

@@ -81,7 +81,7 @@ def _attend_tile(
     Args:
         queries: queries of the sequence from `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
         length, key_length: number of queries of the sequence, and of keys that they may read.
-        keys_values, distances, room: see `_attend_items`; room is overwritten.
+        keys_values, distances, room: see `attend_items`; room is overwritten.
     """
     key_rows, panels, values = keys_values
     scores, context, totals, top = room
@@ -215,7 +215,7 @@ def _allocate(longest, width, needs_score_bias, keeps_keys):
 
 
 @numba.njit(nogil=True, cache=True)
-def _attend_items(
+def attend_items(
     first_item,
     last_item,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -279,7 +279,7 @@ def _attend_items_with_distances(
     Args:
         tables: see `make_distances`.
         first_item, last_item, qkv, cu_seqlens, first_key_end, bias, num_heads, scale, is_causal, window, out: see
-            `_attend_items`.
+            `attend_items`.
     """
     head_dim = qkv.shape[1] // (3 * num_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
@@ -316,7 +316,7 @@ def _attend_items_with_distances(
 
 def cache_folder() -> Path:
     """Return the folder in which numba stores the compiled code of all ops."""
-    return Path(_attend_items.stats.cache_path)
+    return Path(attend_items.stats.cache_path)
 
 
 def attend_sequences(
@@ -365,7 +365,7 @@ def attend_sequences(
             work = np.cumsum(repeat(squares, kv_heads))
             parts[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
     if distances is None:
-        run_parts(_attend_items, parts, *arguments)
+        run_parts(attend_items, parts, *arguments)
         return out
     none = qkv.new_empty(0, 0)
     keys, queries = (none if x is None else x for x in (distances.keys, distances.queries))

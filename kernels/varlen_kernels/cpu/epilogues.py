@@ -86,7 +86,11 @@ def activated(value, kind):
 
 @numba.njit(forceinline=True, _nrt=False)
 def normalize_row(matrix, row, weight, bias, eps, out):
-    """Write the layer norm of a row into the same row of `out`, which may be `matrix`."""
+    """Write the layer norm of a row into the same row of `out`, which may be `matrix`.
+
+    Args:
+        weight, bias: `[1, features]`; the bias may be `[0, 0]` for none.
+    """
     features = matrix.shape[1]
     whole = features // LANES * LANES
     total = splat(_ZERO)
@@ -103,6 +107,7 @@ def normalize_row(matrix, row, weight, bias, eps, out):
     factor = _ONE / np.sqrt(squares / np.float32(features) + eps)
     for column in range(0, features, LANES):
         centered = load_within(matrix, row, column) - splat(mean)
-        scaled = centered * splat(factor)
-        value = multiply_add(scaled, load_within(weight, 0, column), load_within(bias, 0, column))
+        value = centered * splat(factor) * load_within(weight, 0, column)
+        if bias.shape[1]:
+            value = value + load_within(bias, 0, column)
         store_within(out, row, column, value)

@@ -56,7 +56,7 @@ def multiply_panels(
     residual = weight = bias = NO_MATRIX
     if norm is not None:
         residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
-        bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
+        bias = NO_MATRIX if norm.bias is None else norm.bias.numpy()[None]
     bounds = [0, tokens]
     if tokens * layer.codes.numel() >= _LEAST_SHARED_WORK:
         parts = min(usable_cores(), -(-tokens // TILE_ROWS))

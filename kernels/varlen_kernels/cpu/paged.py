@@ -202,7 +202,7 @@ def _copy_row(source, row, column, count, destination, to_row):
 
 
 @numba.njit(nogil=True, cache=True)
-def _attend_items(
+def attend_blocks(
     first_item,
     last_item,
     queries,  # [sequences, at least num_heads * head_dim]
@@ -267,7 +267,9 @@ def _attend_items(
 
 
 @numba.njit(nogil=True, cache=True, _nrt=False)
-def _append(
+def append_rows(
+    first_head,
+    last_head,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     slots,  # [tokens]
     keys,  # [blocks * num_kv_heads * block_size, head_dim]
@@ -275,11 +277,12 @@ def _append(
     num_kv_heads,
     block_size,
 ):
+    """Write the keys and values of some key heads."""
     head_dim = keys.shape[1]
     first_value = qkv.shape[1] - num_kv_heads * head_dim
     first_key = first_value - num_kv_heads * head_dim
     # by head, because the slots of neighbouring tokens are neighbours
-    for head in range(num_kv_heads):
+    for head in range(first_head, last_head):
         column = head * head_dim
         for token in range(len(slots)):
             if slots[token] < 0:
@@ -322,7 +325,7 @@ def append_tokens(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Te
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     rows = (as_array(cache.view(-1, head_dim)) for cache in (key_cache, value_cache))
-    _append(as_array(qkv), slots.numpy(), *rows, num_kv_heads, block_size)
+    append_rows(0, num_kv_heads, as_array(qkv), slots.numpy(), *rows, num_kv_heads, block_size)
 
 
 def attend_tokens(
@@ -370,4 +373,4 @@ def attend_tokens(
             work = np.cumsum(np.repeat(read, num_kv_heads))
             shares = np.arange(1, cores) * (work[-1] / cores)
             bounds[1:1] = np.searchsorted(work, shares).tolist()
-    run_parts(_attend_items, bounds, *arrays)
+    run_parts(attend_blocks, bounds, *arrays)

@@ -19,16 +19,16 @@ from varlen_kernels.cpu.epilogues import (
     LayerNorm,
     activated,
     load_within,
-    normalize_row,
     store_within,
 )
 from varlen_kernels.cpu.lanes import LANES, as_array, load
+from varlen_kernels.cpu.norms import norm_rows
 from varlen_kernels.cpu.panel_ops import PanelWeight
 from varlen_kernels.cpu.panel_tile import PANEL_FEATURES, TILE_ROWS, multiply_rows
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # Tokens of a block.
-_BLOCK = 16 * TILE_ROWS
+BLOCK = 16 * TILE_ROWS
 # Multiplications below which a second thread costs more than it saves. Weights are read at the speed of about 8 tokens.
 _LEAST_SHARED_WORK = 1 << 23
 _READ_TOKENS = 8
@@ -55,33 +55,23 @@ def multiply_panels(
     tokens, panels = len(x), len(weight.panels)
     if out is None:
         out = x.new_empty(tokens, weight.features)
-    residual = norm_weight = norm_bias = NO_MATRIX
-    if norm is not None:
-        residual, norm_weight = norm.residual.numpy(), norm.weight.numpy()[None]
-        norm_bias = np.zeros_like(norm_weight) if norm.bias is None else norm.bias.numpy()[None]
     parts = 1
     if (tokens + _READ_TOKENS) * weight.panels.numel() >= _LEAST_SHARED_WORK:
         cores = usable_cores()
         parts = _PARTS * cores if cores > 1 else 1
-    # a layer norm needs whole rows
-    by_rows = norm is not None and tokens >= TILE_ROWS * parts
-    units = -(-tokens // TILE_ROWS) if by_rows else -(-tokens // _BLOCK) * panels
+    units = -(-tokens // BLOCK) * panels
     run_parts(
-        _multiply,
+        multiply_units,
         [units * part // parts for part in range(parts + 1)],
-        by_rows,
         as_array(x),
         as_array(weight.panels),
         as_array((x.new_empty(0) if bias is None else bias)[None]),
-        residual,
+        NO_MATRIX if norm is None else norm.residual.numpy(),
         ACTIVATIONS[kind],
-        norm_weight,
-        norm_bias,
-        np.float32(norm.eps if norm else 0),
         as_array(out),
     )
-    if norm is not None and not by_rows:
-        _normalize(as_array(out), norm_weight, norm_bias, np.float32(norm.eps))
+    if norm is not None:
+        norm_rows(out, norm.weight, norm.bias, norm.eps, out, is_rms=False)
     return out
 
 
@@ -125,44 +115,37 @@ def _multiply_block(
             _finish_tile(sums, end - begin, panel, bias, residual, kind, out, first + begin)
 
 
-# a row without variance divides by zero where eps is 0, which gives NaN
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def _multiply(
+@numba.njit(nogil=True, cache=True)
+def multiply_units(
     first_unit,
     last_unit,
-    by_rows,
     x,  # [tokens, hidden]
     panels,  # see panel_tile.pack_panels
     bias,  # [1, features], or [1, 0] for none
     residual,  # [tokens, features], or [0, 0] for none
     kind,
-    weight,  # [1, features] of the norm, or [0, 0] for none
-    norm_bias,  # the same
-    eps,
     out,  # [tokens, features]
 ):
-    """Write the results of some units: of whole tiles of rows, or of panels of blocks."""
+    """Write the results of some units: panels of blocks of tokens, in order of the blocks."""
     sums = np.empty((TILE_ROWS, PANEL_FEATURES), np.float32)
-    wide = np.empty((_BLOCK, 0 if x.itemsize == 4 else x.shape[1]), np.float32)
-    common = x, wide, panels, bias, residual, kind, sums, out
-    if by_rows:
-        end = min(last_unit * TILE_ROWS, len(x))
-        for first in range(first_unit * TILE_ROWS, end, _BLOCK):
-            last = min(first + _BLOCK, end)
-            _multiply_block(first, last, 0, len(panels), *common)
-            for row in range(first, last):
-                normalize_row(out, row, weight, norm_bias, eps, out)
-        return
+    wide = np.empty((BLOCK, 0 if x.itemsize == 4 else x.shape[1]), np.float32)
     unit = first_unit
     while unit < last_unit:
         block, panel = unit // len(panels), unit % len(panels)
         count = min(len(panels) - panel, last_unit - unit)
-        first = block * _BLOCK
-        _multiply_block(first, min(first + _BLOCK, len(x)), panel, panel + count, *common)
+        first = block * BLOCK
+        _multiply_block(
+            first,
+            min(first + BLOCK, len(x)),
+            panel,
+            panel + count,
+            x,
+            wide,
+            panels,
+            bias,
+            residual,
+            kind,
+            sums,
+            out,
+        )
         unit += count
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def _normalize(rows, weight, bias, eps):
-    for row in range(len(rows)):
-        normalize_row(rows, row, weight, bias, eps, rows)

@@ -73,6 +73,27 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
     work.finish()
 
 
+def run_along(function: Callable[[], None], cores: int) -> None:
+    """Call a function in this thread, and in others as soon as they get a core.
+
+    It returns when the call of this thread does: a call that begins later must find nothing left to do.
+
+    Args:
+        function: lets other threads run.
+        cores: number of threads, at least one.
+    """
+    for _ in range(cores - 1):
+        _help(_Along(function))
+    function()
+
+
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """A function that other threads call too."""
+
+    take_parts: Callable[[], None]
+
+
 class _Work:
     """Parts that threads take until none is left."""
 
@@ -117,13 +138,13 @@ class _Work:
                 raise error
 
 
-_waiting: SimpleQueue[_Work] = SimpleQueue()
+_waiting: SimpleQueue[_Work | _Along] = SimpleQueue()
 _helpers: list[threading.Thread] = []
 # threads do not live on in a child
 os.register_at_fork(after_in_child=_helpers.clear)
 
 
-def _help(work: _Work) -> None:
+def _help(work: _Work | _Along) -> None:
     """Have another thread help with some work."""
     if len(_helpers) < usable_cores() - 1:
         _helpers.append(threading.Thread(target=_serve, name="varlen-kernels", daemon=True))

@@ -7,9 +7,11 @@ import pytest
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen_kernels import reference
 
 
 @pytest.fixture(scope="module")
 def runner(small_bert: Path) -> Runner:
-    """A runner on the CPU, whose answers are right; tests must not change it."""
-    return Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
+    """A runner on the CPU, whose answers are right and whose ops the reference has; tests must not change it."""
+    config = EngineConfig(device="cpu", dtype="fp32")
+    return Runner(Checkpoint.open(small_bert), config, kernels=reference)

@@ -1,10 +1,13 @@
-"""Runs a decoder step by step over KV blocks, in plain torch ops."""
+"""Runs a decoder step by step over KV blocks."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
+from varlen.execution.cpu.compiled_program import compile_program
+from varlen.execution.cpu.linear_paths import use_paths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.blocks import inputs
@@ -13,7 +16,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
-from varlen_kernels import reference
+from varlen_kernels import cpu, reference
+from varlen_kernels.cpu.threads import using_cores
 
 CPU = torch.device("cpu")
 
@@ -29,19 +33,23 @@ class Row:
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
-def run_in_chunks(folder, rows, sizes, *, block_size=4, dtype=torch.float32, seed=0):
+def run_in_chunks(
+    folder, rows, sizes, *, block_size=4, dtype=torch.float32, compiled=False, seed=0
+):
     """Return hidden states and logits of all tokens of each row.
 
     Args:
         rows: token ids.
         sizes: tokens of each row's chunks; a row begins at the step of its number.
+        compiled: whether to run compiled steps on two cores, as generation on CPUs does, and not the reference.
     """
     rows = [Row(list(map(int, row))) for row in rows]
     needed = [-(-len(row.token_ids) // block_size) for row in rows]
     ids = np.random.default_rng(seed).permutation(sum(needed) + 3).tolist()
     for row, count in zip(rows, needed, strict=True):
         row.blocks = [ids.pop() for _ in range(count)]
-    program, arena, caches = _record(folder, sum(needed) + 3, block_size, dtype)
+    program, arena, caches = _record(folder, sum(needed) + 3, block_size, dtype, compiled)
+    run = runner_of(program, caches, compiled=compiled)
     step = 0
     while any(row.done < len(row.token_ids) for row in rows):
         chunks = [
@@ -53,7 +61,7 @@ def run_in_chunks(folder, rows, sizes, *, block_size=4, dtype=torch.float32, see
         region = arena.allocate(batch.dims)
         region.memory.fill_(0xFF)
         with torch.inference_mode():
-            hidden, logits = program.run(batch, reference, region, states=caches)
+            hidden, logits = run(batch, region=region)
         begin = 0
         for row, new in chunks:
             row.hidden.append(hidden[begin : begin + len(new)])
@@ -64,7 +72,20 @@ def run_in_chunks(folder, rows, sizes, *, block_size=4, dtype=torch.float32, see
     return [torch.cat(row.hidden) for row in rows], [torch.cat(row.logits) for row in rows]
 
 
-def _record(folder, num_blocks, block_size, dtype):
+def runner_of(program, caches, *, compiled):
+    """Return a function that runs a batch of a program in a region."""
+    if not compiled:
+        return partial(program.run, kernels=reference, states=caches)
+    calls = compile_program(program, cpu, caches)
+
+    def run(batch, region):
+        with using_cores(2):
+            return calls.run(batch, cpu, region)
+
+    return run
+
+
+def _record(folder, num_blocks, block_size, dtype, compiled):
     """Return a program for hidden states and logits, its arena and poisoned caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("generate")
@@ -73,6 +94,7 @@ def _record(folder, num_blocks, block_size, dtype):
     hidden = decoder.record(ops, PagedAttention(num_blocks, block_size, dtype))
     logits = decoder.record_logits(ops, ops.select_rows(hidden, inputs.logit_rows(ops)))
     program = ops.finish(hidden, logits)
+    program = use_paths(program, {}) if compiled else program
     assert len(program.states) == 2 * decoder.num_layers
     largest = {"tokens": 1024, "sequences": 16, "blocks": 1024, "logit_rows": 1024}
     arena = Arena(Layout(program.buffers, 64), largest, CPU)

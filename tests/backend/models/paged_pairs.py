@@ -14,7 +14,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
-from varlen_kernels import cpu, reference
+
+from .paged import runner_of
 
 CPU = torch.device("cpu")
 LARGEST_SOURCES = {"tokens": 512, "sequences": 16}
@@ -33,20 +34,22 @@ class Pair:
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
-def run_in_chunks(folder, pairs, sizes, *, block_size=4, dtype=torch.float32, packed=False, seed=0):
+def run_in_chunks(
+    folder, pairs, sizes, *, block_size=4, dtype=torch.float32, compiled=False, seed=0
+):
     """Return the logits of all tokens of each target.
 
     Args:
         pairs: token ids `(source, target)`; sources are encoded together, before the first target.
         sizes: tokens of each target's chunks; a target begins at the step of its number.
-        packed: whether to use the ops of generation on CPUs, and not the reference.
+        compiled: see `paged.run_in_chunks`.
     """
     counts = [-(-len(row) // block_size) for pair in pairs for row in pair]
     num_blocks = sum(counts) + 3
     ids = np.random.default_rng(seed).permutation(num_blocks).tolist()
     tables = iter([[ids.pop() for _ in range(count)] for count in counts])
     pairs = [Pair(source, target, next(tables), next(tables)) for source, target in pairs]
-    encode, decode = _programs(folder, num_blocks, block_size, dtype, packed=packed)
+    encode, decode = _programs(folder, num_blocks, block_size, dtype, compiled=compiled)
     encode(_pack_sources(pairs, block_size))
     step = 0
     while any(pair.done < len(pair.target) for pair in pairs):
@@ -67,7 +70,7 @@ def run_in_chunks(folder, pairs, sizes, *, block_size=4, dtype=torch.float32, pa
     return [torch.cat(pair.logits) for pair in pairs]
 
 
-def _programs(folder, num_blocks, block_size, dtype, *, packed):
+def _programs(folder, num_blocks, block_size, dtype, *, compiled):
     """Return functions that run the encoder and the decoder on poisoned memory and common caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("translate")
@@ -87,14 +90,15 @@ def _programs(folder, num_blocks, block_size, dtype, *, packed):
     }
 
     def runner(program, largest):
-        program = use_paths(program, {}) if packed else program
+        program = use_paths(program, {}) if compiled else program
         arena = Arena(Layout(program.buffers, 64), largest, CPU)
+        run_batch = runner_of(program, tensors, compiled=compiled)
 
         @torch.inference_mode()
         def run(batch):
             region = arena.allocate(batch.dims)
             region.memory.fill_(0xFF)
-            return program.run(batch, cpu if packed else reference, region, states=tensors)
+            return run_batch(batch, region=region)
 
         return run
 

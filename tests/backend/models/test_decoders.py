@@ -80,15 +80,16 @@ def random_rows(rng, lengths):
     return [rng.integers(0, 250, length).tolist() for length in lengths]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["reference", "compiled"])
 @pytest.mark.parametrize("case", CASES)
-def test_matches_transformers_in_one_step_and_in_chunks(make_checkpoint, rng, case):
+def test_matches_transformers_in_one_step_and_in_chunks(make_checkpoint, rng, case, compiled):
     kind, options = CASES[case]
     folder = make_checkpoint(kind, **options)
     model = load_oracle(folder, kind)
     rows = random_rows(rng, [1, 2, 40, 100])
 
     one_step = run_in_one_step(folder, rows)
-    hidden, logits = run_in_chunks(folder, rows, sizes=[1, 1, 7, 33])
+    hidden, logits = run_in_chunks(folder, rows, sizes=[1, 1, 7, 33], compiled=compiled)
 
     expected_hidden, expected_logits = decoded(model, rows)
     roundings = encoder_roundings(folder)

@@ -71,7 +71,7 @@ def test_the_ops_of_cpus_match_transformers(make_checkpoint, pairs, case, block_
     kind, options = CASES[case]
     folder = make_checkpoint(kind, **options)
 
-    logits = run_in_chunks(folder, pairs, SIZES, block_size=block_size, packed=True)
+    logits = run_in_chunks(folder, pairs, SIZES, block_size=block_size, compiled=True)
 
     expected = translated(load_oracle(folder, kind), pairs)
     assert_rows_close(logits, expected, roundings=encoder_roundings(folder))

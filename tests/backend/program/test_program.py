@@ -34,7 +34,9 @@ NORMALIZED = RequestOptions(normalize=True)
 @pytest.fixture(params=KIND_OF_TASK)
 def runner(request, make_checkpoint):
     folder = make_checkpoint(KIND_OF_TASK[request.param])
-    return Runner(Checkpoint.open(folder), EngineConfig(task=request.param, dtype="fp32"))
+    return Runner(
+        Checkpoint.open(folder), EngineConfig(task=request.param, dtype="fp32"), kernels=reference
+    )
 
 
 def run(runner, lengths, seed=0):

@@ -48,7 +48,7 @@ def folder(task, make_checkpoint):
 @pytest.fixture
 def runner(task, folder):
     """Return a CPU runner; the executor must give the same answers."""
-    return Runner(Checkpoint.open(folder), EngineConfig(task=task, dtype="fp32"))
+    return Runner(Checkpoint.open(folder), EngineConfig(task=task, dtype="fp32"), kernels=reference)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(folder, runner, 
 
 def test_masks_get_the_answers_of_the_cpu(make_checkpoint):
     checkpoint = Checkpoint.open(make_checkpoint("BertForMaskedLM"))
-    runner = Runner(checkpoint, EngineConfig(task="fill_mask", dtype="fp32"))
+    runner = Runner(checkpoint, EngineConfig(task="fill_mask", dtype="fp32"), kernels=reference)
     executor = CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
     batch = [
         replace(prompt, payload=Masks(np.arange(masks, dtype=np.int32) * 2))

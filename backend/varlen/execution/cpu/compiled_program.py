@@ -1,0 +1,353 @@
+"""A program on a CPU as few calls of compiled code.
+
+Ops that the kernels have functions for become rows of a table: the address of a function, its work, and the addresses
+of what it reads and writes. One call runs a stretch of such ops, on one core or several; the ops between run as they do
+in `Program.run`. docs/decisions/0052-compiled-steps.md has measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from varlen.memory.arena import Region
+from varlen.memory.usage import Dims, Size
+from varlen.program.program import Op, PackedBatch, Program, State, Value
+from varlen_kernels import cpu
+from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+from varlen_kernels.cpu.threads import usable_cores
+
+if TYPE_CHECKING:
+    from varlen_kernels.cpu.call_rules import CallRule
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+# Multiplications of a function below which threads do not share it: a microsecond or two of work.
+_LEAST_SHARED_WORK = 1 << 19
+# Parts of each core: the last ones are short, so cores end at about the same time.
+_PARTS = 4
+_DTYPES = (torch.float32, torch.int32, torch.int64)
+# An op that reads one token of each sequence, and the place of the bounds of sequences among its operands.
+_SINGLE_TOKENS = {"attention_paged": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function of an op, with everything that no batch changes.
+
+    Attributes:
+        op: number of the op.
+        rule: its rule.
+        function: its address.
+        tensors: what it gets.
+        constants: what it gets after them.
+    """
+
+    op: int
+    rule: CallRule
+    function: int
+    tensors: tuple[Tensor | Value | State | None, ...]
+    constants: tuple[float, ...]
+
+    @property
+    def kind(self) -> object:
+        """Equal for calls whose work is the same in every batch."""
+        return self.rule.entry, tuple(map(_extent, self.tensors)), self.constants
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The calls of a run, without what differs from batch to batch.
+
+    Attributes:
+        rows: the table of `run_calls`.
+        addresses: flat places of addresses in it, and for each the number of its tensor.
+        sizes: flat places of numbers of rows in it, and for each the number of its size.
+        kinds: calls whose work is the same in every batch, one of each.
+        kind_of: for each row, the number of its kind.
+        stretches: for each stretch, its first and last row, or the number of an op that runs as in `Program.run`.
+    """
+
+    rows: Int64Array
+    addresses: tuple[Int64Array, Int64Array]
+    sizes: tuple[Int64Array, Int64Array]
+    kinds: tuple[_Call, ...]
+    kind_of: Int64Array
+    stretches: tuple[tuple[int, int] | int, ...]
+
+
+class CompiledProgram:
+    """Runs a program as few calls of compiled code. Not for two threads at once."""
+
+    def __init__(self, program: Program, states: Mapping[str, Tensor]) -> None:
+        """Compile the functions that the program needs.
+
+        Args:
+            program: the program, in memory of the CPU.
+            states: the tensor of each state, by name.
+        """
+        from varlen_kernels.cpu.calls import compile_calls
+
+        self._program = program
+        self._states = states
+        with compiling():
+            self._calls = list(_calls_of(program))
+            compile_calls()
+        # inputs and states, then buffers of the region, then outputs
+        bound: tuple[Value | State, ...] = (*program.inputs, *program.states)
+        self._slots = {each.name: i for i, each in enumerate(bound)}
+        first = len(bound)
+        self._slots |= {name: first + buffer for name, buffer in program.buffer_of.items()}
+        first += len(program.buffers)
+        self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
+        self._sizes = list(dict.fromkeys(_sizes_of(self._calls)))
+        # of ops that need them: the bounds of sequences of one token, and these tokens
+        self._conditions = list(dict.fromkeys(filter(None, map(_condition, program.ops))))
+        self._tables: dict[frozenset[tuple[Size, Size]], _Table] = {}
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any op is compiled."""
+        return bool(self._calls)
+
+    def run(
+        self,
+        batch: PackedBatch,
+        kernels: object,
+        region: Region,
+        *,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs for a batch; see `Program.run`."""
+        from varlen_kernels.cpu.calls import run_calls
+
+        program, dims, cores = self._program, batch.dims, usable_cores()
+        outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
+        table = self._table(dims)
+        rows = self._filled(table, batch, region, outputs, cores)
+        tensors: list[Any] | None = None
+        for stretch in table.stretches:
+            if isinstance(stretch, tuple):
+                run_calls(rows[stretch[0] : stretch[1]], cores)
+                continue
+            if tensors is None:
+                tensors = program.tensors(batch, region, self._states, outputs)
+            program.run_op(stretch, kernels, tensors)
+        return tuple(outputs)
+
+    def _filled(
+        self,
+        table: _Table,
+        batch: PackedBatch,
+        region: Region,
+        outputs: Sequence[Tensor],
+        cores: int,
+    ) -> Int64Array:
+        """Return the table of a run, which nothing overwrites: a thread that comes late may read it."""
+        from varlen_kernels.cpu.calls import PARTS, UNITS
+
+        begin, dims = region.memory.data_ptr(), batch.dims
+        addresses = [
+            *(batch.inputs[value.name].data_ptr() for value in self._program.inputs),
+            *(self._states[state.name].data_ptr() for state in self._program.states),
+            *(begin + offset for offset in region.offsets),
+            *(output.data_ptr() for output in outputs),
+        ]
+        sizes = [size.at(dims) for size in self._sizes]
+        work = np.array([_units_and_parts(call, dims, cores) for call in table.kinds], np.int64)
+        rows = table.rows.copy()
+        flat = rows.ravel()
+        for (places, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
+            flat[places] = np.array(values, np.int64)[numbers]
+        rows[:, UNITS : PARTS + 1] = work[table.kind_of]
+        return rows
+
+    def _table(self, dims: Dims) -> _Table:
+        """Return the table of a batch: which ops are compiled depends on its sequences."""
+        missing = {
+            (bounds, tokens)
+            for bounds, tokens in self._conditions
+            if bounds.at(dims) - 1 != tokens.at(dims)
+        }
+        key = frozenset(missing)
+        if key not in self._tables:
+            ops = self._program.ops
+            calls = [call for call in self._calls if _condition(ops[call.op]) not in missing]
+            self._tables[key] = self._new_table(calls)
+        return self._tables[key]
+
+    def _new_table(self, calls: Sequence[_Call]) -> _Table:
+        from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION
+
+        width = max((3 * len(call.tensors) + len(call.constants) for call in calls), default=0)
+        rows = np.zeros((len(calls), ARGUMENTS + width), np.int64)
+        addresses, sizes, kinds = [], [], dict[object, int]()
+        for i, call in enumerate(calls):
+            rows[i, FUNCTION] = call.function
+            for j, tensor in enumerate(call.tensors):
+                place = ARGUMENTS + 3 * j
+                if tensor is None:
+                    continue
+                count, columns = _extent(tensor)
+                rows[i, place + 2] = columns
+                if isinstance(count, int):
+                    rows[i, place + 1] = count
+                else:
+                    sizes.append((i * rows.shape[1] + place + 1, self._sizes.index(count)))
+                if isinstance(tensor, Tensor):
+                    rows[i, place] = tensor.data_ptr()
+                else:
+                    addresses.append((i * rows.shape[1] + place, self._slots[tensor.name]))
+            place = ARGUMENTS + 3 * len(call.tensors)
+            rows[i, place : place + len(call.constants)] = [_bits(each) for each in call.constants]
+            kinds.setdefault(call.kind, i)
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        return _Table(
+            rows,
+            _columns(addresses),
+            _columns(sizes),
+            tuple([calls[i] for i in kinds.values()]),
+            np.array([numbers[call.kind] for call in calls], np.int64),
+            tuple(_stretches(len(self._program.ops), [call.op for call in calls])),
+        )
+
+
+def compile_program(
+    program: Program, kernels: object, states: Mapping[str, Tensor] | None = None
+) -> CompiledProgram | None:
+    """Return the program as calls of compiled code; None if these kernels or its ops have none.
+
+    Args:
+        program: the program.
+        kernels: the kernels that it runs with.
+        states: the tensor of each state, by name.
+    """
+    if kernels is not cpu or not has_numba():
+        return None
+    compiled = CompiledProgram(program, states or {})
+    return compiled if compiled.has_calls else None
+
+
+def _calls_of(program: Program) -> Iterator[_Call]:
+    from varlen_kernels.cpu.call_rules import RULES
+    from varlen_kernels.cpu.entries import address_of
+
+    for number, op in enumerate(program.ops):
+        tensors = [*_flat(op.operands), *op.results]
+        if not _is_compiled(op, tensors):
+            continue
+        shapes = [
+            () if each is None or isinstance(each, int) else tuple(each.shape) for each in tensors
+        ]
+        for rule in RULES[op.kernel]:
+            yield _Call(
+                number,
+                rule,
+                address_of(rule.entry),
+                tuple([None if place is None else tensors[place] for place in rule.tensors]),
+                tuple(rule.constants(op.attributes, shapes)),
+            )
+
+
+def _is_compiled(op: Op, tensors: Sequence[object]) -> bool:
+    """Return whether compiled functions run an op."""
+    from varlen_kernels.cpu.call_rules import RULES
+
+    if op.kernel not in RULES:
+        return False
+    # distances, tables of distances and ends of keys
+    if op.kernel == "attention_varlen" and any(each is not None for each in op.operands[3:]):
+        return False
+    return all(
+        each.dtype in _DTYPES and (not isinstance(each, Tensor) or each.is_contiguous())
+        for each in tensors
+        if isinstance(each, Tensor | Value | State)
+    )
+
+
+def _condition(op: Op) -> tuple[Size, Size] | None:
+    """Return the number of bounds of sequences and of tokens, where each sequence must have one token."""
+    place = _SINGLE_TOKENS.get(op.kernel)
+    if place is None:
+        return None
+    bounds, queries = op.operands[place], op.operands[0]
+    assert isinstance(bounds, Value)
+    assert isinstance(queries, Value)
+    sizes = bounds.shape[0], queries.shape[0]
+    return tuple([Size(each) if isinstance(each, int) else each for each in sizes])  # type: ignore[return-value]
+
+
+def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
+    """Return the number of units of a function's work, and of the parts that threads take."""
+    extents = []
+    for tensor in call.tensors:
+        rows, columns = _extent(tensor)
+        extents.append((rows.at(dims) if isinstance(rows, Size) else rows, columns))
+    units, multiplications = call.rule.work(extents, call.constants)
+    is_shared = cores > 1 and multiplications >= _LEAST_SHARED_WORK
+    return units, max(1, min(units, _PARTS * cores)) if is_shared else 1
+
+
+def _sizes_of(calls: Sequence[_Call]) -> Iterator[Size]:
+    """Yield the numbers of rows that differ from batch to batch."""
+    for call in calls:
+        for tensor in call.tensors:
+            rows, _ = _extent(tensor)
+            if isinstance(rows, Size):
+                yield rows
+
+
+def _flat(operands: Sequence[Any]) -> Iterator[Any]:
+    """Yield operands, each element of a tuple by itself."""
+    for operand in operands:
+        if isinstance(operand, tuple):
+            yield from operand
+        else:
+            yield operand
+
+
+def _extent(tensor: Tensor | Value | State | None) -> tuple[int | Size, int]:
+    """Return the rows and columns of a tensor: axes after the first count as one."""
+    if tensor is None:
+        return 0, 0
+    shape: Sequence[int | Size] = tensor.shape
+    columns = prod(axis for axis in shape[1:] if isinstance(axis, int))
+    return shape[0], columns
+
+
+def _bits(number: float) -> int:
+    """Return a whole number, or the bits of another one."""
+    return number if isinstance(number, int) else int(np.float64(number).view(np.int64))
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Int64Array, Int64Array]:
+    first, second = np.array(pairs, np.int64).reshape(-1, 2).T
+    return first, second
+
+
+def _stretches(ops: int, calls: Sequence[int]) -> Iterator[tuple[int, int] | int]:
+    """Yield the stretches of calls and the other ops, in order.
+
+    Args:
+        ops: number of ops.
+        calls: the op of each call.
+    """
+    first = call = 0
+    for op in range(ops):
+        if call < len(calls) and calls[call] == op:
+            while call < len(calls) and calls[call] == op:
+                call += 1
+            continue
+        if first < call:
+            yield first, call
+            first = call
+        yield op
+    if first < call:
+        yield first, call

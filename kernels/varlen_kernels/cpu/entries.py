@@ -1,0 +1,264 @@
+"""Functions of `calls`: they read their arguments from memory and work on some units of an op.
+
+The arguments are three numbers for each tensor, in the order that a function names: its address, its rows and its
+columns, all 0 where it is left out; then the constants of `call_rules`, a float as the bits of a double.
+
+numba caches a compiled function under the time of its own file; see `lanes`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numba.extending
+import numpy as np
+from llvmlite import ir
+from numba import carray
+from numba.core import types
+
+from varlen_kernels.cpu.attention import attend_items
+from varlen_kernels.cpu.epilogues import NO_ACTIVATION, activated, load_within, store_within
+from varlen_kernels.cpu.lanes import LANES, multiply_add, splat
+from varlen_kernels.cpu.norms import norm_some_rows
+from varlen_kernels.cpu.paged import append_rows, attend_blocks
+from varlen_kernels.cpu.panels import multiply_units
+
+_SIZE = ir.IntType(64)
+
+
+def _reader(number_type: Any, pointee: Any) -> Any:
+    """Return an intrinsic that returns a pointer to numbers of a type, given their address."""
+
+    @numba.extending.intrinsic
+    def pointer_of(_context, _address):
+        def generate(_context: Any, builder: Any, _declared: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], pointee.as_pointer())
+
+        pointer = types.CPointer(number_type)  # type: ignore[attr-defined]
+        return pointer(types.int64), generate
+
+    return pointer_of
+
+
+_fp32_at = _reader(types.float32, ir.FloatType())
+_fp64_at = _reader(types.float64, ir.DoubleType())
+_int32_at = _reader(types.int32, ir.IntType(32))
+_int64_at = _reader(types.int64, _SIZE)
+
+
+@numba.njit(forceinline=True)
+def _number(arguments, place):
+    """Return the whole number at a place of the arguments."""
+    return carray(_int64_at(arguments), (place + 1,))[place]
+
+
+@numba.njit(forceinline=True)
+def _float(arguments, place):
+    return np.float32(carray(_fp64_at(arguments), (place + 1,))[place])
+
+
+@numba.njit(forceinline=True)
+def _matrix(arguments, tensor):
+    """Return a tensor, `[rows, columns]` fp32."""
+    shape = (_number(arguments, 3 * tensor + 1), _number(arguments, 3 * tensor + 2))
+    return carray(_fp32_at(_number(arguments, 3 * tensor)), shape)
+
+
+@numba.njit(forceinline=True)
+def _as_matrix(arguments, tensor, columns):
+    """Return a tensor of whatever shape, `[rows, columns]` fp32."""
+    numbers = _number(arguments, 3 * tensor + 1) * _number(arguments, 3 * tensor + 2)
+    return carray(_fp32_at(_number(arguments, 3 * tensor)), (numbers // columns, columns))
+
+
+@numba.njit(forceinline=True)
+def _row(arguments, tensor):
+    """Return a tensor of one axis as a row, `[1, numbers]` fp32, or `[0, 0]` if it is left out."""
+    numbers = _number(arguments, 3 * tensor + 1)
+    return carray(_fp32_at(_number(arguments, 3 * tensor)), (min(1, numbers), numbers))
+
+
+@numba.njit(forceinline=True)
+def _bias_of_heads(arguments, tensor, num_heads):
+    """Return the bias of scores, `[num_heads, distances]`, or `[num_heads, 0]` if it is left out."""
+    columns = _number(arguments, 3 * tensor + 2)
+    return carray(_fp32_at(_number(arguments, 3 * tensor)), (num_heads, columns))
+
+
+@numba.njit(forceinline=True)
+def _ids(arguments, tensor):
+    """Return a tensor of one axis, int32."""
+    return carray(_int32_at(_number(arguments, 3 * tensor)), (_number(arguments, 3 * tensor + 1),))
+
+
+@numba.njit(forceinline=True)
+def _long_ids(arguments, tensor):
+    """Return a tensor of one axis, int64."""
+    return carray(_int64_at(_number(arguments, 3 * tensor)), (_number(arguments, 3 * tensor + 1),))
+
+
+def _multiply(arguments, first, last):
+    """x, panels, bias, residual, out; the activation. A unit is a panel of a block of rows."""
+    multiply_units(
+        first,
+        last,
+        _matrix(arguments, 0),
+        _matrix(arguments, 1),
+        _row(arguments, 2),
+        _matrix(arguments, 3),
+        _number(arguments, 15),
+        _matrix(arguments, 4),
+    )
+
+
+def _norm(arguments, first, last):
+    """x, residual, weight, bias, total, out; eps, whether it is an RMS norm. A unit is a row."""
+    norm_some_rows(
+        first,
+        last,
+        _matrix(arguments, 0),
+        _matrix(arguments, 1),
+        _row(arguments, 2),
+        _row(arguments, 3),
+        _float(arguments, 18),
+        _number(arguments, 19) != 0,
+        _matrix(arguments, 4),
+        _matrix(arguments, 5),
+    )
+
+
+def _activate(arguments, first, last):
+    """x, out; the activation. A unit is a row; the second half of a row of x, if it has one, is a factor."""
+    x, out, kind = _matrix(arguments, 0), _matrix(arguments, 1), _number(arguments, 6)
+    features = out.shape[1]
+    for row in range(first, last):
+        for column in range(0, features, LANES):
+            value = load_within(x, row, column)
+            if kind != NO_ACTIVATION:
+                value = activated(value, kind)
+            if x.shape[1] > features:
+                value = value * load_within(x, row, features + column)
+            store_within(out, row, column, value)
+
+
+def _gather(arguments, first, last):
+    """ids, table, more ids and a table, and more, out; the scale of the first. A unit is a row: the sum of its rows."""
+    ids, table = _ids(arguments, 0), _matrix(arguments, 1)
+    ids_2, table_2 = _ids(arguments, 2), _matrix(arguments, 3)
+    ids_3, table_3 = _ids(arguments, 4), _matrix(arguments, 5)
+    out, scale = _matrix(arguments, 6), splat(_float(arguments, 21))
+    for row in range(first, last):
+        for column in range(0, out.shape[1], LANES):
+            value = load_within(table, ids[row], column)
+            if len(ids_2):
+                value = multiply_add(value, scale, load_within(table_2, ids_2[row], column))
+                if len(ids_3):
+                    value = value + load_within(table_3, ids_3[row], column)
+            else:
+                value = value * scale
+            store_within(out, row, column, value)
+
+
+def _append(arguments, first, last):
+    """qkv, slots, keys, values; key heads, tokens of a block, features of a head. A unit is a head."""
+    num_kv_heads, block_size = _number(arguments, 12), _number(arguments, 13)
+    head_dim = _number(arguments, 14)
+    append_rows(
+        first,
+        last,
+        _matrix(arguments, 0),
+        _long_ids(arguments, 1),
+        _as_matrix(arguments, 2, head_dim),
+        _as_matrix(arguments, 3, head_dim),
+        num_kv_heads,
+        block_size,
+    )
+
+
+def _attend_blocks(arguments, first, last):
+    """qkv, keys, values, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block, head_dim,
+    scale, window. A unit is a key head of a token.
+    """
+    num_heads, num_kv_heads = _number(arguments, 24), _number(arguments, 25)
+    block_size, head_dim = _number(arguments, 26), _number(arguments, 27)
+    attend_blocks(
+        first,
+        last,
+        _matrix(arguments, 0),
+        _as_matrix(arguments, 1, head_dim),
+        _as_matrix(arguments, 2, head_dim),
+        num_kv_heads,
+        block_size,
+        _ids(arguments, 4),
+        _ids(arguments, 5),
+        _ids(arguments, 3),
+        _bias_of_heads(arguments, 6, num_heads),
+        _float(arguments, 28),
+        _number(arguments, 29),
+        _matrix(arguments, 7),
+    )
+
+
+def _attend(arguments, first, last):
+    """qkv, cu_seqlens, bias, out; heads, key heads, scale, causal, window. A unit is a key head of a sequence."""
+    num_heads, num_kv_heads = _number(arguments, 12), _number(arguments, 13)
+    attend_items(
+        first,
+        last,
+        _matrix(arguments, 0),
+        _ids(arguments, 1),
+        1,
+        _bias_of_heads(arguments, 2, num_heads),
+        num_kv_heads,
+        _float(arguments, 14),
+        _number(arguments, 15) != 0,
+        _number(arguments, 16),
+        _matrix(arguments, 3),
+    )
+
+
+def _rotate(arguments, first, last):
+    """qkv, position_ids, cos_sin, out; heads and key heads, features of a head. A unit is a token."""
+    qkv, ids, cos_sin = _matrix(arguments, 0), _ids(arguments, 1), _matrix(arguments, 2)
+    out, heads, head_dim = _matrix(arguments, 3), _number(arguments, 12), _number(arguments, 13)
+    half = cos_sin.shape[1] // 2
+    for row in range(first, last):
+        place = ids[row]
+        for head in range(heads):
+            begin = head * head_dim
+            for i in range(half):
+                one, two = qkv[row, begin + i], qkv[row, begin + half + i]
+                cos, sin = cos_sin[place, i], cos_sin[place, half + i]
+                out[row, begin + i] = one * cos - two * sin
+                out[row, begin + half + i] = two * cos + one * sin
+            for i in range(begin + 2 * half, begin + head_dim):
+                out[row, i] = qkv[row, i]
+        for i in range(heads * head_dim, qkv.shape[1]):
+            out[row, i] = qkv[row, i]
+
+
+_FUNCTIONS: dict[str, Callable[[Any, Any, Any], None]] = {
+    "multiply": _multiply,
+    "norm": _norm,
+    "activate": _activate,
+    "gather": _gather,
+    "append": _append,
+    "attend_blocks": _attend_blocks,
+    "attend": _attend,
+    "rotate": _rotate,
+}
+_SIGNATURE = types.void(types.int64, types.int64, types.int64)
+
+
+@cache
+def address_of(name: str) -> int:
+    """Return the address of a compiled function; the first call compiles it."""
+    entry = numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(_FUNCTIONS[name])
+    # the address is that of memory which it holds
+    _kept.append(entry)
+    address: int = entry.address
+    return address
+
+
+_kept: list[Any] = []

@@ -1,0 +1,90 @@
+"""Compiled programs give the results of the ops one by one, whatever the number of cores."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.closeness import assert_close, encoder_roundings
+from varlen.config import EngineConfig
+from varlen.execution.cpu.compiled_program import compile_program
+from varlen.execution.packing import dims_of, packed_batch
+from varlen.execution.runner import Runner
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Prompt, RequestOptions
+from varlen_kernels import cpu, reference
+from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.threads import using_cores
+
+pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the functions")
+
+KINDS = ["BertModel", "DistilBertModel", "ModernBertModel", "NomicBertModel", "LlamaModel"]
+
+
+def runner_of(folder, task="hidden"):
+    config = EngineConfig(device="cpu", dtype="fp32", task=task, max_batch_tokens=512)
+    return Runner(Checkpoint.open(folder), config)
+
+
+def batch_of(program, lengths):
+    numbers = np.random.default_rng(0)
+    prompts = [Prompt(numbers.integers(0, 50, n, dtype=np.int32)) for n in lengths]
+    dims = dims_of(lengths, 0)
+    options = [RequestOptions(normalize=True)] * len(lengths)
+    return packed_batch(program.inputs, dims, prompts, options)
+
+
+@torch.inference_mode()
+def run(runner, batch, cores=1, executor=None):
+    region = runner.arena.allocate(batch.dims)
+    region.memory.fill_(0xFF)
+    with using_cores(cores):
+        (output,) = (executor or runner.program).run(batch, cpu, region)
+    return output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [[1], [3, 40], [7] * 20, [100, 2]], ids=str)
+def test_an_encoder_has_the_results_of_its_ops(make_checkpoint, kind, lengths):
+    folder = make_checkpoint(kind)
+    runner = runner_of(folder)
+    compiled = compile_program(runner.program, cpu)
+    batch = batch_of(runner.program, lengths)
+
+    one = run(runner, batch, executor=compiled)
+
+    assert_close(one, run(runner, batch), roundings=encoder_roundings(folder))
+    for cores in (2, 3):
+        assert torch.equal(run(runner, batch, cores, compiled), one)
+
+
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(small_bert):
+    runner = runner_of(small_bert)
+    compiled = compile_program(runner.program, cpu)
+    batch = batch_of(runner.program, [30, 11, 60])
+
+    together = run(runner, batch, executor=compiled)
+
+    alone = batch_of(runner.program, [30])
+    assert torch.equal(run(runner, alone, executor=compiled), together[:30])
+
+
+@pytest.mark.parametrize("task", ["embed", "hidden"])
+def test_ops_without_a_compiled_form_run_between(small_bert, task):
+    runner = runner_of(small_bert, task)
+    compiled = compile_program(runner.program, cpu)
+    batch = batch_of(runner.program, [5, 9])
+
+    actual = run(runner, batch, executor=compiled)
+
+    stretches = compiled._table(batch.dims).stretches
+    others = [runner.program.ops[each].kernel for each in stretches if isinstance(each, int)]
+    assert others == ["pool" if task == "embed" else "to_fp32"]
+    assert_close(actual, run(runner, batch), roundings=encoder_roundings(small_bert))
+
+
+def test_kernels_of_other_modules_have_no_compiled_form(small_bert):
+    program = Runner(
+        Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"), kernels=reference
+    ).program
+
+    assert compile_program(program, reference) is None

@@ -1,0 +1,102 @@
+"""A table of compiled functions: each unit runs once, in order, on any number of threads."""
+
+import threading
+
+import numba
+import numpy as np
+import pytest
+from numba.core import types
+
+from varlen_kernels.cpu import threads
+from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, PARTS, UNITS, run_calls
+from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.entries import _int64_at, _number
+
+pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the functions")
+UNIT_COUNT = 64
+
+
+@numba.cfunc(types.void(types.int64, types.int64, types.int64), nopython=True)
+def add_one(arguments, first, last):
+    """Add one to some numbers after their neighbours in the row before were written."""
+    row = _number(arguments, 1)
+    numbers = numba.carray(_int64_at(_number(arguments, 0)), (row + 1, 64))
+    for i in range(first, last):
+        if row == 0:
+            numbers[row, i] += 1
+        else:
+            numbers[row, i] += numbers[row - 1, (i + 17) % 64] + 1
+
+
+def table_of(numbers, parts):
+    table = np.zeros((len(numbers), ARGUMENTS + 2), np.int64)
+    table[:, FUNCTION], table[:, UNITS], table[:, PARTS] = add_one.address, UNIT_COUNT, parts
+    table[:, ARGUMENTS] = numbers.ctypes.data
+    table[:, ARGUMENTS + 1] = np.arange(len(numbers))
+    return table
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 5, UNIT_COUNT])
+def test_each_unit_runs_once_and_after_all_units_of_the_function_before(cores, parts):
+    for _ in range(20):
+        numbers = np.zeros((30, UNIT_COUNT), np.int64)
+
+        run_calls(table_of(numbers, parts), cores)
+
+        assert (numbers == np.arange(1, 31)[:, None]).all()
+
+
+def test_functions_may_have_numbers_of_parts_of_their_own():
+    numbers = np.zeros((9, UNIT_COUNT), np.int64)
+    table = table_of(numbers, 1)
+    table[::2, PARTS] = 7
+
+    run_calls(table, 3)
+
+    assert (numbers == np.arange(1, 10)[:, None]).all()
+
+
+def test_no_units_are_no_work():
+    numbers = np.zeros((3, UNIT_COUNT), np.int64)
+    table = table_of(numbers, 1)
+    table[:, UNITS] = 0
+
+    run_calls(table, 2)
+
+    assert not numbers.any()
+
+
+def test_a_thread_that_comes_too_late_finds_nothing_to_do(monkeypatch):
+    late = []
+    monkeypatch.setattr(threads, "_help", late.append)
+    numbers = np.zeros((5, UNIT_COUNT), np.int64)
+
+    run_calls(table_of(numbers, 4), 3)
+
+    before = numbers.copy()
+    assert len(late) == 2
+    for each in late:
+        each.take_parts()
+    assert (numbers == before).all()
+    assert (numbers[-1] == 5).all()
+
+
+def test_a_thread_whose_core_is_taken_is_not_waited_for():
+    """Helpers that are busy with something else do not delay a table."""
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def block():
+        begun.release()
+        release.wait()
+
+    # both helpers of three cores
+    threads.run_along(lambda: None, 3)
+    caller = threading.current_thread()
+    threads.run_along(lambda: None if threading.current_thread() is caller else block(), 3)
+    numbers = np.zeros((5, UNIT_COUNT), np.int64)
+    try:
+        run_calls(table_of(numbers, 4), 3)
+        assert (numbers[-1] == 5).all()
+    finally:
+        release.set()
