@@ -5,6 +5,7 @@ cores, beside others one. A batch that starts beside another one therefore waits
 batch waits at a barrier for a core that another one uses.
 """
 
+import ctypes
 import mmap
 import os
 
@@ -22,6 +23,7 @@ class CoreShare:
         self.file = os.memfd_create("varlen-cores") if file is None else file
         os.ftruncate(self.file, 1)
         self._memory = mmap.mmap(self.file, 1)
+        self._byte = ctypes.c_uint8.from_buffer(self._memory)
         self.is_on = False
 
     @property
@@ -29,11 +31,18 @@ class CoreShare:
         """Whether a batch may use all cores."""
         return self._memory[0] != 0
 
+    @property
+    def address(self) -> int:
+        """Address of the byte, which is 0 while a batch may use one core."""
+        return ctypes.addressof(self._byte)
+
     def set_alone(self, alone: bool) -> None:
         """Say whether one batch runs alone."""
         self._memory[0] = alone and self.is_on
 
     def close(self) -> None:
         """Release the memory of this process."""
+        # the memory cannot be closed while it is exported
+        del self._byte
         self._memory.close()
         os.close(self.file)

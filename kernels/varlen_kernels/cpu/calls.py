@@ -7,6 +7,8 @@ for parts that another one has begun, so a thread whose core is taken delays the
 numba caches a compiled function under the time of its own file; see `lanes`.
 """
 
+import time
+from threading import get_ident
 from typing import Any
 
 import numba
@@ -16,7 +18,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from varlen_kernels.cpu.threads import run_along
+from varlen_kernels.cpu.threads import HELP_SECONDS, run_along
 
 Table = npt.NDArray[np.int64]
 
@@ -67,6 +69,29 @@ def _pause(_context):
     return types.none(), generate
 
 
+@numba.extending.intrinsic
+def _cycles(_context):
+    """Return a number that grows with time."""
+
+    def generate(_context: Any, builder: Any, _declared: Any, _values: Any) -> Any:
+        kind = ir.FunctionType(_SIZE, [])
+        name = "llvm.readcyclecounter"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+
+    return types.int64(), generate
+
+
+@numba.extending.intrinsic
+def _byte(_context, _address):
+    """Return the byte at an address, which another process may change."""
+
+    def generate(_context: Any, builder: Any, _declared: Any, values: Any) -> Any:
+        pointer = builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+        return builder.zext(builder.load_atomic(pointer, "monotonic", 1), _SIZE)
+
+    return types.int64(types.int64), generate
+
+
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -74,31 +99,41 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 def _run(
     table,  # [functions, ARGUMENTS + arguments]
     taken,  # [functions, 2]: parts that were begun, and parts that are done; zeros at first
+    stay,  # address of a byte: other threads than the caller leave once it is 0; or 0
+    is_caller,
+    spent,  # [4] of the caller: cycles of all, cycles that it waited; parts of shared functions, parts that it took
 ):
     """Run the functions of a table, together with other threads that call this with the same arrays."""
     row_bytes, begin = 8 * table.shape[1], table.ctypes.data
     counts = taken.ctypes.data
+    began = _cycles()
+    waited = shared = own = 0
     for i in range(len(table)):
+        if not is_caller and stay != 0 and _byte(stay) == 0:
+            return
         units, parts = table[i, UNITS], table[i, PARTS]
         arguments = begin + i * row_bytes + 8 * ARGUMENTS
-        if parts == 1:
-            if _add(counts + 16 * i, 1) == 0:
-                _call(table[i, FUNCTION], arguments, 0, units)
-                _add(counts + 16 * i + 8, 1)
-        else:
+        part = _add(counts + 16 * i, 1)
+        if parts > 1:
+            shared += parts
+        while part < parts:
+            first, last = units * part // parts, units * (part + 1) // parts
+            _call(table[i, FUNCTION], arguments, first, last)
+            if parts > 1:
+                own += 1
+            _add(counts + 16 * i + 8, 1)
             part = _add(counts + 16 * i, 1)
-            while part < parts:
-                first, last = units * part // parts, units * (part + 1) // parts
-                _call(table[i, FUNCTION], arguments, first, last)
-                _add(counts + 16 * i + 8, 1)
-                part = _add(counts + 16 * i, 1)
-        turns = 0
-        while _add(counts + 16 * i + 8, 0) < parts:
-            turns += 1
-            if turns < _TURNS:
-                _pause()
-            else:
-                _yield_core()
+        if _add(counts + 16 * i + 8, 0) < parts:
+            turns, before = 0, _cycles()
+            while _add(counts + 16 * i + 8, 0) < parts:
+                turns += 1
+                if turns < _TURNS:
+                    _pause()
+                else:
+                    _yield_core()
+            waited += _cycles() - before
+    if is_caller:
+        spent[0], spent[1], spent[2], spent[3] = _cycles() - began, waited, shared, own
 
 
 @numba.njit(nogil=True, cache=True, _nrt=False)
@@ -113,18 +148,29 @@ def compile_calls() -> None:
     """Compile what `run_calls` needs."""
     nothing = np.zeros((0, ARGUMENTS), np.int64)
     _run_alone(nothing)
-    _run(nothing, np.zeros((0, 2), np.int64))
+    _run(nothing, np.zeros((0, 2), np.int64), 0, True, np.zeros(4, np.int64))
 
 
-def run_calls(table: Table, cores: int) -> None:
+def run_calls(table: Table, cores: int, stay: int = 0) -> float:
     """Run the functions of a table, one after another.
 
     Args:
         table: `[functions, ARGUMENTS + arguments]`; a thread may read it after this returns.
         cores: number of threads.
+        stay: address of a byte; once it is 0, other threads take no more parts. 0 for none.
+
+    Returns:
+        Seconds that it ended sooner than on one core; negative where other work had a core.
     """
     if cores == 1:
         _run_alone(table)
-        return
-    taken = np.zeros((len(table), 2), np.int64)
-    run_along(lambda: _run(table, taken), cores)
+        return 0.0
+    taken, spent = np.zeros((len(table), 2), np.int64), np.zeros(4, np.int64)
+    caller, began = get_ident(), time.perf_counter()
+    run_along(lambda: _run(table, taken, stay, get_ident() == caller, spent), cores)
+    seconds = time.perf_counter() - began
+    cycles, waited, shared, own = map(int, spent)
+    if not shared or not own:
+        return -HELP_SECONDS
+    alone: float = seconds * (1 - waited / max(1, cycles)) * (shared / own)
+    return alone - seconds - HELP_SECONDS

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import torch
 
 # What it costs the caller to have another thread help, in seconds.
-_HELP_SECONDS = 1e-4
+HELP_SECONDS = 1e-4
 
 
 @dataclass(slots=True)
@@ -82,8 +82,9 @@ def run_along(function: Callable[[], None], cores: int) -> None:
         function: lets other threads run.
         cores: number of threads, at least one.
     """
-    for _ in range(cores - 1):
-        _help(_Along(function))
+    with using_cores(cores):
+        for _ in range(cores - 1):
+            _help(_Along(function))
     function()
 
 
@@ -132,7 +133,7 @@ class _Work:
         errors = [self._ended.get() for _ in range(self._count)]
         if _thread.cores is not None and taken:
             alone = self._count / taken * own
-            _thread.cores.gained += alone - (time.perf_counter() - began) - _HELP_SECONDS
+            _thread.cores.gained += alone - (time.perf_counter() - began) - HELP_SECONDS
         for error in errors:
             if error is not None:
                 raise error

@@ -16,7 +16,7 @@ from torch import Tensor
 from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu.token_counts import padded
 from varlen.program.program import Op, Program, Value
-from varlen_kernels.cpu.threads import run_parts, using_cores
+from varlen_kernels.cpu.threads import run_parts, usable_cores, using_cores
 
 # With fewer tokens a part, a product mostly reads its weights, which each core would read again.
 _LEAST_TOKENS = 16
@@ -33,16 +33,44 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 16.0
 _WORK_OF_NUMBER = 32
 
 
-class AllCores:
-    """Runs one op after another; for `Program.run`."""
+class LoneCores:
+    """How many cores a batch may use, now.
 
-    def __init__(self, program: Program, share: CoreShare, cores: int) -> None:
-        """Use this number of cores while `share` says that a batch runs alone, else one."""
-        self._share = share
+    Attributes:
+        share: says whether a batch runs alone.
+    """
+
+    def __init__(self, share: CoreShare, cores: int) -> None:
+        """Allow this number of cores while `share` says that a batch runs alone, else one."""
+        self.share = share
         self._cores = cores
         self._gained = 0.0
         self._pause = _SHORTEST_PAUSE
         self._not_before = 0.0
+
+    @property
+    def count(self) -> int:
+        """The number of cores."""
+        is_paused = not self.share.is_alone or time.monotonic() < self._not_before
+        return 1 if is_paused else self._cores
+
+    def add_gain(self, seconds: float) -> None:
+        """Count what other cores gained: allow one core for a while if other processes want them."""
+        self._gained = min(self._gained + seconds, _MOST_SECONDS)
+        if self._gained == _MOST_SECONDS:
+            self._pause = _SHORTEST_PAUSE
+        elif self._gained < -_MOST_SECONDS:
+            self._gained = 0.0
+            self._not_before = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+class AllCores:
+    """Runs one op after another; for `Program.run`."""
+
+    def __init__(self, program: Program, cores: LoneCores) -> None:
+        """Use the cores that are allowed."""
+        self._cores = cores
         # of ops that may be split: the least number of tokens
         self._least_tokens = {
             id(op): max(2 * _LEAST_TOKENS, -(-_LEAST_WORK // _work_of_token(op)))
@@ -61,25 +89,16 @@ class AllCores:
         results = out[0] if len(out) == 1 else out
         least = self._least_tokens.get(id(op))
         is_small = len(operands[0]) < (least or _LEAST_TOGETHER)
-        if is_small or not self._share.is_alone or time.monotonic() < self._not_before:
+        count = 1 if is_small else self._cores.count
+        if count == 1:
             kernel(*operands, **op.attributes, out=results)
             return
-        with using_cores(self._cores) as cores:
+        with using_cores(count) as cores:
             if least is None:
                 kernel(*operands, **op.attributes, out=results)
             else:
                 self._run_rows(op, kernel, operands, out)
-        self._balance(cores.gained)
-
-    def _balance(self, gained: float) -> None:
-        """Stay on one core for a while if other processes want the others."""
-        self._gained = min(self._gained + gained, _MOST_SECONDS)
-        if self._gained == _MOST_SECONDS:
-            self._pause = _SHORTEST_PAUSE
-        elif self._gained < -_MOST_SECONDS:
-            self._gained = 0.0
-            self._not_before = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._cores.add_gain(cores.gained)
 
     def _run_rows(
         self,
@@ -98,7 +117,7 @@ class AllCores:
             with using_cores(1):
                 kernel(*rows, **op.attributes, out=results[0] if len(results) == 1 else results)
 
-        run_parts(run, token_bounds(len(out[0]), self._cores))
+        run_parts(run, token_bounds(len(out[0]), usable_cores()))
 
 
 def token_bounds(tokens: int, cores: int) -> list[int]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen.execution.cpu.all_cores import LoneCores
 from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import Op, PackedBatch, Program, State, Value
@@ -113,9 +114,11 @@ class CompiledProgram:
         self._tables: dict[frozenset[tuple[Size, Size]], _Table] = {}
 
     @property
-    def has_calls(self) -> bool:
-        """Whether any op is compiled."""
-        return bool(self._calls)
+    def has_products(self) -> bool:
+        """Whether every product is compiled: they take most of the time."""
+        ops = self._program.ops
+        compiled = {call.op for call in self._calls}
+        return all(i in compiled for i, op in enumerate(ops) if op.kernel.startswith("linear"))
 
     def run(
         self,
@@ -124,18 +127,28 @@ class CompiledProgram:
         region: Region,
         *,
         out: Sequence[Tensor] | None = None,
+        lone: LoneCores | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs for a batch; see `Program.run`."""
+        """Return the outputs for a batch; see `Program.run`.
+
+        Args:
+            batch, kernels, region, out: see there.
+            lone: the cores that a lone batch may use; None for the cores of the thread.
+        """
         from varlen_kernels.cpu.calls import run_calls
 
-        program, dims, cores = self._program, batch.dims, usable_cores()
+        program, dims = self._program, batch.dims
+        cores = usable_cores() if lone is None else lone.count
+        stay = 0 if lone is None else lone.share.address
         outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
         table = self._table(dims)
         rows = self._filled(table, batch, region, outputs, cores)
         tensors: list[Any] | None = None
         for stretch in table.stretches:
             if isinstance(stretch, tuple):
-                run_calls(rows[stretch[0] : stretch[1]], cores)
+                gained = run_calls(rows[stretch[0] : stretch[1]], cores, stay)
+                if lone is not None and cores > 1:
+                    lone.add_gain(gained)
                 continue
             if tensors is None:
                 tensors = program.tensors(batch, region, self._states, outputs)
@@ -222,7 +235,7 @@ class CompiledProgram:
 def compile_program(
     program: Program, kernels: object, states: Mapping[str, Tensor] | None = None
 ) -> CompiledProgram | None:
-    """Return the program as calls of compiled code; None if these kernels or its ops have none.
+    """Return the program as calls of compiled code; None if these kernels or its products have none.
 
     Args:
         program: the program.
@@ -232,7 +245,7 @@ def compile_program(
     if kernels is not cpu or not has_numba():
         return None
     compiled = CompiledProgram(program, states or {})
-    return compiled if compiled.has_calls else None
+    return compiled if compiled.has_products else None
 
 
 def _calls_of(program: Program) -> Iterator[_Call]:

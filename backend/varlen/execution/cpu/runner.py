@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from varlen.execution.core_share import CoreShare
-from varlen.execution.cpu.all_cores import AllCores
+from varlen.execution.cpu.all_cores import AllCores, LoneCores
+from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.cpu.token_counts import batch_sizes, padded
 from varlen.execution.packing import dims_of, packed_batch, split_answers
@@ -43,12 +44,15 @@ class CpuRunner:
         self._kernels = kernels
         self._arena = arena
         self._is_padded = compiles_products(program)
+        self._compiled = compile_program(program, kernels)
+        self._lone: LoneCores | None = None
         self._call: AllCores | None = None
         limit_primitives()
 
     def share_cores(self, share: CoreShare, cores: int) -> None:
         """Use this number of cores while `share` says that a batch runs alone, else one."""
-        self._call = AllCores(self._program, share, cores)
+        self._lone = LoneCores(share, cores)
+        self._call = AllCores(self._program, self._lone)
 
     def compile(self) -> None:
         """Compile what batches of usual sizes need."""
@@ -66,7 +70,10 @@ class CpuRunner:
         dims, in_order = self._dims(packed), [options[i] for i in order]
         batch = packed_batch(self._program.inputs, dims, packed, in_order)
         region = self._arena.allocate(dims)
-        (output,) = self._program.run(batch, self._kernels, region, call=self._call)
+        if self._compiled is not None:
+            (output,) = self._compiled.run(batch, self._kernels, region, lone=self._lone)
+        else:
+            (output,) = self._program.run(batch, self._kernels, region, call=self._call)
         answers = split_answers(output.numpy(), packed, self._program.row_dimension)
         return [answers[place] for place in np.argsort(order).tolist()]
 

@@ -11,7 +11,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu import all_cores
-from varlen.execution.cpu.all_cores import AllCores, token_bounds
+from varlen.execution.cpu.all_cores import AllCores, LoneCores, token_bounds
 from varlen.execution.cpu.linear_paths import PACKED, use_paths
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.runner import Runner
@@ -136,7 +136,7 @@ def test_an_op_may_write_one_number_for_each_token(share):
 
     share.set_alone(True)
     rows, out = torch.rand(90, 8), torch.empty(90)
-    AllCores(program, share, CORES)(program.ops[0], Kernels.norm, [rows], (out,))
+    AllCores(program, LoneCores(share, CORES))(program.ops[0], Kernels.norm, [rows], (out,))
 
     torch.testing.assert_close(out, rows.norm(dim=1))
 
