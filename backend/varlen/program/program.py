@@ -223,7 +223,7 @@ class Program:
         states: Mapping[str, Tensor],
         outputs: Sequence[Tensor],
     ) -> list[Any]:
-        """Return everything that ops of a run read and write, for `run_op`; see `run` for the arguments."""
+        """Return everything that ops of a run read and write, for `run_op`; see `run`."""
         return [
             *self._constants,
             *(batch.inputs[value.name] for value in self.inputs),
@@ -238,7 +238,7 @@ class Program:
     def run_op(
         self, number: int, kernels: object, tensors: Sequence[Any], call: CallOp | None = None
     ) -> None:
-        """Run one op; `tensors` returned what it reads and writes, and `run` says what `call` is."""
+        """Run one op on what `tensors` returned; see `run` for `call`."""
         op, reads, writes = self._calls[number]
         operands = [tensors[slot] for slot in reads]
         kernel = getattr(kernels, op.kernel)

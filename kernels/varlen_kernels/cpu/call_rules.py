@@ -1,4 +1,7 @@
-"""How an op of a program runs as functions of `entries`: what they get, and how their work is split."""
+"""How an op of a program runs as functions of `entries`.
+
+A rule names what a function gets, and how its work is split.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +25,7 @@ class Work(NamedTuple):
 
     Attributes:
         units: number of units that threads may share.
-        multiplications: what all of them do, or what takes as long.
+        multiplications: the multiplications of all units, or as many as take the same time.
     """
 
     units: int
@@ -34,10 +37,11 @@ class CallRule(NamedTuple):
 
     Attributes:
         entry: name of the function in `entries`.
-        tensors: for each tensor that it gets, the place among the op's operands and results, each element of a tuple
-            by itself; None where it gets none.
+        tensors: places, among the op's operands and results, of the tensors that the function gets; None for a tensor
+            that it does without. Each element of a tuple has a place of its own.
         work: the work, given the extents of these tensors and the constants.
-        constants: what it gets after the tensors, given the op's attributes and the shapes of operands and results.
+        constants: numbers that it gets after the tensors, given the op's attributes and the shapes of operands and
+            results.
     """
 
     entry: str

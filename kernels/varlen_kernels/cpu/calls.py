@@ -46,7 +46,7 @@ def _call(_context, _function, _arguments, _first, _last):
 
 @numba.extending.intrinsic
 def _add(_context, _address, _number):
-    """Add to the number at an address, at once for all threads; return the number before."""
+    """Add to the number at an address in one step; return the number before."""
 
     def generate(_context: Any, builder: Any, _declared: Any, values: Any) -> Any:
         address, number = values
@@ -103,7 +103,7 @@ def _run(
     is_caller,
     spent,  # [4] of the caller: cycles of all, cycles that it waited; parts of shared functions, parts that it took
 ):
-    """Run the functions of a table, together with other threads that call this with the same arrays."""
+    """Run the functions of a table, with other threads that get the same arrays."""
     row_bytes, begin = 8 * table.shape[1], table.ctypes.data
     counts = taken.ctypes.data
     began = _cycles()

@@ -1,7 +1,8 @@
-"""Functions of `calls`: they read their arguments from memory and work on some units of an op.
+"""Functions that `calls` runs: each works on some units of an op.
 
-The arguments are three numbers for each tensor, in the order that a function names: its address, its rows and its
-columns, all 0 where it is left out; then the constants of `call_rules`, a float as the bits of a double.
+They read their arguments from memory: three numbers for each tensor, which are its address, its rows and its columns,
+all 0 where it is left out; then the constants of `call_rules`, a float as the bits of a double. The comments of a
+function name its tensors, its constants and its unit.
 
 numba caches a compiled function under the time of its own file; see `lanes`.
 """
@@ -74,14 +75,14 @@ def _as_matrix(arguments, tensor, columns):
 
 @numba.njit(forceinline=True)
 def _row(arguments, tensor):
-    """Return a tensor of one axis as a row, `[1, numbers]` fp32, or `[0, 0]` if it is left out."""
+    """Return a tensor of one axis, `[1, numbers]` fp32; `[0, 0]` for none."""
     numbers = _number(arguments, 3 * tensor + 1)
     return carray(_fp32_at(_number(arguments, 3 * tensor)), (min(1, numbers), numbers))
 
 
 @numba.njit(forceinline=True)
 def _bias_of_heads(arguments, tensor, num_heads):
-    """Return the bias of scores, `[num_heads, distances]`, or `[num_heads, 0]` if it is left out."""
+    """Return the bias of scores, `[num_heads, distances]`; no distances if it is left out."""
     columns = _number(arguments, 3 * tensor + 2)
     return carray(_fp32_at(_number(arguments, 3 * tensor)), (num_heads, columns))
 
@@ -99,7 +100,8 @@ def _long_ids(arguments, tensor):
 
 
 def _multiply(arguments, first, last):
-    """x, panels, bias, residual, out; the activation. A unit is a panel of a block of rows."""
+    """Run a product."""
+    # x, panels, bias, residual, out; the activation; a unit is a panel of a block of rows
     multiply_units(
         first,
         last,
@@ -113,7 +115,8 @@ def _multiply(arguments, first, last):
 
 
 def _norm(arguments, first, last):
-    """x, residual, weight, bias, total, out; eps, whether it is an RMS norm. A unit is a row."""
+    """Run norms."""
+    # x, residual, weight, bias, total, out; eps, whether it is an RMS norm; a unit is a row
     norm_some_rows(
         first,
         last,
@@ -129,7 +132,8 @@ def _norm(arguments, first, last):
 
 
 def _activate(arguments, first, last):
-    """x, out; the activation. A unit is a row; the second half of a row of x, if it has one, is a factor."""
+    """Run activations."""
+    # x, out; the activation; a unit is a row. The second half of a row of x, if it has one, is a factor.
     x, out, kind = _matrix(arguments, 0), _matrix(arguments, 1), _number(arguments, 6)
     features = out.shape[1]
     for row in range(first, last):
@@ -143,7 +147,8 @@ def _activate(arguments, first, last):
 
 
 def _gather(arguments, first, last):
-    """ids, table, more ids and a table, and more, out; the scale of the first. A unit is a row: the sum of its rows."""
+    """Run sums of rows of tables."""
+    # ids, table, ids, table, ids, table, out; the scale of the first; a unit is a row of out
     ids, table = _ids(arguments, 0), _matrix(arguments, 1)
     ids_2, table_2 = _ids(arguments, 2), _matrix(arguments, 3)
     ids_3, table_3 = _ids(arguments, 4), _matrix(arguments, 5)
@@ -161,7 +166,8 @@ def _gather(arguments, first, last):
 
 
 def _append(arguments, first, last):
-    """qkv, slots, keys, values; key heads, tokens of a block, features of a head. A unit is a head."""
+    """Run appends to a KV cache."""
+    # qkv, slots, keys, values; key heads, tokens of a block, head_dim; a unit is a key head
     num_kv_heads, block_size = _number(arguments, 12), _number(arguments, 13)
     head_dim = _number(arguments, 14)
     append_rows(
@@ -177,9 +183,9 @@ def _append(arguments, first, last):
 
 
 def _attend_blocks(arguments, first, last):
-    """qkv, keys, values, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block, head_dim,
-    scale, window. A unit is a key head of a token.
-    """
+    """Run attention over KV blocks."""
+    # qkv, keys, values, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block, head_dim,
+    # scale, window; a unit is a key head of a token
     num_heads, num_kv_heads = _number(arguments, 24), _number(arguments, 25)
     block_size, head_dim = _number(arguments, 26), _number(arguments, 27)
     attend_blocks(
@@ -201,7 +207,8 @@ def _attend_blocks(arguments, first, last):
 
 
 def _attend(arguments, first, last):
-    """qkv, cu_seqlens, bias, out; heads, key heads, scale, causal, window. A unit is a key head of a sequence."""
+    """Run attention inside sequences."""
+    # qkv, cu_seqlens, bias, out; heads, key heads, scale, causal, window; a unit is a key head of a sequence
     num_heads, num_kv_heads = _number(arguments, 12), _number(arguments, 13)
     attend_items(
         first,
@@ -219,7 +226,8 @@ def _attend(arguments, first, last):
 
 
 def _rotate(arguments, first, last):
-    """qkv, position_ids, cos_sin, out; heads and key heads, features of a head. A unit is a token."""
+    """Run rotations of heads."""
+    # qkv, position_ids, cos_sin, out; rotated heads, head_dim; a unit is a token
     qkv, ids, cos_sin = _matrix(arguments, 0), _ids(arguments, 1), _matrix(arguments, 2)
     out, heads, head_dim = _matrix(arguments, 3), _number(arguments, 12), _number(arguments, 13)
     half = cos_sin.shape[1] // 2
@@ -255,7 +263,7 @@ _SIGNATURE = types.void(types.int64, types.int64, types.int64)
 def address_of(name: str) -> int:
     """Return the address of a compiled function; the first call compiles it."""
     entry = numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(_FUNCTIONS[name])
-    # the address is that of memory which it holds
+    # the entry holds the memory of the code
     _kept.append(entry)
     address: int = entry.address
     return address

@@ -1,4 +1,4 @@
-"""What follows a product in the same op: an activation, or a residual sum with its layer norm.
+"""What follows a product in the same op: an activation, a residual sum, a norm.
 
 Source: the specifications are `reference.activate` and `reference.add_layer_norm`.
 
@@ -86,7 +86,7 @@ def activated(value, kind):
 
 @numba.njit(forceinline=True, _nrt=False)
 def normalize_row(matrix, row, weight, bias, eps, out):
-    """Write the layer norm of a row into the same row of `out`, which may be `matrix`.
+    """Write the layer norm of a row into `out`, which may be `matrix`.
 
     Args:
         weight, bias: `[1, features]`; the bias may be `[0, 0]` for none.

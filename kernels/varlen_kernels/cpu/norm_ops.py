@@ -1,4 +1,6 @@
-"""Norms of CPUs: compiled for fp32, else in plain torch; numba is loaded when the first one runs.
+"""Norms of CPUs: compiled for fp32, else in plain torch.
+
+numba is loaded when the first one runs.
 
 Names and signatures match `reference`.
 """

@@ -27,7 +27,7 @@ def norm_rows(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> None:
-    """Write the layer norm or RMS norm of each row of x, or of x + residual.
+    """Write the norm of each row of x, or of x + residual.
 
     Args:
         x, residual, out: `[tokens, hidden]` fp32.
@@ -52,7 +52,7 @@ def norm_rows(
 
 @numba.njit(forceinline=True, _nrt=False)
 def _divide_by_root_mean_square(matrix, row, weight, eps, out):
-    """Write the RMS norm of a row into the same row of `out`, which may be `matrix`."""
+    """Write the RMS norm of a row into `out`, which may be `matrix`."""
     features = matrix.shape[1]
     total = splat(_ZERO)
     for column in range(0, features, LANES):

@@ -1,6 +1,6 @@
-"""Linear layers of CPUs whose weights are in panels; numba is loaded when the first one runs.
+"""Linear layers of CPUs whose weights are in panels.
 
-Names and signatures match `reference`, with the weight's layout added.
+Names and signatures match `reference`, with the layout of the weight added. numba is loaded when the first one runs.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
-"""Products of fp32 rows with panels of a weight, in registers, for functions that numba compiles.
+"""Products of fp32 rows with panels of a weight, in registers.
 
-A panel is some neighbouring features of a weight, row after row, so that a product reads it from one end to the other:
+They are for functions that numba compiles. A panel is some neighbouring features of a weight, row after row, so that a product reads it from one end to the other:
 few rows are multiplied as fast as memory delivers the weight. A tile is up to 6 rows by the features of a panel; its
 sums stay in registers. Each sum adds its products in the order of the hidden features, whatever the tile, so a row has
 the same result by itself and among others, to the last bit.
@@ -173,7 +173,7 @@ def multiply_rows(rows, x, row, panels, panel, sums):
     """Write the products of some rows with a panel.
 
     Args:
-        rows: how many, 1 to TILE_ROWS, from `row` on.
+        rows: number of rows, 1 to TILE_ROWS, from `row` on.
         x: `[tokens, hidden]` fp32.
         panels: made by `pack_panels`, bf16 as uint16.
         sums: `[TILE_ROWS, PANEL_FEATURES]` fp32, the first rows are overwritten.

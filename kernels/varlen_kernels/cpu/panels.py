@@ -105,7 +105,7 @@ def _multiply_block(
             for column in range(0, x.shape[1], LANES):
                 store_within(wide, i, column, load_within(x, first + i, column))
     for panel in range(first_panel, last_panel):
-        # tiles of the same height, as far as possible: a low one takes as long as one of four rows
+        # tiles of about the same height: a low one takes as long as one of four rows
         for tile in range(tiles):
             begin, end = count * tile // tiles, count * (tile + 1) // tiles
             if is_wide:
@@ -126,7 +126,7 @@ def multiply_units(
     kind,
     out,  # [tokens, features]
 ):
-    """Write the results of some units: panels of blocks of tokens, in order of the blocks."""
+    """Write the results of some units, in order of the blocks."""
     sums = np.empty((TILE_ROWS, PANEL_FEATURES), np.float32)
     wide = np.empty((BLOCK, 0 if x.itemsize == 4 else x.shape[1]), np.float32)
     unit = first_unit

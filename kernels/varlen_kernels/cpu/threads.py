@@ -74,7 +74,7 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
 
 
 def run_along(function: Callable[[], None], cores: int) -> None:
-    """Call a function in this thread, and in others as soon as they get a core.
+    """Call a function in this thread, and in others once they get a core.
 
     It returns when the call of this thread does: a call that begins later must find nothing left to do.
 

@@ -12,6 +12,6 @@ from varlen_kernels import reference
 
 @pytest.fixture(scope="module")
 def runner(small_bert: Path) -> Runner:
-    """A runner on the CPU, whose answers are right and whose ops the reference has; tests must not change it."""
+    """A runner of the reference, whose answers are right; tests must not change it."""
     config = EngineConfig(device="cpu", dtype="fp32")
     return Runner(Checkpoint.open(small_bert), config, kernels=reference)

@@ -1,4 +1,4 @@
-"""A table of compiled functions: each unit runs once, in order, on any number of threads."""
+"""Each unit of a table of functions runs once, on any number of threads."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Products with weights in panels: exact up to rounding, and the same bits for a row wherever it is."""
+"""Products with panels are exact up to rounding; a row always has the same bits."""
 
 import numpy as np
 import pytest

@@ -55,7 +55,7 @@ class LoneCores:
         return 1 if is_paused else self._cores
 
     def add_gain(self, seconds: float) -> None:
-        """Count what other cores gained: allow one core for a while if other processes want them."""
+        """Count seconds gained by other cores; after losses allow one core for a while."""
         self._gained = min(self._gained + seconds, _MOST_SECONDS)
         if self._gained == _MOST_SECONDS:
             self._pause = _SHORTEST_PAUSE

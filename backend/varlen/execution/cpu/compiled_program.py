@@ -2,7 +2,7 @@
 
 Ops that the kernels have functions for become rows of a table: the address of a function, its work, and the addresses
 of what it reads and writes. One call runs a stretch of such ops, on one core or several; the ops between run as they do
-in `Program.run`. docs/decisions/0052-compiled-steps.md has measurements.
+in `Program.run`. docs/decisions/0054-compiled-steps.md has measurements.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Call:
         op: number of the op.
         rule: its rule.
         function: its address.
-        tensors: what it gets.
-        constants: what it gets after them.
+        tensors: tensors that it gets.
+        constants: numbers that it gets after them.
     """
 
     op: int
@@ -72,8 +72,8 @@ class _Table:
         addresses: flat places of addresses in it, and for each the number of its tensor.
         sizes: flat places of numbers of rows in it, and for each the number of its size.
         kinds: calls whose work is the same in every batch, one of each.
-        kind_of: for each row, the number of its kind.
-        stretches: for each stretch, its first and last row, or the number of an op that runs as in `Program.run`.
+        kind_of: number of the kind of each row.
+        stretches: first and last row of each stretch, or the number of an op that runs as in `Program.run`.
     """
 
     rows: Int64Array
@@ -163,7 +163,7 @@ class CompiledProgram:
         outputs: Sequence[Tensor],
         cores: int,
     ) -> Int64Array:
-        """Return the table of a run, which nothing overwrites: a thread that comes late may read it."""
+        """Return the table of a run."""
         from varlen_kernels.cpu.calls import PARTS, UNITS
 
         begin, dims = region.memory.data_ptr(), batch.dims
@@ -175,6 +175,7 @@ class CompiledProgram:
         ]
         sizes = [size.at(dims) for size in self._sizes]
         work = np.array([_units_and_parts(call, dims, cores) for call in table.kinds], np.int64)
+        # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()
         flat = rows.ravel()
         for (places, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
@@ -235,7 +236,9 @@ class CompiledProgram:
 def compile_program(
     program: Program, kernels: object, states: Mapping[str, Tensor] | None = None
 ) -> CompiledProgram | None:
-    """Return the program as calls of compiled code; None if these kernels or its products have none.
+    """Return the program as calls of compiled code, if there are any.
+
+    There are none for other kernels, or if a product has no compiled form.
 
     Args:
         program: the program.
@@ -286,7 +289,7 @@ def _is_compiled(op: Op, tensors: Sequence[object]) -> bool:
 
 
 def _condition(op: Op) -> tuple[Size, Size] | None:
-    """Return the number of bounds of sequences and of tokens, where each sequence must have one token."""
+    """Return the numbers of bounds and of tokens, where sequences must have one token."""
     place = _SINGLE_TOKENS.get(op.kernel)
     if place is None:
         return None
@@ -298,7 +301,7 @@ def _condition(op: Op) -> tuple[Size, Size] | None:
 
 
 def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
-    """Return the number of units of a function's work, and of the parts that threads take."""
+    """Return the numbers of units and of parts of a function's work."""
     extents = []
     for tensor in call.tensors:
         rows, columns = _extent(tensor)

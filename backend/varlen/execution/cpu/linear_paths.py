@@ -116,9 +116,10 @@ def choose_paths(
 
 
 def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Program:
-    """Return the program with the ops that `paths` names, and what follows a layer in its op where possible.
+    """Return the program with the ops that `paths` names.
 
-    Layers of other shapes get `default`, or the default of their dtype. The program holds no reference to weights that
+    Layers of other shapes get `default`, or the default of their dtype. An op that can follow a layer becomes a part of
+    its op. The program holds no reference to weights that
     only layers of other layouts read.
     """
     packed: dict[int, Weights] = {}

@@ -1,4 +1,4 @@
-"""Compiled programs give the results of the ops one by one, whatever the number of cores."""
+"""Compiled programs give the results of their ops, on any number of cores."""
 
 import numpy as np
 import pytest
