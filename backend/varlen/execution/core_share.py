@@ -5,9 +5,10 @@ cores, beside others one. A batch that starts beside another one therefore waits
 batch waits at a barrier for a core that another one uses.
 """
 
-import ctypes
 import mmap
 import os
+
+import numpy as np
 
 
 class CoreShare:
@@ -15,6 +16,7 @@ class CoreShare:
 
     Attributes:
         file: descriptor of the memory, for another process.
+        byte: `[1]`, 0 while a batch may use one core.
         is_on: whether `set_alone` has an effect; off while costs are measured, which are costs of one core.
     """
 
@@ -22,27 +24,20 @@ class CoreShare:
         """Map the memory of a descriptor, which is then its own; without one, new memory."""
         self.file = os.memfd_create("varlen-cores") if file is None else file
         os.ftruncate(self.file, 1)
-        self._memory = mmap.mmap(self.file, 1)
-        self._byte = ctypes.c_uint8.from_buffer(self._memory)
+        self.byte = np.frombuffer(mmap.mmap(self.file, 1), np.uint8)
         self.is_on = False
 
     @property
     def is_alone(self) -> bool:
         """Whether a batch may use all cores."""
-        return self._memory[0] != 0
-
-    @property
-    def address(self) -> int:
-        """Address of the byte, which is 0 while a batch may use one core."""
-        return ctypes.addressof(self._byte)
+        return bool(self.byte[0])
 
     def set_alone(self, alone: bool) -> None:
         """Say whether one batch runs alone."""
-        self._memory[0] = alone and self.is_on
+        self.byte[0] = alone and self.is_on
 
     def close(self) -> None:
-        """Release the memory of this process."""
-        # the memory cannot be closed while it is exported
-        del self._byte
-        self._memory.close()
+        """Release the memory of this process once no thread reads it."""
+        # a thread that comes late may still read it
+        del self.byte
         os.close(self.file)

@@ -9,7 +9,7 @@ numba caches a compiled function under the time of its own file; see `lanes`.
 
 import time
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 import numba.extending
@@ -20,11 +20,15 @@ from numba.core import cgutils, types
 
 from varlen_kernels.cpu.threads import HELP_SECONDS, run_along
 
-Table = npt.NDArray[np.int64]
+Table: TypeAlias = npt.NDArray[np.int64]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 # Columns of a table: the address of a function, its number of units, the number of parts that threads take, and its
 # arguments.
 FUNCTION, UNITS, PARTS, ARGUMENTS = range(4)
+
+# No byte says that threads must leave.
+ALWAYS: Bytes = np.empty(0, np.uint8)
 
 # Turns of a loop that waits before it offers the core to other threads.
 _TURNS = 2000
@@ -99,7 +103,7 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 def _run(
     table,  # [functions, ARGUMENTS + arguments]
     taken,  # [functions, 2]: parts that were begun, and parts that are done; zeros at first
-    stay,  # address of a byte: other threads than the caller leave once it is 0; or 0
+    stay,  # [1] bytes: other threads than the caller leave once it is 0; or [0] for none
     is_caller,
     spent,  # [4] of the caller: cycles of all, cycles that it waited; parts of shared functions, parts that it took
 ):
@@ -109,7 +113,7 @@ def _run(
     began = _cycles()
     waited = shared = own = 0
     for i in range(len(table)):
-        if not is_caller and stay != 0 and _byte(stay) == 0:
+        if not is_caller and len(stay) and _byte(stay.ctypes.data) == 0:
             return
         units, parts = table[i, UNITS], table[i, PARTS]
         arguments = begin + i * row_bytes + 8 * ARGUMENTS
@@ -148,16 +152,16 @@ def compile_calls() -> None:
     """Compile what `run_calls` needs."""
     nothing = np.zeros((0, ARGUMENTS), np.int64)
     _run_alone(nothing)
-    _run(nothing, np.zeros((0, 2), np.int64), 0, True, np.zeros(4, np.int64))
+    _run(nothing, np.zeros((0, 2), np.int64), ALWAYS, True, np.zeros(4, np.int64))
 
 
-def run_calls(table: Table, cores: int, stay: int = 0) -> float:
+def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS) -> float:
     """Run the functions of a table, one after another.
 
     Args:
         table: `[functions, ARGUMENTS + arguments]`; a thread may read it after this returns.
         cores: number of threads.
-        stay: address of a byte; once it is 0, other threads take no more parts. 0 for none.
+        stay: `[1]`, a byte that a thread may read after this returns: once it is 0, other threads take no more parts.
 
     Returns:
         Seconds that it ended sooner than on one core; negative where other work had a core.

@@ -100,3 +100,14 @@ def test_a_thread_whose_core_is_taken_is_not_waited_for():
         assert (numbers[-1] == 5).all()
     finally:
         release.set()
+
+
+def test_other_threads_leave_when_a_byte_says_so(monkeypatch):
+    late = []
+    monkeypatch.setattr(threads, "_help", late.append)
+    numbers, stay = np.zeros((5, UNIT_COUNT), np.int64), np.zeros(1, np.uint8)
+
+    run_calls(table_of(numbers, 4), 2, stay)
+
+    late[0].take_parts()
+    assert (numbers[-1] == 5).all()

@@ -135,11 +135,11 @@ class CompiledProgram:
             batch, kernels, region, out: see there.
             lone: the cores that a lone batch may use; None for the cores of the thread.
         """
-        from varlen_kernels.cpu.calls import run_calls
+        from varlen_kernels.cpu.calls import ALWAYS, run_calls
 
         program, dims = self._program, batch.dims
         cores = usable_cores() if lone is None else lone.count
-        stay = 0 if lone is None else lone.share.address
+        stay = ALWAYS if lone is None else lone.share.byte
         outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
         table = self._table(dims)
         rows = self._filled(table, batch, region, outputs, cores)
