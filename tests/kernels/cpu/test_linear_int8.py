@@ -207,6 +207,25 @@ def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@PRODUCTS
+def test_no_rows_have_no_products(kernel):
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*layer(20, 7))
+
+    assert getattr(cpu, kernel)(torch.empty(0, 20), packed).shape == (0, 7)
+
+
+@PRODUCTS
+def test_a_row_has_the_same_bits_in_every_batch(kernel):
+    weight, bias, outliers = layer(200, 70)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers)
+    x, op = inputs(41, 200, outliers), getattr(cpu, kernel)
+
+    together = op(x, packed)
+
+    for first, last in [(0, 1), (1, 3), (3, 6), (6, 10), (10, 17), (17, 41)]:
+        assert torch.equal(op(x[first:last], packed), together[first:last])
+
+
 def test_another_number_of_outliers_is_refused():
     with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
         int8_torch.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
