@@ -25,7 +25,7 @@ def linear_int8_packed(x: Tensor, layer: Int8Weight, *, out: Tensor | None = Non
 
 def linear_int8_panels(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
     """Return `linear_int8` of codes that `int8_tile.pack_panels` made."""
-    from varlen_kernels.cpu.int8_panels import multiply_panels
+    from varlen_kernels.cpu.int8_layers import multiply_panels
 
     return multiply_panels(x, layer, out=out)
 
@@ -34,7 +34,7 @@ def linear_int8_panels_activate(
     x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of `linear_int8_panels`."""
-    from varlen_kernels.cpu.int8_panels import multiply_panels
+    from varlen_kernels.cpu.int8_layers import multiply_panels
 
     return multiply_panels(x, layer, kind=kind, out=out)
 
@@ -50,6 +50,6 @@ def linear_int8_panels_add_layer_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
-    from varlen_kernels.cpu.int8_panels import LayerNorm, multiply_panels
+    from varlen_kernels.cpu.int8_layers import LayerNorm, multiply_panels
 
     return multiply_panels(x, layer, norm=LayerNorm(residual, weight, bias, eps), out=out)

@@ -1,4 +1,4 @@
-"""Linear layers in int8 with what follows them, compiled by numba for CPUs with VNNI.
+"""Linear layers in int8 with what follows them, compiled by numba.
 
 A block of tokens becomes codes, and its products with each panel of the weight become numbers while they are in
 registers and the first-level cache: scales, outliers, bias, activation and residual cost no pass over memory. A layer
@@ -7,18 +7,19 @@ itself and in a batch, to the last bit.
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numba
 import numpy as np
-import torch
-from torch import Tensor
 
-from varlen_kernels import Activation
 from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
 from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
-from varlen_kernels.cpu.int8_tile import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
+from varlen_kernels.cpu.int8_tile import (
+    TILE_FEATURES,
+    TILE_ROWS,
+    multiply_pair,
+    multiply_row,
+    multiply_tile,
+    prefetch,
+)
 from varlen_kernels.cpu.lanes import (
     LANES,
     load,
@@ -30,85 +31,12 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
-from varlen_kernels.cpu.threads import run_parts, usable_cores
-from varlen_kernels.reference.linear_int8 import Int8Weight
 
 # Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
-_BLOCK = 96
-# Multiplications below which a second thread costs more than it saves.
-_LEAST_SHARED_WORK = 1 << 25
+BLOCK = 96
 _ZERO, _ONE = np.float32(0), np.float32(1)
-# Stands for a matrix that is left out.
-_NONE = np.empty((0, 0), np.float32)
-_NO_ACTIVATION, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
-_ACTIVATIONS: Mapping[Activation | None, int] = {
-    None: _NO_ACTIVATION,
-    "gelu": _GELU,
-    "gelu_tanh": _GELU_TANH,
-    "silu": _SILU,
-    "relu": _RELU,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """The residual sum and layer norm after a linear layer.
-
-    Attributes:
-        residual: `[tokens, features]` fp32, may be `out`.
-        weight, bias: `[features]`.
-        eps: added to the variance.
-    """
-
-    residual: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-
-def multiply_panels(
-    x: Tensor,
-    layer: Int8Weight,
-    *,
-    kind: Activation | None = None,
-    norm: LayerNorm | None = None,
-    out: Tensor | None,
-) -> Tensor:
-    """Return `linear_int8`, its activation, or its layer norm after a residual sum.
-
-    Args:
-        x, kind: see the reference.
-        layer: weight and bias; `int8_tile.pack_panels` made the codes.
-        norm: layer norm that follows, if there is no activation.
-    """
-    tokens = x.shape[0]
-    if out is None:
-        out = torch.empty(tokens, layer.scale.shape[0])
-    residual = weight = bias = _NONE
-    if norm is not None:
-        residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
-        bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
-    bounds = [0, tokens]
-    if tokens * layer.codes.numel() >= _LEAST_SHARED_WORK:
-        parts = min(usable_cores(), -(-tokens // TILE_ROWS))
-        bounds = [tokens * part // parts for part in range(parts + 1)]
-    run_parts(
-        _multiply_rows,
-        bounds,
-        x.numpy(),
-        layer.codes.numpy(),
-        layer.scale.numpy()[None],
-        layer.fp32_rows.numpy(),
-        layer.outliers.numpy(),
-        residual,
-        weight,
-        bias,
-        out.numpy(),
-        layer.levels,
-        _ACTIVATIONS[kind],
-        np.float32(norm.eps if norm else 0),
-    )
-    return out
+# Activations by number.
+NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU = range(5)
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -130,13 +58,13 @@ def _store(array, row, column, value):
 
 @numba.njit(forceinline=True, _nrt=False)
 def _activated(value, kind):
-    if kind == _GELU:
+    if kind == GELU:
         return gelu_erf(value)
-    if kind == _GELU_TANH:
+    if kind == GELU_TANH:
         return gelu_tanh(value)
-    if kind == _SILU:
+    if kind == SILU:
         return value * sigmoid(value)
-    return maximum(splat(_ZERO), value) if kind == _RELU else value
+    return maximum(splat(_ZERO), value) if kind == RELU else value
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -145,6 +73,17 @@ def _prefetch_tile(out, to_row, rows, first_column):
     for i in range(rows):
         for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
             prefetch(out, to_row + i, column)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _multiply_tile(codes, tile, rows, panels, panel, sums):
+    """Write the products of the rows of a tile; others have no meaning."""
+    if rows == 1:
+        multiply_row(codes, tile, panels, panel, sums)
+    elif rows == 2:
+        multiply_pair(codes, tile, panels, panel, sums)
+    else:
+        multiply_tile(codes, tile, panels, panel, sums)
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -175,7 +114,7 @@ def _scale_tile(
             value = multiply_add(splat(factors[row, 5]), fourth, value)
             steps = load(sums, i, lane) * splat(factors[row, 0])
             value = multiply_add(steps, scales, value)
-            if residual.shape[1]:
+            if len(residual):
                 value = value + _load(residual, to_row + i, column)
             _store(out, to_row + i, to_column + lane, value)
 
@@ -215,43 +154,56 @@ def _normalize_row(matrix, row, weight, bias, eps):
 
 # a row without variance divides by zero where eps is 0, which gives NaN
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _multiply_rows(
+def normalize_rows(matrix, weight, bias, eps):
+    """Replace rows by their layer norms; weight, bias and eps are vectors."""
+    norm = weight.reshape((1, len(weight))), bias.reshape((1, len(bias)))
+    for row in range(len(matrix)):
+        _normalize_row(matrix, row, *norm, eps[0])
+
+
+# a row without variance divides by zero where eps is 0, which gives NaN
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def multiply_rows(
     first_token,
     last_token,
+    first_panel,
+    last_panel,
     x,  # [tokens, hidden]
     panels,  # see int8_tile.pack_panels
-    scale,  # [1, features]
+    scale,  # [features]
     fp32_rows,  # [2 + OUTLIERS, features]
     outliers,  # [OUTLIERS], ascending
-    residual,  # [tokens, features], or [0, 0] for none
-    weight,  # [1, features] of the norm, or [0, 0] for none
+    residual,  # [tokens, features], or without tokens for none
+    weight,  # [features] of the norm, or [0] for none
     bias,  # the same
+    eps,  # [1]
     out,  # [tokens, features]
     levels,
     kind,
-    eps,
 ):
-    """Write the results of some tokens."""
+    """Write the results of some tokens, or of some panels if there is no norm."""
     kept = kept_columns(outliers, x.shape[1])
+    scales = scale.reshape((1, len(scale)))
+    norm = weight.reshape((1, len(weight))), bias.reshape((1, len(bias)))
     # the last tile has rows past the last token, whose results are not written
-    codes = np.zeros((_BLOCK, kept.shape[1]), np.uint8)
-    factors = np.zeros((_BLOCK, FACTORS), np.float32)
+    codes = np.zeros((BLOCK, kept.shape[1]), np.uint8)
+    factors = np.zeros((BLOCK, FACTORS), np.float32)
     sums = np.empty((TILE_ROWS, TILE_FEATURES), np.float32)
-    for block in range(first_token, last_token, _BLOCK):
-        count = min(_BLOCK, last_token - block)
+    for block in range(first_token, last_token, BLOCK):
+        count = min(BLOCK, last_token - block)
         for i in range(count):
             quantize_row(x, block + i, outliers, kept, levels, 0, codes, factors, i)
-        for panel in range(len(panels)):
+        for panel in range(first_panel, last_panel):
             for tile in range(0, count, TILE_ROWS):
                 column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
                 _prefetch_tile(out, block + tile, rows, column)
-                multiply_tile(codes, tile, panels, panel, sums)
-                of_tile = sums, rows, factors, tile, scale, fp32_rows, column
-                if kind == _NO_ACTIVATION:
+                _multiply_tile(codes, tile, rows, panels, panel, sums)
+                of_tile = sums, rows, factors, tile, scales, fp32_rows, column
+                if kind == NO_ACTIVATION:
                     _scale_tile(*of_tile, residual, out, block + tile, column)
                 else:
                     _scale_tile(*of_tile, residual, sums, 0, 0)
                     _activate_tile(sums, rows, column, kind, out, block + tile)
-        if weight.shape[1]:
+        if len(weight):
             for i in range(count):
-                _normalize_row(out, block + i, weight, bias, eps)
+                _normalize_row(out, block + i, *norm, eps[0])

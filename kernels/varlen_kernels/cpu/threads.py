@@ -41,6 +41,11 @@ def usable_cores() -> int:
     return torch.get_num_threads() if _thread.cores is None else _thread.cores.count
 
 
+def has_own_cores() -> bool:
+    """Return whether this thread has a number of cores of its own, not torch's."""
+    return _thread.cores is not None
+
+
 @contextmanager
 def using_cores(count: int) -> Iterator[Cores]:
     """Let kernels that this thread calls use this number of cores, whatever torch uses."""

@@ -32,18 +32,18 @@ from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
 from varlen_kernels.cpu import int8_products
 from varlen_kernels.cpu.int8_products import Int8Product
-from varlen_kernels.cpu.int8_tile import has_dot_products
+from varlen_kernels.cpu.int8_tile import panel_levels
 from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
 PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
-NEEDS_VNNI = pytest.mark.skipif(not has_dot_products(), reason="needs AVX-512 with VNNI")
+NEEDS_PANELS = pytest.mark.skipif(not panel_levels(), reason="needs AVX2 or VNNI")
 PRODUCTS = pytest.mark.parametrize(
     "product",
     [
         Int8Product("linear_int8", REDUCED_LEVELS),
         Int8Product("linear_int8_packed", REDUCED_LEVELS),
-        pytest.param(PANELS, marks=NEEDS_VNNI),
+        pytest.param(PANELS, marks=NEEDS_PANELS),
     ],
     ids=lambda each: each.kernel,
 )
