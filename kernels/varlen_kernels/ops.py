@@ -16,7 +16,15 @@ IN_PLACE: Mapping[str, tuple[int, ...]] = {
     ),
     # the sum over `residual`, the norm over `x`
     **dict.fromkeys(("residual_layer_norm", "residual_rms_norm"), (1, 0)),
-    "linear_int8_panels_add_layer_norm": (2,),
+    # the sum over `residual`
+    **dict.fromkeys(
+        (
+            "linear_int8_panels_add_layer_norm",
+            "linear_int8_panels_residual_layer_norm",
+            "linear_int8_panels_residual_rms_norm",
+        ),
+        (2,),
+    ),
 }
 
 

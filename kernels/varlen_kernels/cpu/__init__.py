@@ -17,6 +17,8 @@ from varlen_kernels.cpu.int8_ops import (
     linear_int8_panels,
     linear_int8_panels_activate,
     linear_int8_panels_add_layer_norm,
+    linear_int8_panels_residual_layer_norm,
+    linear_int8_panels_residual_rms_norm,
 )
 from varlen_kernels.cpu.packed import can_pack, linear_packed
 from varlen_kernels.cpu.widened import linear_widened

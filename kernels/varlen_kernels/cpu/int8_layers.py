@@ -41,23 +41,27 @@ _ACTIVATIONS: Mapping[Activation | None, int] = {
     "relu": RELU,
 }
 # Numbers before the addresses of tensors, with the counter of parts; tensors of `_Operands`.
-_SIZES, _ARRAYS = 12, 10
+_SIZES, _ARRAYS = 13, 11
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """The residual sum and layer norm after a linear layer.
+class ResidualNorm:
+    """The residual sum and norm after a linear layer.
 
     Attributes:
-        residual: `[tokens, features]` fp32, may be `out`.
+        residual: `[tokens, features]` fp32, may be `out` or `total`.
         weight, bias: `[features]`.
-        eps: added to the variance.
+        eps: added to the variance, or to the mean square.
+        total: memory of the sum, if it is a result too.
+        is_rms: whether it is an RMS norm; else a layer norm.
     """
 
     residual: Tensor
     weight: Tensor
     bias: Tensor | None
     eps: float
+    total: Tensor | None = None
+    is_rms: bool = False
 
 
 class _Operands(NamedTuple):
@@ -73,6 +77,7 @@ class _Operands(NamedTuple):
     bias: Tensor
     eps: Tensor
     out: Tensor
+    normed: Tensor
 
 
 def multiply_panels(
@@ -80,15 +85,15 @@ def multiply_panels(
     layer: Int8Weight,
     *,
     kind: Activation | None = None,
-    norm: LayerNorm | None = None,
+    norm: ResidualNorm | None = None,
     out: Tensor | None,
 ) -> Tensor:
-    """Return `linear_int8`, its activation, or its layer norm after a residual sum.
+    """Return `linear_int8`, its activation, or its norm after a residual sum.
 
     Args:
-        x, kind: see the reference.
+        x, kind: see the reference; all tensors are contiguous.
         layer: weight and bias; `int8_tile.pack_panels` made the codes.
-        norm: layer norm that follows, if there is no activation.
+        norm: sum and norm that follow, if there is no activation.
     """
     if out is None:
         out = torch.empty(x.shape[0], layer.scale.shape[0])
@@ -97,8 +102,10 @@ def multiply_panels(
         residual, weight, eps = norm.residual, norm.weight, torch.tensor([norm.eps])
         bias = torch.zeros_like(weight) if norm.bias is None else norm.bias
     codes, scale, fp32_rows, outliers, levels = layer
-    operands = _Operands(x, codes, scale, fp32_rows, outliers, residual, weight, bias, eps, out)
-    options = levels, _ACTIVATIONS[kind]
+    total = out if norm is None or norm.total is None else norm.total
+    factors = x, codes, scale, fp32_rows, outliers
+    operands = _Operands(*factors, residual, weight, bias, eps, total, out)
+    options = levels, _ACTIVATIONS[kind], norm is not None and norm.is_rms
     work, cores = len(x) * codes.numel(), usable_cores()
     has_team = cores > 1 and work >= _LEAST_TEAM_WORK and not has_own_cores()
     if has_team and _run_team(operands, options, cores):
@@ -112,7 +119,7 @@ def multiply_panels(
     return out
 
 
-def _run_team(operands: _Operands, options: tuple[int, int], cores: int) -> bool:
+def _run_team(operands: _Operands, options: tuple[int, int, bool], cores: int) -> bool:
     """Multiply on torch's threads: blocks of tokens, or panels of fewer tokens.
 
     Return False if there are no such threads.
@@ -128,8 +135,8 @@ def _run_team(operands: _Operands, options: tuple[int, int], cores: int) -> bool
     if not run_team(_multiply_part.address, arguments, cores):
         return False
     if is_normed_later:
-        arrays = (operands.out, weight, operands.bias, operands.eps)
-        normalize_rows(*(each.numpy() for each in arrays))
+        arrays = operands.out, weight, operands.bias, operands.eps, operands.normed
+        normalize_rows(*(each.numpy() for each in arrays), options[-1])
     return True
 
 
@@ -161,6 +168,8 @@ def _multiply_part(arguments):
             to(pointer_of(numbers[at + 7]), (norm_features,), np.float32),
             to(pointer_of(numbers[at + 8]), (1,), np.float32),
             to(pointer_of(numbers[at + 9]), (tokens, features), np.float32),
+            to(pointer_of(numbers[at + 10]), (tokens, features), np.float32),
             numbers[10],
             numbers[11],
+            numbers[12] != 0,
         )

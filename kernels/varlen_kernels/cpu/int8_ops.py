@@ -3,6 +3,7 @@
 Names and signatures match `reference.linear_int8`, with the product's name added.
 """
 
+import torch
 from torch import Tensor
 
 from varlen_kernels import Activation
@@ -50,6 +51,41 @@ def linear_int8_panels_add_layer_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
-    from varlen_kernels.cpu.int8_layers import LayerNorm, multiply_panels
+    from varlen_kernels.cpu.int8_layers import ResidualNorm, multiply_panels
 
-    return multiply_panels(x, layer, norm=LayerNorm(residual, weight, bias, eps), out=out)
+    return multiply_panels(x, layer, norm=ResidualNorm(residual, weight, bias, eps), out=out)
+
+
+def linear_int8_panels_residual_layer_norm(
+    x: Tensor,
+    layer: Int8Weight,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `linear_int8_panels` + residual and its layer norm; the sum may be `residual`."""
+    from varlen_kernels.cpu.int8_layers import ResidualNorm, multiply_panels
+
+    total, normed = out or (torch.empty_like(residual), torch.empty_like(residual))
+    norm = ResidualNorm(residual, weight, bias, eps, total)
+    return total, multiply_panels(x, layer, norm=norm, out=normed)
+
+
+def linear_int8_panels_residual_rms_norm(
+    x: Tensor,
+    layer: Int8Weight,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `linear_int8_panels` + residual and its RMS norm; the sum may be `residual`."""
+    from varlen_kernels.cpu.int8_layers import ResidualNorm, multiply_panels
+
+    total, normed = out or (torch.empty_like(residual), torch.empty_like(residual))
+    norm = ResidualNorm(residual, weight, None, eps, total, is_rms=True)
+    return total, multiply_panels(x, layer, norm=norm, out=normed)

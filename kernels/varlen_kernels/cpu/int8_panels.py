@@ -9,6 +9,7 @@ Source: the specifications are the functions of `reference.linear_int8`.
 
 import numba
 import numpy as np
+from numba.core import types
 
 from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
 from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
@@ -129,14 +130,16 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _normalize_row(matrix, row, weight, bias, eps):
-    """Replace a row by its layer norm."""
+def _normalize_row(matrix, row, weight, bias, eps, is_rms, normed):
+    """Write the layer norm, or the RMS norm, of a row into `normed`, which may be `matrix`."""
     features = matrix.shape[1]
     whole = features // LANES * LANES
-    total = splat(_ZERO)
-    for column in range(0, features, LANES):
-        total = total + _load(matrix, row, column)
-    mean = sum_of(total) / np.float32(features)
+    mean = _ZERO
+    if not is_rms:
+        total = splat(_ZERO)
+        for column in range(0, features, LANES):
+            total = total + _load(matrix, row, column)
+        mean = sum_of(total) / np.float32(features)
     total = splat(_ZERO)
     for column in range(0, whole, LANES):
         centered = load(matrix, row, column) - splat(mean)
@@ -149,16 +152,24 @@ def _normalize_row(matrix, row, weight, bias, eps):
         centered = _load(matrix, row, column) - splat(mean)
         scaled = centered * splat(factor)
         value = multiply_add(scaled, _load(weight, 0, column), _load(bias, 0, column))
-        _store(matrix, row, column, value)
+        _store(normed, row, column, value)
 
 
-# a row without variance divides by zero where eps is 0, which gives NaN
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def normalize_rows(matrix, weight, bias, eps):
-    """Replace rows by their layer norms; weight, bias and eps are vectors."""
+_VECTOR, _MATRIX = types.float32[::1], types.float32[:, ::1]
+
+
+# compiled when this file is loaded, under the lock of `choose_product`; error_model as for `multiply_rows`
+@numba.njit(
+    types.void(_MATRIX, _VECTOR, _VECTOR, _VECTOR, _MATRIX, types.boolean),
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+)
+def normalize_rows(matrix, weight, bias, eps, normed, is_rms):
+    """Write the norms of rows; weight, bias and eps are vectors."""
     norm = weight.reshape((1, len(weight))), bias.reshape((1, len(bias)))
     for row in range(len(matrix)):
-        _normalize_row(matrix, row, *norm, eps[0])
+        _normalize_row(matrix, row, *norm, eps[0], is_rms, normed)
 
 
 # a row without variance divides by zero where eps is 0, which gives NaN
@@ -178,8 +189,10 @@ def multiply_rows(
     bias,  # the same
     eps,  # [1]
     out,  # [tokens, features]
+    normed,  # the same, for the norms; may be `out`
     levels,
     kind,
+    is_rms,  # whether the norm is an RMS norm
 ):
     """Write the results of some tokens, or of some panels if there is no norm."""
     kept = kept_columns(outliers, x.shape[1])
@@ -206,4 +219,4 @@ def multiply_rows(
                     _activate_tile(sums, rows, column, kind, out, block + tile)
         if len(weight):
             for i in range(count):
-                _normalize_row(out, block + i, *norm, eps[0])
+                _normalize_row(out, block + i, *norm, eps[0], is_rms, normed)

@@ -142,3 +142,32 @@ def linear_int8_add_layer_norm(
     """
     total = linear_int8(x, layer) + residual
     return reference.layer_norm(total, weight, bias, eps=eps, out=out)
+
+
+def linear_int8_residual_layer_norm(
+    x: Tensor,
+    layer: Int8Weight,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return linear_int8 + residual and its layer norm, see `reference.residual_layer_norm`."""
+    product = linear_int8(x, layer)
+    return reference.residual_layer_norm(product, residual, weight, bias, eps=eps, out=out)
+
+
+def linear_int8_residual_rms_norm(
+    x: Tensor,
+    layer: Int8Weight,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return linear_int8 + residual and its RMS norm, see `reference.residual_rms_norm`."""
+    product = linear_int8(x, layer)
+    return reference.residual_rms_norm(product, residual, weight, eps=eps, out=out)

@@ -15,6 +15,8 @@ from varlen_kernels.reference.linear_int8 import (
     linear_int8,
     linear_int8_activate,
     linear_int8_add_layer_norm,
+    linear_int8_residual_layer_norm,
+    linear_int8_residual_rms_norm,
 )
 
 # The reference of each op: some have another name there, or are not among its ops.
@@ -27,6 +29,8 @@ REFERENCES = {
     "linear_int8_panels": linear_int8,
     "linear_int8_panels_activate": linear_int8_activate,
     "linear_int8_panels_add_layer_norm": linear_int8_add_layer_norm,
+    "linear_int8_panels_residual_layer_norm": linear_int8_residual_layer_norm,
+    "linear_int8_panels_residual_rms_norm": linear_int8_residual_rms_norm,
 }
 
 

@@ -15,6 +15,8 @@ from varlen_kernels.reference.linear_int8 import (
     linear_int8,
     linear_int8_activate,
     linear_int8_add_layer_norm,
+    linear_int8_residual_layer_norm,
+    linear_int8_residual_rms_norm,
     quantize_rows,
     quantize_weight,
 )
@@ -172,12 +174,40 @@ def test_a_norm_behind_a_layer_matches_the_reference_in_a_new_out_and_in_its_res
 
 
 @NEEDS_PANELS
+@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
+@pytest.mark.parametrize("is_rms", [True, False], ids=["rms", "layer"])
+def test_a_layer_also_writes_its_residual_sum_and_norm(tokens, hidden, features, is_rms):
+    weights = layer(hidden, features)
+    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
+    quantized, residual = quantize_weight(*weights, PANELS.levels), rand(tokens, features, seed=3)
+    norm = (rand(features, seed=4),) if is_rms else (rand(features, seed=4), rand(features, seed=5))
+    op, specification = (
+        (cpu.linear_int8_panels_residual_rms_norm, linear_int8_residual_rms_norm)
+        if is_rms
+        else (cpu.linear_int8_panels_residual_layer_norm, linear_int8_residual_layer_norm)
+    )
+    expected = specification(x, quantized, residual, *norm, eps=1e-5)
+    normed = torch.full((tokens, features), torch.nan)
+
+    for total in (torch.full((tokens, features), torch.nan), residual):
+        actual = op(x, packed, residual, *norm, eps=1e-5, out=(total, normed))
+
+        assert actual[0] is total
+        assert actual[1] is normed
+        for result, exact in zip(actual, expected, strict=True):
+            check(result, exact)
+
+
+@NEEDS_PANELS
 @pytest.mark.parametrize("has_team", [True, False], ids=["team", "helpers"])
 @pytest.mark.parametrize("tokens", [1, 5, 301])
 def test_threads_give_the_bits_of_one(monkeypatch, tokens, has_team):
     x, packed = rand(tokens, 100), PANELS.quantize(*layer(100, 70))
     residual, norm = rand(tokens, 70), (rand(70), rand(70))
     calls = [
+        lambda out: cpu.linear_int8_panels_residual_rms_norm(
+            x, packed, residual, norm[0], eps=1e-5, out=out if out is None else (out.clone(), out)
+        )[1],
         lambda out: cpu.linear_int8_panels(x, packed, out=out),
         lambda out: cpu.linear_int8_panels_activate(x, packed, kind="gelu", out=out),
         lambda out: cpu.linear_int8_panels_add_layer_norm(

@@ -15,6 +15,8 @@ _FUSED: Mapping[str, Mapping[str, str]] = {
     "linear_int8_panels": {
         "activate": "linear_int8_panels_activate",
         "add_layer_norm": "linear_int8_panels_add_layer_norm",
+        "residual_layer_norm": "linear_int8_panels_residual_layer_norm",
+        "residual_rms_norm": "linear_int8_panels_residual_rms_norm",
     }
 }
 

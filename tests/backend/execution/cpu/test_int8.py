@@ -119,6 +119,14 @@ def recorded_layers(follow):
             lambda ops, x, y: [ops.add_layer_norm(y, x, torch.ones(8), torch.ones(8), eps=1e-5)],
             ["linear_int8_panels_add_layer_norm"],
         ),
+        (
+            lambda ops, x, y: ops.residual_layer_norm(y, x, torch.ones(8), None, eps=1e-5),
+            ["linear_int8_panels_residual_layer_norm"],
+        ),
+        (
+            lambda ops, x, y: ops.residual_rms_norm(y, x, torch.ones(8), eps=1e-5),
+            ["linear_int8_panels_residual_rms_norm"],
+        ),
         (lambda ops, x, y: [ops.tanh(y)], ["linear_int8_panels", "tanh"]),
         (lambda ops, x, y: [y, ops.activate(y, kind="gelu")], ["linear_int8_panels", "activate"]),
         (
@@ -130,7 +138,16 @@ def recorded_layers(follow):
             ["linear_int8_panels", "add_layer_norm"],
         ),
     ],
-    ids=["activation", "norm", "another-op", "output", "two-readers", "residual"],
+    ids=[
+        "activation",
+        "norm",
+        "residual-norm",
+        "rms-norm",
+        "another-op",
+        "output",
+        "two-readers",
+        "residual",
+    ],
 )
 def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, follow, kernels):
     monkeypatch.setattr(int8_products, "choose_product", lambda: PANELS)
