@@ -30,7 +30,7 @@ from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
 
 # Multiplications below which a second thread costs more than it saves: one that sleeps, and one of torch's team.
 _LEAST_SHARED_WORK = 1 << 25
-_LEAST_TEAM_WORK = 1 << 19
+_LEAST_TEAM_WORK = 1 << 21
 # Stands for a matrix that is left out, or for vectors.
 _NONE, _NO_VECTOR = torch.empty(0, 0), torch.empty(0)
 _ACTIVATIONS: Mapping[Activation | None, int] = {
