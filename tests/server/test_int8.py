@@ -1,4 +1,4 @@
-"""Models that generate in int8 behind the server: the answers of the same model in process."""
+"""Models that generate in int8 behind the server answer as in process."""
 
 from collections.abc import Iterator
 from pathlib import Path

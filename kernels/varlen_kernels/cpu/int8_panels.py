@@ -131,7 +131,7 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
 
 @numba.njit(forceinline=True, _nrt=False)
 def _normalize_row(matrix, row, weight, bias, eps, is_rms, normed):
-    """Write the layer norm, or the RMS norm, of a row into `normed`, which may be `matrix`."""
+    """Write the layer or RMS norm of a row into `normed`, perhaps `matrix`."""
     features = matrix.shape[1]
     whole = features // LANES * LANES
     mean = _ZERO
