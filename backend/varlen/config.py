@@ -56,9 +56,8 @@ class EngineConfig:
     dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU and a task of one step: linear layers run in int8, the"
-        " rest in fp32.",
-        when="Set `int8` for the highest throughput of an encoder on a CPU, `fp32` to compare answers with those"
+        " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU: linear layers run in int8, the rest in fp32.",
+        when="Set `int8` for the highest throughput on a CPU, `fp32` to compare answers with those"
         " of another system.",
         choices=get_args(DType),
     )

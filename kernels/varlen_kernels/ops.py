@@ -16,8 +16,6 @@ IN_PLACE: Mapping[str, tuple[int, ...]] = {
     ),
     # the sum over `residual`, the norm over `x`
     **dict.fromkeys(("residual_layer_norm", "residual_rms_norm"), (1, 0)),
-    "linear_int8_panels_add_layer_norm": (2,),
-    "linear_panels_add_layer_norm": (3,),
 }
 
 

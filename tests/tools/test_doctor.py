@@ -141,15 +141,11 @@ def test_a_model_that_generates_is_examined_in_its_dtype(decoder):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype, message",
-    [("int8", "serves tasks of one step"), ("fp16", "needs a GPU; allowed on a CPU")],
-)
-def test_a_dtype_in_which_the_server_does_not_generate_is_refused(decoder, dtype, message):
-    report = report_of(decoder, "--set", f"dtype={dtype}", "--set", "device=cpu")
+def test_a_dtype_in_which_the_server_does_not_generate_is_refused(decoder):
+    report = report_of(decoder, "--set", "dtype=fp16", "--set", "device=cpu")
 
     assert report["verdict"] == "refused"
-    assert message in report["refused"]
+    assert "needs a GPU; allowed on a CPU" in report["refused"]
 
 
 def test_the_summary_names_what_was_compared_instead(words):

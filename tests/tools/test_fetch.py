@@ -212,7 +212,7 @@ def test_a_config_has_the_settings_that_its_task_reads_and_no_others(
     "settings, message",
     [
         ({"policy": "fifo"}, "policy is set; the task {task} ignores it"),
-        ({"dtype": "int8"}, 'dtype is "int8", which serves tasks of one step'),
+        ({"dtype": "int8", "device": "cuda"}, 'dtype is "int8", which needs a CPU'),
         ({"dtype": "fp16", "device": "cpu"}, 'dtype is "fp16", which needs a GPU'),
         ({"max_batch_size": "4"}, "max_batch_size is 4; a request of the task {task}"),
     ],

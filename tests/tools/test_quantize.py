@@ -28,6 +28,18 @@ def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
     assert "8 of 8" in result.output
 
 
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "MarianMTModel"])
+def test_a_model_that_generates_is_calibrated_too(tmp_path, kind):
+    checkpoint = save_checkpoint(tmp_path / "model", kind)
+
+    result = run_command(main, checkpoint)
+
+    assert result.exit_code == 0, result.output
+    quality = Calibration.load(checkpoint).quality
+    assert f"{quality.kl_mean:.5f}" in result.output
+    assert "none" in result.output
+
+
 @pytest.mark.parametrize(
     "content, message",
     [(b"one\ntwo\n", "has 2 texts; at least 8 are needed"), (b"\xff\n", "is not UTF-8")],

@@ -59,8 +59,6 @@ def render_config(
     task: Task = config.task or checkpoint.task
     checkpoint.check_task(task)
     generates = task in ITERATIVE_TASKS
-    if generates:
-        device.check_step_dtype(config.dtype)
     device.check_dtype(config.dtype, config.device)
     limit_of = model_limits.generation_limit if generates else model_limits.sequence_limit
     limit = limit_of(checkpoint, config)

@@ -4,6 +4,7 @@ Writes int8.json into the checkpoint's folder and prints the quality. A model th
 calibrated then, on built-in texts; the file saves that time, and may come from texts of your own.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,13 @@ from rich.console import Console
 from varlen.errors import ConfigError, VarlenError
 from varlen.execution.cpu.calibration import Calibration
 from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
-from varlen.models.loading import load_encoder
+from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
+from varlen.execution.cpu.int8_encoder import CalibratedEncoder
+from varlen.execution.cpu.int8_model import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
+from varlen.execution.step_program import record_steps
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
+from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_tools.model_source import SourceArgument, find_source
 from varlen_tools.tables import Table
 
@@ -34,10 +40,9 @@ def main(
     try:
         check_int8()
         lines = TEXTS if texts is None else read_texts(texts)
-        checkpoint = find_source(source, {}).open_checkpoint()
-        checkpoint.check_task("embed")
-        encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
-        calibration = calibrate(encoder, checkpoint, lines)
+        model = find_source(source, {})
+        checkpoint = model.open_checkpoint()
+        calibration = _calibrate(checkpoint, model.config.task or checkpoint.task, lines)
         path = calibration.save(checkpoint.folder)
     except (VarlenError, OSError) as error:
         typer.secho(f"quantize: {error}", err=True, fg="red")
@@ -63,14 +68,23 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
+def _calibrate(checkpoint: Checkpoint, task: Task, texts: Sequence[str]) -> Calibration:
+    """Return the calibration of a checkpoint for a task that generates, or for the others."""
+    parts = checkpoint, torch.float32, torch.device("cpu")
+    if task not in ITERATIVE_TASKS:
+        checkpoint.check_task("embed")
+        return calibrate(CalibratedEncoder(load_encoder(*parts), checkpoint), texts)
+    checkpoint.check_task(task)
+    load = load_decoder if task == "generate" else load_encoder_decoder
+    programs = record_steps(load(*parts), CALIBRATION_KV)
+    return calibrate(CalibratedDecoder(programs, checkpoint), texts)
+
+
 def _table(calibration: Calibration) -> Table:
-    quality, errors = calibration.quality, [layer.error for layer in calibration.layers]
+    errors = [layer.error for layer in calibration.layers]
     kept = [index for index, error in enumerate(errors) if error > MAX_LAYER_ERROR]
     rows = {
-        "cosine to fp32, mean": f"{quality.cosine_mean:.4f}",
-        "cosine to fp32, least": f"{quality.cosine_min:.4f}",
-        "Spearman of similarities": f"{quality.spearman:.4f}",
-        "texts": str(quality.texts),
+        **calibration.quality.rows,
         "activations": f"0 to {calibration.levels}",
         "linear layers in int8": f"{len(errors) - len(kept)} of {len(errors)}",
         "layers kept in fp32": ", ".join(map(str, kept)) or "none",

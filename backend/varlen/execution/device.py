@@ -69,15 +69,6 @@ def check_dtype(name: DType, device: Device) -> None:
         )
 
 
-def check_step_dtype(name: DType) -> None:
-    """Raise ConfigError for int8, which no device generates in."""
-    if name == "int8":
-        raise ConfigError(
-            'dtype is "int8", which serves tasks of one step; allowed for generate and translate:'
-            " auto, fp32, fp16, bf16"
-        )
-
-
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from varlen.config import EngineConfig
-from varlen.execution.cpu.int8_encoder import int8_product, to_int8
+from varlen.execution.cpu.int8_encoder import CalibratedEncoder
+from varlen.execution.cpu.int8_model import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.device import choose_dtype
@@ -81,7 +82,7 @@ def load_program(
         fields["gelu"] = "tanh"
     name = str(dtype).removeprefix("torch.")
     if config.dtype == "int8":
-        program, name = to_int8(program, encoder, checkpoint), "int8"
+        (program,), name = to_int8(CalibratedEncoder(encoder, checkpoint), [program]), "int8"
         fields["int8"] = int8_product()
     # packed weights have no address
     weight_bytes = program.weight_bytes

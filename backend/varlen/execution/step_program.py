@@ -7,6 +7,8 @@ from functools import partial
 import torch
 
 from varlen.config import EngineConfig
+from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
+from varlen.execution.cpu.int8_model import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import STEP_ROWS, choose_paths
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
@@ -34,7 +36,7 @@ class StepPrograms:
 
     programs: tuple[Program, ...]
     vocab_size: int
-    dtype: torch.dtype
+    dtype: str
     kv: KvSize
     weight_bytes: int
 
@@ -73,6 +75,12 @@ def load_programs(
         Recorder, for_gpu=device.type == "cuda", approximate_gelu=config.approximate_gelu
     )
     programs = record_steps(model, kv, new_recorder)
+    fields, name = dict(cost_fields(checkpoint, device)), str(dtype).removeprefix("torch.")
+    if config.dtype == "int8":
+        calibrated = CalibratedDecoder(record_steps(model, CALIBRATION_KV), checkpoint)
+        programs, name = to_int8(calibrated, programs), "int8"
+        fields["int8"] = int8_product()
+        del calibrated
     # packed weights replace those that it holds
     del model
     weight_bytes = sum(program.weight_bytes for program in programs)
@@ -81,13 +89,13 @@ def load_programs(
             choose_paths,
             kernels=kernels,
             config=config,
-            key=cost_fields(checkpoint, device),
+            key=fields,
             rows=STEP_ROWS,
             threads=torch.get_num_threads(),
             seconds=config.warmup_seconds,
         )
         programs = tuple(map(choose, programs))
-    return StepPrograms(programs, vocab_size, dtype, kv, weight_bytes)
+    return StepPrograms(programs, vocab_size, name, kv, weight_bytes)
 
 
 def record_steps(

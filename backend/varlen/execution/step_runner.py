@@ -16,7 +16,7 @@ from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.step_runner import CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.device import check_step_dtype, choose_device, name_of
+from varlen.execution.device import choose_device, name_of
 from varlen.execution.kv_cache import new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
@@ -95,7 +95,6 @@ class StepRunner:
         self.max_sequence_tokens = generation_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.max_step_tokens = step_limit(checkpoint, config)
-        check_step_dtype(config.dtype)
         kernels = kernels or kernels_for(self.device)
         loaded = load_programs(
             checkpoint,
@@ -175,7 +174,7 @@ class StepRunner:
         return StepInfo(
             device=self.device.type,
             device_name=name_of(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=self.dtype,
             vocab_size=self.vocab_size,
             has_sources=self.has_sources,
             max_sequence_tokens=self.max_sequence_tokens,

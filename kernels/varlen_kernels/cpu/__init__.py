@@ -16,7 +16,6 @@ from varlen_kernels.cpu.int8_ops import (
     linear_int8_packed,
     linear_int8_panels,
     linear_int8_panels_activate,
-    linear_int8_panels_add_layer_norm,
 )
 from varlen_kernels.cpu.norm_ops import (
     add_layer_norm,
@@ -29,7 +28,6 @@ from varlen_kernels.cpu.packed import can_pack, linear_packed
 from varlen_kernels.cpu.panel_ops import (
     linear_panels,
     linear_panels_activate,
-    linear_panels_add_layer_norm,
 )
 from varlen_kernels.cpu.widened import linear_widened
 from varlen_kernels.reference import (

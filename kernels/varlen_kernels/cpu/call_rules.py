@@ -41,7 +41,7 @@ class CallRule(NamedTuple):
             that it does without. Each element of a tuple has a place of its own.
         work: the work, given the extents of these tensors and the constants.
         constants: numbers that it gets after the tensors, given the op's attributes and the shapes of operands and
-            results.
+            results, in which a number stands by itself.
     """
 
     entry: str
@@ -60,6 +60,11 @@ def _panels(extents: Sequence[Extent], _: Sequence[float]) -> Work:
     return Work(-(-rows // BLOCK) * panels, (rows + _OF_WEIGHT) * panels * numbers)
 
 
+def _int8_panels(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
+    units, multiplications = _panels(extents, constants)
+    return Work(units, multiplications // 2)
+
+
 def _key_heads(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
     rows, columns = extents[0]
     return Work(int(constants[0]), _OF_NUMBER * rows * columns)
@@ -76,9 +81,19 @@ def _heads_of_sequences(extents: Sequence[Extent], constants: Sequence[float]) -
     return Work(sequences * int(constants[1]), tokens * tokens // max(1, sequences) * columns)
 
 
-def _multiply(residual: int | None, kind: Callable[[Attributes], int]) -> CallRule:
-    tensors = (0, 1, 3, residual, -1)
-    return CallRule("multiply", tensors, _panels, lambda attributes, _: (kind(attributes),))
+def _multiply(kind: Callable[[Attributes], int]) -> CallRule:
+    return CallRule("multiply", (0, 1, 3, -1), _panels, lambda attributes, _: (kind(attributes),))
+
+
+def _multiply_int8(kind: Callable[[Attributes], int]) -> CallRule:
+    # after the tensors of its weight, `Int8Weight` has the largest code
+    tensors = (0, 1, 2, 3, 4, -1)
+    return CallRule(
+        "multiply_int8",
+        tensors,
+        _int8_panels,
+        lambda attributes, shapes: (*shapes[5], kind(attributes)),
+    )
 
 
 def _norm(*tensors: int | None, is_rms: bool = False) -> CallRule:
@@ -141,9 +156,10 @@ def _heads(attributes: Attributes, shapes: Shapes) -> Sequence[float]:
 
 # By the name of an op: the functions that run it, one after another.
 RULES: Mapping[str, tuple[CallRule, ...]] = {
-    "linear_panels": (_multiply(None, _no_kind),),
-    "linear_panels_activate": (_multiply(None, _kind),),
-    "linear_panels_add_layer_norm": (_multiply(4, _no_kind), _norm(-1, None, 5, 6, -1, -1)),
+    "linear_panels": (_multiply(_no_kind),),
+    "linear_panels_activate": (_multiply(_kind),),
+    "linear_int8_panels": (_multiply_int8(_no_kind),),
+    "linear_int8_panels_activate": (_multiply_int8(_kind),),
     "layer_norm": (_norm(0, None, 1, 2, -1, -1),),
     "add_layer_norm": (_norm(0, 1, 2, 3, -1, -1),),
     "residual_layer_norm": (_norm(0, 1, 2, 3, -2, -1),),

@@ -20,6 +20,7 @@ from numba.core import types
 
 from varlen_kernels.cpu.attention import attend_items
 from varlen_kernels.cpu.epilogues import NO_ACTIVATION, activated, load_within, store_within
+from varlen_kernels.cpu.int8_panels import multiply_int8_units
 from varlen_kernels.cpu.lanes import LANES, multiply_add, splat
 from varlen_kernels.cpu.norms import norm_some_rows
 from varlen_kernels.cpu.paged import append_rows, attend_blocks
@@ -44,6 +45,7 @@ def _reader(number_type: Any, pointee: Any) -> Any:
 
 _fp32_at = _reader(types.float32, ir.FloatType())
 _fp64_at = _reader(types.float64, ir.DoubleType())
+_int8_at = _reader(types.int8, ir.IntType(8))
 _int32_at = _reader(types.int32, ir.IntType(32))
 _int64_at = _reader(types.int64, _SIZE)
 
@@ -101,16 +103,33 @@ def _long_ids(arguments, tensor):
 
 def _multiply(arguments, first, last):
     """Run a product."""
-    # x, panels, bias, residual, out; the activation; a unit is a panel of a block of rows
+    # x, panels, bias, out; the activation; a unit is a panel of a block of rows
     multiply_units(
         first,
         last,
         _matrix(arguments, 0),
         _matrix(arguments, 1),
         _row(arguments, 2),
+        _number(arguments, 12),
         _matrix(arguments, 3),
-        _number(arguments, 15),
-        _matrix(arguments, 4),
+    )
+
+
+def _multiply_int8(arguments, first, last):
+    """Run a product in int8."""
+    # x, panels, scale, fp32_rows, outliers, out; the largest code, the activation; a unit is a panel of a block of rows
+    shape = (_number(arguments, 4), _number(arguments, 5))
+    multiply_int8_units(
+        first,
+        last,
+        _matrix(arguments, 0),
+        carray(_int8_at(_number(arguments, 3)), shape),
+        _row(arguments, 2),
+        _matrix(arguments, 3),
+        _long_ids(arguments, 4),
+        _number(arguments, 18),
+        _number(arguments, 19),
+        _matrix(arguments, 5),
     )
 
 
@@ -248,6 +267,7 @@ def _rotate(arguments, first, last):
 
 _FUNCTIONS: dict[str, Callable[[Any, Any, Any], None]] = {
     "multiply": _multiply,
+    "multiply_int8": _multiply_int8,
     "norm": _norm,
     "activate": _activate,
     "gather": _gather,

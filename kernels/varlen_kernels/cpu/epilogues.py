@@ -6,11 +6,9 @@ After a change here, touch the files that use it; see `lanes`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numba
 import numpy as np
-from torch import Tensor
 
 from varlen_kernels import Activation
 from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
@@ -37,22 +35,6 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
 # Stands for a matrix that is left out.
 NO_MATRIX = np.empty((0, 0), np.float32)
 _ZERO, _ONE = np.float32(0), np.float32(1)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """The residual sum and layer norm after a linear layer.
-
-    Attributes:
-        residual: `[tokens, features]` fp32, may be `out`.
-        weight, bias: `[features]`.
-        eps: added to the variance.
-    """
-
-    residual: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
 
 
 @numba.njit(forceinline=True, _nrt=False)

@@ -37,20 +37,3 @@ def linear_int8_panels_activate(
     from varlen_kernels.cpu.int8_panels import multiply_panels
 
     return multiply_panels(x, layer, kind=kind, out=out)
-
-
-def linear_int8_panels_add_layer_norm(
-    x: Tensor,
-    layer: Int8Weight,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
-    from varlen_kernels.cpu.epilogues import LayerNorm
-    from varlen_kernels.cpu.int8_panels import multiply_panels
-
-    return multiply_panels(x, layer, norm=LayerNorm(residual, weight, bias, eps), out=out)

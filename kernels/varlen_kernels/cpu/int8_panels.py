@@ -1,9 +1,8 @@
-"""Linear layers in int8 with what follows them, compiled by numba for CPUs with VNNI.
+"""Linear layers in int8 with what follows them, compiled by numba.
 
 A block of tokens becomes codes, and its products with each panel of the weight become numbers while they are in
-registers and the first-level cache: scales, outliers, bias, activation and residual cost no pass over memory. A layer
-norm reads the block's rows while they are in the second-level cache. A token has the same result by
-itself and in a batch, to the last bit.
+registers and the first-level cache: scales, outliers, bias and activation cost no pass over memory. A token has the
+same result by itself and in a batch, and on any number of threads, to the last bit.
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 
@@ -16,66 +15,56 @@ from varlen_kernels import Activation
 from varlen_kernels.cpu.epilogues import (
     ACTIVATIONS,
     NO_ACTIVATION,
-    NO_MATRIX,
-    LayerNorm,
     activated,
     load_within,
-    normalize_row,
     store_within,
 )
 from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
-from varlen_kernels.cpu.int8_tile import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
+from varlen_kernels.cpu.int8_tile import (
+    TILE_FEATURES,
+    TILE_ROWS,
+    multiply_pair,
+    multiply_row,
+    multiply_tile,
+    prefetch,
+)
 from varlen_kernels.cpu.lanes import LANES, load, multiply_add, splat
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.linear_int8 import Int8Weight
 
 # Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
-_BLOCK = 96
+BLOCK = 96
 # Multiplications below which a second thread costs more than it saves.
 _LEAST_SHARED_WORK = 1 << 25
+# Parts of each core: each part makes the codes of its tokens.
+_PARTS = 2
 
 
 def multiply_panels(
-    x: Tensor,
-    layer: Int8Weight,
-    *,
-    kind: Activation | None = None,
-    norm: LayerNorm | None = None,
-    out: Tensor | None,
+    x: Tensor, layer: Int8Weight, *, kind: Activation | None = None, out: Tensor | None
 ) -> Tensor:
-    """Return `linear_int8`, its activation, or its layer norm after a residual sum.
+    """Return `linear_int8` or its activation.
 
     Args:
         x, kind: see the reference.
         layer: weight and bias; `int8_tile.pack_panels` made the codes.
-        norm: layer norm that follows, if there is no activation.
     """
-    tokens = x.shape[0]
     if out is None:
-        out = torch.empty(tokens, layer.scale.shape[0])
-    residual = weight = bias = NO_MATRIX
-    if norm is not None:
-        residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
-        bias = NO_MATRIX if norm.bias is None else norm.bias.numpy()[None]
-    bounds = [0, tokens]
-    if tokens * layer.codes.numel() >= _LEAST_SHARED_WORK:
-        parts = min(usable_cores(), -(-tokens // TILE_ROWS))
-        bounds = [tokens * part // parts for part in range(parts + 1)]
+        out = torch.empty(len(x), layer.scale.shape[0])
+    units, parts = -(-len(x) // BLOCK) * len(layer.codes), 1
+    if len(x) * layer.codes.numel() >= _LEAST_SHARED_WORK and usable_cores() > 1:
+        parts = _PARTS * usable_cores()
     run_parts(
-        _multiply_rows,
-        bounds,
+        multiply_int8_units,
+        [units * part // parts for part in range(parts + 1)],
         x.numpy(),
         layer.codes.numpy(),
         layer.scale.numpy()[None],
         layer.fp32_rows.numpy(),
         layer.outliers.numpy(),
-        residual,
-        weight,
-        bias,
-        out.numpy(),
         layer.levels,
         ACTIVATIONS[kind],
-        np.float32(norm.eps if norm else 0),
+        out.numpy(),
     )
     return out
 
@@ -89,10 +78,19 @@ def _prefetch_tile(out, to_row, rows, first_column):
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _scale_tile(
-    sums, rows, factors, tile, scale, fp32_rows, first_column, residual, out, to_row, to_column
-):
-    """Write the values of sums, with outliers, bias and a residual that is not empty.
+def _multiply_tile(codes, tile, rows, panels, panel, sums):
+    """Write the products of the rows of a tile; others have no meaning."""
+    if rows == 1:
+        multiply_row(codes, tile, panels, panel, sums)
+    elif rows == 2:
+        multiply_pair(codes, tile, panels, panel, sums)
+    else:
+        multiply_tile(codes, tile, panels, panel, sums)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, out, to_row, to_column):
+    """Write the values of sums, with outliers and bias.
 
     Args:
         sums: `[TILE_ROWS, TILE_FEATURES]`; the first rows count.
@@ -116,8 +114,6 @@ def _scale_tile(
             value = multiply_add(splat(factors[row, 5]), fourth, value)
             steps = load(sums, i, lane) * splat(factors[row, 0])
             value = multiply_add(steps, scales, value)
-            if residual.shape[1]:
-                value = value + load_within(residual, to_row + i, column)
             store_within(out, to_row + i, to_column + lane, value)
 
 
@@ -130,45 +126,42 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
             store_within(out, to_row + i, column, activated(value, kind))
 
 
-# a row without variance divides by zero where eps is 0, which gives NaN
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def _multiply_rows(
-    first_token,
-    last_token,
+@numba.njit(nogil=True, cache=True)
+def multiply_int8_units(
+    first_unit,
+    last_unit,
     x,  # [tokens, hidden]
     panels,  # see int8_tile.pack_panels
     scale,  # [1, features]
     fp32_rows,  # [2 + OUTLIERS, features]
     outliers,  # [OUTLIERS], ascending
-    residual,  # [tokens, features], or [0, 0] for none
-    weight,  # [1, features] of the norm, or [0, 0] for none
-    bias,  # the same
-    out,  # [tokens, features]
     levels,
     kind,
-    eps,
+    out,  # [tokens, features]
 ):
-    """Write the results of some tokens."""
+    """Write the results of some units: panels of blocks of tokens, block by block."""
     kept = kept_columns(outliers, x.shape[1])
     # the last tile has rows past the last token, whose results are not written
-    codes = np.zeros((_BLOCK, kept.shape[1]), np.uint8)
-    factors = np.zeros((_BLOCK, FACTORS), np.float32)
+    codes = np.zeros((BLOCK, kept.shape[1]), np.uint8)
+    factors = np.zeros((BLOCK, FACTORS), np.float32)
     sums = np.empty((TILE_ROWS, TILE_FEATURES), np.float32)
-    for block in range(first_token, last_token, _BLOCK):
-        count = min(_BLOCK, last_token - block)
+    unit = first_unit
+    while unit < last_unit:
+        block, panel = unit // len(panels) * BLOCK, unit % len(panels)
+        panel_end = min(len(panels), panel + last_unit - unit)
+        unit += panel_end - panel
+        count = min(BLOCK, len(x) - block)
         for i in range(count):
             quantize_row(x, block + i, outliers, kept, levels, 0, codes, factors, i)
-        for panel in range(len(panels)):
+        while panel < panel_end:
             for tile in range(0, count, TILE_ROWS):
                 column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
                 _prefetch_tile(out, block + tile, rows, column)
-                multiply_tile(codes, tile, panels, panel, sums)
+                _multiply_tile(codes, tile, rows, panels, panel, sums)
                 of_tile = sums, rows, factors, tile, scale, fp32_rows, column
                 if kind == NO_ACTIVATION:
-                    _scale_tile(*of_tile, residual, out, block + tile, column)
+                    _scale_tile(*of_tile, out, block + tile, column)
                 else:
-                    _scale_tile(*of_tile, residual, sums, 0, 0)
+                    _scale_tile(*of_tile, sums, 0, 0)
                     _activate_tile(sums, rows, column, kind, out, block + tile)
-        if weight.shape[1]:
-            for i in range(count):
-                normalize_row(out, block + i, weight, bias, eps, out)
+            panel += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from varlen_kernels.cpu import int8_ops
 from varlen_kernels.cpu.attention import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
-from varlen_kernels.cpu.int8_tile import has_dot_products, pack_panels
+from varlen_kernels.cpu.int8_tile import pack_panels, panel_levels
 from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
@@ -104,8 +104,7 @@ def _fastest_product() -> Int8Product:
 def _levels(kernel: Int8Kernel) -> int:
     """Return the largest code whose sums are exact, or 0."""
     if kernel == "linear_int8_panels":
-        # its instruction does not saturate
-        return FULL_LEVELS if has_dot_products() else 0
+        return panel_levels()
     if kernel == "linear_int8_packed":
         return exact_levels(unsigned_sums, pack_codes, 0)
     return exact_levels(signed_sums, lambda codes: codes, LOWEST_SIGNED)

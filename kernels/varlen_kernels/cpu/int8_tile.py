@@ -1,11 +1,17 @@
 """Products of int8 codes in registers, for functions that numba compiles.
 
-A tile is 6 rows by 64 features: its 24 vectors of sums, and what they are computed from, fill the 32 registers of
-AVX-512. Each instruction of VNNI multiplies 64 pairs of codes and adds fours of products to sums of 32 bits, exactly.
+A tile is a few rows by a panel of features, whose sums fill the registers. With VNNI it is 6 rows by 64 features: 24
+vectors of sums, and what they are computed from, fill the 32 registers of AVX-512. Each instruction multiplies 64 pairs
+of codes and adds fours of products to sums of 32 bits, exactly.
+
+With AVX2 it is 4 rows by 16 features in 16 registers. An instruction multiplies 32 pairs and adds twos of products in
+16 bits, which is exact for row codes of 7 bits: 2 · 127 · 127 is less than 2 ** 15. Another one adds these sums in 32
+bits.
 
 After a change here, touch the files that use it; see `lanes`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
@@ -16,24 +22,42 @@ from numba.core.registry import cpu_target
 from torch import Tensor
 
 from varlen_kernels.cpu.lanes import LANES, LANES_TYPE
+from varlen_kernels.reference.linear_int8 import FULL_LEVELS, REDUCED_LEVELS
 
-# Rows and features of a tile.
-TILE_ROWS = 6
-TILE_FEATURES = 64
 # Columns that one instruction multiplies and sums.
 _DEPTH = 4
-_VECTORS = TILE_FEATURES // LANES
 
 _BYTE, _INT, _SIZE = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES, _INTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_INT, LANES)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _DOT_PRODUCT = "llvm.x86.avx512.vpdpbusd.512"
+# Of 32 codes with 32 others, in twos; and of 16 sums of 16 bits, in twos.
+_PAIR_PRODUCT, _PAIR_SUM = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
+_HALF_BYTES, _HALF_INTS = ir.VectorType(_BYTE, 32), ir.VectorType(_INT, 8)
+_SHORTS = ir.VectorType(ir.IntType(16), 16)
 
 
 def has_dot_products() -> bool:
     """Return whether the CPU that numba compiles for has VNNI with AVX-512."""
+    return "+avx512vnni" in _features()
+
+
+def panel_levels() -> int:
+    """Return the largest row code whose sums are exact, or 0 without VNNI and AVX2."""
+    if has_dot_products():
+        return FULL_LEVELS
+    return REDUCED_LEVELS if "+avx2" in _features() else 0
+
+
+def _features() -> list[str]:
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+avx512vnni" in features.split(",")
+    names: list[str] = features.split(",")
+    return names
+
+
+# Rows and features of a tile, and numbers of 32 bits in a register.
+TILE_ROWS, TILE_FEATURES, _WIDTH = (6, 64, 16) if has_dot_products() else (4, 16, 8)
+_VECTORS = TILE_FEATURES // _WIDTH
+_SUMS = ir.VectorType(_INT, _WIDTH)
 
 
 def pack_panels(codes: Tensor) -> Tensor:
@@ -43,7 +67,7 @@ def pack_panels(codes: Tensor) -> Tensor:
         codes: `[hidden, features]` int8.
 
     Returns:
-        `[features / 64, hidden * 64]` int8, both rounded up to whole tiles with zeros.
+        `[features / TILE_FEATURES, hidden * TILE_FEATURES]` int8, both rounded up with zeros.
     """
     hidden, features = codes.shape
     panels, steps = -(-features // TILE_FEATURES), -(-hidden // _DEPTH)
@@ -67,79 +91,110 @@ def _offset(builder: Any, address: Any, offset: Any, vector: Any) -> Any:
     return builder.bitcast(builder.gep(address, [offset]), vector.as_pointer())
 
 
-@numba.extending.intrinsic
-def multiply_tile(_context, codes, _row, panels, _panel, sums):
-    """Write the products of 6 rows of codes with a panel, `[6, 64]` fp32.
+def _multiply(count: int) -> Any:
+    """Return a function for compiled code that multiplies this number of rows with a panel."""
+
+    @numba.extending.intrinsic
+    def multiply(_context, codes, _row, panels, _panel, sums):
+        def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+            from_codes, row, from_panels, panel, to_sums = values
+            codes_type, panels_type, sums_type = (declared.args[i] for i in (0, 2, 4))
+            zero = ir.Constant(_SIZE, 0)
+
+            def row_address(kind: Any, array: Any, first: Any, i: int) -> Any:
+                place = builder.add(first, ir.Constant(_SIZE, i))
+                return _address(context, builder, kind, array, place, zero)
+
+            rows = [row_address(codes_type, from_codes, row, i) for i in range(count)]
+            weights = _address(context, builder, panels_type, from_panels, panel, zero)
+            shape = context.make_array(panels_type)(context, builder, from_panels).shape
+            step_bytes = ir.Constant(_SIZE, TILE_FEATURES * _DEPTH)
+            steps = builder.udiv(cgutils.unpack_tuple(builder, shape, 2)[1], step_bytes)
+            totals = [
+                [cgutils.alloca_once(builder, _SUMS) for _ in range(_VECTORS)] for _ in range(count)
+            ]
+            for total in (each for of_row in totals for each in of_row):
+                builder.store(ir.Constant(_SUMS, None), total)
+            with cgutils.for_range(builder, steps) as loop:
+                first = builder.mul(loop.index, step_bytes)
+                column = builder.mul(loop.index, ir.Constant(_SIZE, _DEPTH))
+                _add_products(builder, rows, column, weights, first, totals)
+            for i, of_row in enumerate(totals):
+                address = row_address(sums_type, to_sums, zero, i)
+                for j, total in enumerate(of_row):
+                    floats = ir.VectorType(ir.FloatType(), _WIDTH)
+                    place = _offset(builder, address, ir.Constant(_SIZE, 4 * _WIDTH * j), floats)
+                    builder.store(builder.sitofp(builder.load(total), floats), place, align=4)
+            return context.get_dummy_value()
+
+        arguments = (codes, types.int64, panels, types.int64, sums)
+        return types.none(*arguments), generate
+
+    return multiply
+
+
+# multiply_tile(codes, row, panels, panel, sums) writes the products of TILE_ROWS rows of codes, from `row` on, with a
+# panel of `pack_panels`: `[TILE_ROWS, TILE_FEATURES]` fp32. Codes are `[rows, columns]` uint8, with at least as many
+# columns as the panel. multiply_row and multiply_pair are for one and two rows.
+multiply_row, multiply_pair, multiply_tile = (_multiply(count) for count in (1, 2, TILE_ROWS))
+
+
+def _add_products(
+    builder: Any,
+    rows: Sequence[Any],
+    column: Any,
+    weights: Any,
+    first: Any,
+    totals: Sequence[Sequence[Any]],
+) -> None:
+    """Add the products of four columns to the sums.
 
     Args:
-        codes: `[rows, columns]` uint8, from `row` on; at least as many columns as the panel has.
-        panels: made by `pack_panels`.
-        sums: overwritten.
+        builder: writes instructions.
+        rows: addresses of the rows of codes.
+        column: the first of the columns.
+        weights: address of the panel.
+        first: offset of the columns' weights in the panel.
+        totals: address of each vector of sums, by row.
     """
-
-    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        from_codes, row, from_panels, panel, to_sums = values
-        codes_type, panels_type, sums_type = (declared.args[i] for i in (0, 2, 4))
-        zero = ir.Constant(_SIZE, 0)
-        rows = [
-            _address(
-                context,
-                builder,
-                codes_type,
-                from_codes,
-                builder.add(row, ir.Constant(_SIZE, i)),
-                zero,
-            )
-            for i in range(TILE_ROWS)
-        ]
-        weights = _address(context, builder, panels_type, from_panels, panel, zero)
-        shape = context.make_array(panels_type)(context, builder, from_panels).shape
-        step_bytes = ir.Constant(_SIZE, TILE_FEATURES * _DEPTH)
-        steps = builder.udiv(cgutils.unpack_tuple(builder, shape, 2)[1], step_bytes)
-        totals = [
-            [cgutils.alloca_once(builder, _INTS) for _ in range(_VECTORS)] for _ in range(TILE_ROWS)
-        ]
-        for total in (each for of_row in totals for each in of_row):
-            builder.store(ir.Constant(_INTS, None), total)
-        function_type = ir.FunctionType(_INTS, [_INTS] * 3)
-        dot = cgutils.get_or_insert_function(builder.module, function_type, _DOT_PRODUCT)
-        with cgutils.for_range(builder, steps) as loop:
-            first = builder.mul(loop.index, step_bytes)
-            factors = [
-                builder.load(
-                    _offset(
-                        builder,
-                        weights,
-                        builder.add(first, ir.Constant(_SIZE, 4 * LANES * i)),
-                        _INTS,
-                    ),
-                    align=4,
-                )
-                for i in range(_VECTORS)
-            ]
-            column = builder.mul(loop.index, ir.Constant(_SIZE, _DEPTH))
-            for address, of_row in zip(rows, totals, strict=True):
-                four = builder.load(_offset(builder, address, column, _INT), align=1)
-                repeated = _repeat(builder, four)
-                for factor, total in zip(factors, of_row, strict=True):
-                    summed = builder.call(dot, (builder.load(total), repeated, factor))
-                    builder.store(summed, total)
-        for i, of_row in enumerate(totals):
-            address = _address(context, builder, sums_type, to_sums, ir.Constant(_SIZE, i), zero)
-            for j, total in enumerate(of_row):
-                place = _offset(builder, address, ir.Constant(_SIZE, 4 * LANES * j), _FLOATS)
-                builder.store(builder.sitofp(builder.load(total), _FLOATS), place, align=4)
-        return context.get_dummy_value()
-
-    arguments = (codes, types.int64, panels, types.int64, sums)
-    return types.none(*arguments), generate
+    factors = []
+    for i in range(_VECTORS):
+        offset = builder.add(first, ir.Constant(_SIZE, 4 * _WIDTH * i))
+        factors.append(builder.load(_offset(builder, weights, offset, _SUMS), align=4))
+    for address, of_row in zip(rows, totals, strict=True):
+        four = builder.load(_offset(builder, address, column, _INT), align=1)
+        repeated = _repeat(builder, four, _WIDTH)
+        for factor, total in zip(factors, of_row, strict=True):
+            added = _add_fours(builder, builder.load(total), repeated, factor)
+            builder.store(added, total)
 
 
-def _repeat(builder: Any, number: Any) -> Any:
+def _add_fours(builder: Any, total: Any, codes: Any, weights: Any) -> Any:
+    """Return sums plus fours of products."""
+
+    def call(name: str, result: Any, *values: Any) -> Any:
+        function_type = ir.FunctionType(result, [value.type for value in values])
+        function = cgutils.get_or_insert_function(builder.module, function_type, name)
+        return builder.call(function, values)
+
+    if _WIDTH == LANES:
+        return call(_DOT_PRODUCT, _SUMS, total, codes, weights)
+    pairs = call(
+        _PAIR_PRODUCT,
+        _SHORTS,
+        builder.bitcast(codes, _HALF_BYTES),
+        builder.bitcast(weights, _HALF_BYTES),
+    )
+    ones = ir.Constant(_SHORTS, [1] * 16)
+    return builder.add(total, call(_PAIR_SUM, _HALF_INTS, pairs, ones))
+
+
+def _repeat(builder: Any, number: Any, width: int = LANES) -> Any:
     """Return a vector of one number of 32 bits."""
-    empty = ir.Constant(_INTS, ir.Undefined)
+    vector = ir.VectorType(_INT, width)
+    empty = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+    return builder.shuffle_vector(first, empty, ir.Constant(vector, [0] * width))
 
 
 @numba.extending.intrinsic

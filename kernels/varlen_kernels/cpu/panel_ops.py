@@ -50,22 +50,3 @@ def linear_panels_activate(
     from varlen_kernels.cpu.panels import multiply_panels
 
     return multiply_panels(x, weight, bias, kind=kind, out=out)
-
-
-def linear_panels_add_layer_norm(
-    x: Tensor,
-    weight: PanelWeight,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    *,
-    eps: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the layer norm of `linear_panels` + residual; `out` may be `residual`."""
-    from varlen_kernels.cpu.epilogues import LayerNorm
-    from varlen_kernels.cpu.panels import multiply_panels
-
-    norm = LayerNorm(residual, norm_weight, norm_bias, eps)
-    return multiply_panels(x, weight, bias, norm=norm, out=out)

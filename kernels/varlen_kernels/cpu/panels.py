@@ -1,10 +1,10 @@
 """Linear layers in fp32 with what follows them, compiled by numba.
 
 The weight is in panels, which `panel_tile` multiplies. Many tokens are multiplied in blocks whose rows stay in the
-second-level cache while each panel passes; few tokens are split over cores by panels. Bias, activation and residual
-are added to a tile while it is in the first-level cache. bf16 is widened when it is loaded, and summed in fp32.
+second-level cache while each panel passes; few tokens are split over cores by panels. Bias and activation are added to
+a tile while it is in the first-level cache. bf16 is widened when it is loaded, and summed in fp32.
 A token has the same result by itself and in a batch, and on any number of threads, to the last bit.
-Source: the specifications are `reference.linear`, `reference.activate` and `reference.add_layer_norm`.
+Source: the specifications are `reference.linear` and `reference.activate`.
 """
 
 import numba
@@ -15,14 +15,11 @@ from varlen_kernels import Activation
 from varlen_kernels.cpu.epilogues import (
     ACTIVATIONS,
     NO_ACTIVATION,
-    NO_MATRIX,
-    LayerNorm,
     activated,
     load_within,
     store_within,
 )
 from varlen_kernels.cpu.lanes import LANES, as_array, load
-from varlen_kernels.cpu.norms import norm_rows
 from varlen_kernels.cpu.panel_ops import PanelWeight
 from varlen_kernels.cpu.panel_tile import PANEL_FEATURES, TILE_ROWS, multiply_rows
 from varlen_kernels.cpu.threads import run_parts, usable_cores
@@ -42,15 +39,13 @@ def multiply_panels(
     bias: Tensor | None,
     *,
     kind: Activation | None = None,
-    norm: LayerNorm | None = None,
     out: Tensor | None,
 ) -> Tensor:
-    """Return `reference.linear`, its activation, or its layer norm after a residual sum.
+    """Return `reference.linear` or its activation.
 
     Args:
         x: `[tokens, hidden]` in the weight's dtype.
         bias: `[features]`.
-        norm: layer norm that follows, if there is no activation.
     """
     tokens, panels = len(x), len(weight.panels)
     if out is None:
@@ -66,17 +61,14 @@ def multiply_panels(
         as_array(x),
         as_array(weight.panels),
         as_array((x.new_empty(0) if bias is None else bias)[None]),
-        NO_MATRIX if norm is None else norm.residual.numpy(),
         ACTIVATIONS[kind],
         as_array(out),
     )
-    if norm is not None:
-        norm_rows(out, norm.weight, norm.bias, norm.eps, out, is_rms=False)
     return out
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _finish_tile(sums, rows, panel, bias, residual, kind, out, to_row):
+def _finish_tile(sums, rows, panel, bias, kind, out, to_row):
     """Write the results of the first rows of a tile."""
     first = panel * PANEL_FEATURES
     for lane in range(0, min(PANEL_FEATURES, out.shape[1] - first), LANES):
@@ -85,17 +77,13 @@ def _finish_tile(sums, rows, panel, bias, residual, kind, out, to_row):
             value = load(sums, i, lane)
             if bias.shape[1]:
                 value = value + load_within(bias, 0, column)
-            if residual.shape[1]:
-                value = value + load_within(residual, to_row + i, column)
             if kind != NO_ACTIVATION:
                 value = activated(value, kind)
             store_within(out, to_row + i, column, value)
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _multiply_block(
-    first, last, first_panel, last_panel, x, wide, panels, bias, residual, kind, sums, out
-):
+def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias, kind, sums, out):
     """Write some features of up to a block of tokens."""
     count = last - first
     tiles = (count + TILE_ROWS - 1) // TILE_ROWS
@@ -112,7 +100,7 @@ def _multiply_block(
                 multiply_rows(end - begin, x, first + begin, panels, panel, sums)
             else:
                 multiply_rows(end - begin, wide, begin, panels, panel, sums)
-            _finish_tile(sums, end - begin, panel, bias, residual, kind, out, first + begin)
+            _finish_tile(sums, end - begin, panel, bias, kind, out, first + begin)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -122,7 +110,6 @@ def multiply_units(
     x,  # [tokens, hidden]
     panels,  # see panel_tile.pack_panels
     bias,  # [1, features], or [1, 0] for none
-    residual,  # [tokens, features], or [0, 0] for none
     kind,
     out,  # [tokens, features]
 ):
@@ -143,7 +130,6 @@ def multiply_units(
             wide,
             panels,
             bias,
-            residual,
             kind,
             sums,
             out,

@@ -120,25 +120,3 @@ def linear_int8_activate(
 ) -> Tensor:
     """Return the activation of `linear_int8`, see `reference.activate`."""
     return reference.activate(linear_int8(x, layer), kind=kind, out=out)
-
-
-def linear_int8_add_layer_norm(
-    x: Tensor,
-    layer: Int8Weight,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return layer_norm(linear_int8 + residual) * weight + bias, `[tokens, features]` fp32.
-
-    Args:
-        x, layer: see `linear_int8`.
-        residual: `[tokens, features]` fp32.
-        weight, bias: `[features]`. None for the bias: it is not added.
-        eps: added to the variance.
-    """
-    total = linear_int8(x, layer) + residual
-    return reference.layer_norm(total, weight, bias, eps=eps, out=out)

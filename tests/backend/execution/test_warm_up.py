@@ -138,7 +138,7 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
         return found
 
     monkeypatch.setattr(runner.steps, "logits", broken)
-    with pytest.raises(ConfigError, match="7 sequences have logits with NaN in torch.float32"):
+    with pytest.raises(ConfigError, match="7 sequences have logits with NaN in float32"):
         warm_up(runner)
     assert steps[-1] == 7
 

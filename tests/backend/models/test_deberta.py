@@ -10,7 +10,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.execution.cpu import int8_encoder
+from varlen.execution.cpu import int8_model
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta import DebertaConfig, distance_rows
 
@@ -123,7 +123,7 @@ def test_padding_in_transformers_changes_nothing(make_checkpoint, rng):
 
 def test_int8_keeps_the_direction_of_vectors(make_checkpoint, rng, monkeypatch):
     # enough texts to calibrate a small model
-    monkeypatch.setattr(int8_encoder, "TEXTS", int8_encoder.TEXTS[:16])
+    monkeypatch.setattr(int8_model, "TEXTS", int8_model.TEXTS[:16])
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     folder = make_checkpoint("DebertaV2Model", **sizes)
     rows = rows_of(rng)

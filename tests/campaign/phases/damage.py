@@ -16,7 +16,8 @@ from tests.server.clients import AnswerError, texts
 from tests.server.serving import add_model, load, unload
 from varlen.errors import ConfigError
 from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.int8_encoder import calibrate, check_int8
+from varlen.execution.cpu.int8_encoder import CalibratedEncoder
+from varlen.execution.cpu.int8_model import calibrate, check_int8
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 
@@ -113,7 +114,7 @@ def _calibrated(folder: Path) -> Path | None:
         return None
     checkpoint = Checkpoint.open(_intact(folder, "BertModel"))
     encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
-    calibrate(encoder, checkpoint, TEXTS).save(checkpoint.folder)
+    calibrate(CalibratedEncoder(encoder, checkpoint), TEXTS).save(checkpoint.folder)
     return checkpoint.folder
 
 

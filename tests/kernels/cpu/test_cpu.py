@@ -14,7 +14,6 @@ from varlen_kernels.cpu.packed import can_pack, pack_weight
 from varlen_kernels.reference.linear_int8 import (
     linear_int8,
     linear_int8_activate,
-    linear_int8_add_layer_norm,
 )
 
 # The reference of each op: some have another name there, or are not among its ops.
@@ -26,7 +25,6 @@ REFERENCES = {
     "linear_int8_packed": linear_int8,
     "linear_int8_panels": linear_int8,
     "linear_int8_panels_activate": linear_int8_activate,
-    "linear_int8_panels_add_layer_norm": linear_int8_add_layer_norm,
 }
 
 

@@ -5,23 +5,23 @@ import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
-from varlen_kernels.cpu import int8_products, int8_torch
+from varlen_kernels.cpu import int8_panels, int8_products, int8_torch
 from varlen_kernels.cpu.int8_products import Int8Product
-from varlen_kernels.cpu.int8_tile import has_dot_products
+from varlen_kernels.cpu.int8_tile import panel_levels
+from varlen_kernels.cpu.threads import using_cores
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
     OUTLIERS,
     REDUCED_LEVELS,
     linear_int8,
     linear_int8_activate,
-    linear_int8_add_layer_norm,
     quantize_rows,
     quantize_weight,
 )
 
 SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200)]
 LEVELS = pytest.mark.parametrize("levels", [FULL_LEVELS, REDUCED_LEVELS], ids=["8bit", "7bit"])
-PANELS = Int8Product("linear_int8_panels", FULL_LEVELS)
+PANELS = Int8Product("linear_int8_panels", panel_levels())
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -39,13 +39,13 @@ def inputs(tokens, hidden, outliers):
     return x
 
 
-NEEDS_VNNI = pytest.mark.skipif(not has_dot_products(), reason="needs AVX-512 with VNNI")
+NEEDS_PANELS = pytest.mark.skipif(not panel_levels(), reason="needs AVX2 or VNNI")
 PRODUCTS = pytest.mark.parametrize(
     "kernel",
     [
         "linear_int8",
         "linear_int8_packed",
-        pytest.param("linear_int8_panels", marks=NEEDS_VNNI),
+        pytest.param("linear_int8_panels", marks=NEEDS_PANELS),
     ],
 )
 
@@ -137,7 +137,7 @@ def test_no_tokens_give_no_rows(kernel):
     assert actual.shape == (0, 3)
 
 
-@NEEDS_VNNI
+@NEEDS_PANELS
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden, features):
@@ -147,41 +147,36 @@ def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden
 
     assert cpu.linear_int8_panels_activate(x, packed, kind=kind, out=out) is out
 
-    check(out, linear_int8_activate(x, quantize_weight(*weights, FULL_LEVELS), kind=kind))
+    check(out, linear_int8_activate(x, quantize_weight(*weights, PANELS.levels), kind=kind))
 
 
-@NEEDS_VNNI
-@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
-def test_a_norm_behind_a_layer_matches_the_reference_in_a_new_out_and_in_its_residual(
-    has_bias, tokens, hidden, features
-):
-    weights = layer(hidden, features)
-    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
-    quantized = quantize_weight(*weights, FULL_LEVELS)
-    residual = rand(tokens, features, seed=3) * x.abs().max()
-    norm = rand(features, seed=4), rand(features, seed=5) if has_bias else None
-    expected = linear_int8_add_layer_norm(x, quantized, residual, *norm, eps=1e-5)
-    op = cpu.linear_int8_panels_add_layer_norm
-    out = torch.full((tokens, features), torch.nan)
+@NEEDS_PANELS
+@pytest.mark.parametrize("tokens", [1, 5, 301])
+def test_threads_give_the_bits_of_one(monkeypatch, tokens):
+    x, packed = rand(tokens, 100), PANELS.quantize(*layer(100, 70))
+    calls = [
+        lambda out: cpu.linear_int8_panels(x, packed, out=out),
+        lambda out: cpu.linear_int8_panels_activate(x, packed, kind="gelu", out=out),
+    ]
+    expected = [call(None) for call in calls]
+    monkeypatch.setattr(int8_panels, "_LEAST_SHARED_WORK", 1)
 
-    assert op(x, packed, residual, *norm, eps=1e-5, out=out) is out
-
-    check(out, expected)
-    assert torch.equal(op(x, packed, residual, *norm, eps=1e-5, out=residual), out)
+    for call, result in zip(calls, expected, strict=True):
+        with using_cores(3):
+            assert torch.equal(call(torch.full((tokens, 70), torch.nan)), result)
 
 
-@NEEDS_VNNI
-def test_threads_give_the_bits_of_one(monkeypatch):
-    x, packed = rand(301, 100), PANELS.quantize(*layer(100, 33))
-    norm = rand(301, 33), rand(33), rand(33)
-    expected = cpu.linear_int8_panels_add_layer_norm(x, packed, *norm, eps=1e-5)
-    monkeypatch.setattr("varlen_kernels.cpu.int8_panels._LEAST_SHARED_WORK", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+@NEEDS_PANELS
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_panels_of_extreme_codes_are_exact(tokens):
+    weight = torch.tensor([1.0, -1.0]).repeat(20, 1).index_fill(0, torch.arange(OUTLIERS), 0)
+    # a column of the lowest value, all others of the highest
+    x = torch.ones(tokens, 20).index_fill(1, torch.tensor([OUTLIERS]), 0)
+    parts = None, torch.arange(OUTLIERS)
 
-    actual = cpu.linear_int8_panels_add_layer_norm(x, packed, *norm, eps=1e-5)
+    actual = cpu.linear_int8_panels(x, PANELS.quantize(weight, *parts))
 
-    assert torch.equal(actual, expected)
+    assert torch.equal(actual, linear_int8(x, quantize_weight(weight, *parts, PANELS.levels)))
 
 
 @PRODUCTS
@@ -205,6 +200,25 @@ def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value
         assert actual.isfinite().all(1).sum() == 6
     actual = op(damaged, packed)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@PRODUCTS
+def test_no_rows_have_no_products(kernel):
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*layer(20, 7))
+
+    assert getattr(cpu, kernel)(torch.empty(0, 20), packed).shape == (0, 7)
+
+
+@PRODUCTS
+def test_a_row_has_the_same_bits_in_every_batch(kernel):
+    weight, bias, outliers = layer(200, 70)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers)
+    x, op = inputs(41, 200, outliers), getattr(cpu, kernel)
+
+    together = op(x, packed)
+
+    for first, last in [(0, 1), (1, 3), (3, 6), (6, 10), (10, 17), (17, 41)]:
+        assert torch.equal(op(x[first:last], packed), together[first:last])
 
 
 def test_another_number_of_outliers_is_refused():
@@ -244,8 +258,8 @@ def small_products(monkeypatch):
 
 
 @pytest.fixture
-def without_vnni(monkeypatch, small_products):
-    monkeypatch.setattr(int8_products, "has_dot_products", lambda: False)
+def without_panels(monkeypatch, small_products):
+    monkeypatch.setattr(int8_products, "panel_levels", lambda: 0)
 
 
 @pytest.mark.usefixtures("small_products")
@@ -267,7 +281,7 @@ def test_a_product_that_is_never_exact_is_not_used():
     assert int8_products.exact_levels(wrong, unpacked, 0) == 0
 
 
-@pytest.mark.usefixtures("without_vnni")
+@pytest.mark.usefixtures("without_panels")
 def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
     def missing(codes):
         raise AttributeError("no qlinear_prepack")
@@ -277,7 +291,7 @@ def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
     assert int8_products.choose_product.__wrapped__().kernel == "linear_int8"
 
 
-@pytest.mark.usefixtures("without_vnni")
+@pytest.mark.usefixtures("without_panels")
 def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
     def wrong(row_codes, codes):
         return exact_product(row_codes, codes) + 1
@@ -290,9 +304,9 @@ def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
     assert chosen.levels in (FULL_LEVELS, REDUCED_LEVELS)
 
 
-@NEEDS_VNNI
+@NEEDS_PANELS
 @pytest.mark.usefixtures("small_products")
-def test_a_cpu_with_vnni_uses_panels_where_torch_has_no_exact_product(monkeypatch):
+def test_a_cpu_with_panels_uses_them_where_torch_has_no_exact_product(monkeypatch):
     monkeypatch.setattr(int8_products, "exact_levels", lambda *args: 0)
 
     chosen = int8_products.choose_product.__wrapped__()
@@ -300,7 +314,7 @@ def test_a_cpu_with_vnni_uses_panels_where_torch_has_no_exact_product(monkeypatc
     assert chosen == PANELS
 
 
-@pytest.mark.usefixtures("without_vnni")
+@pytest.mark.usefixtures("without_panels")
 def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
     def missing(*args):
         raise NotImplementedError("aten::_int_mm")

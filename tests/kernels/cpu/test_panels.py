@@ -50,27 +50,6 @@ def test_an_activation_follows(rows, hidden, features, kind):
     check(actual, reference.activate(exact, kind=kind))
 
 
-@SHAPES
-@pytest.mark.parametrize("cores", [1, 3])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_residual_sum_and_its_layer_norm_follow(rows, hidden, features, cores, in_place):
-    x, weight, bias = layer_of(rows, hidden, features)
-    residual, norm = rand(rows, features, seed=3), (rand(features, seed=4), rand(features, seed=5))
-    exact = reference.linear(*(each.double() for each in (x, weight, bias)))
-    exact = reference.add_layer_norm(
-        exact, residual.double(), *(each.double() for each in norm), eps=1e-5
-    )
-    out = residual if in_place else torch.full_like(residual, torch.nan)
-
-    with using_cores(cores):
-        actual = cpu.linear_panels_add_layer_norm(
-            x, pack_panels(weight), bias, residual, *norm, eps=1e-5, out=out
-        )
-
-    assert actual is out
-    check(actual, exact)
-
-
 @DTYPES
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     x, weight, bias = layer_of(211, 70, 129, dtype)
@@ -85,14 +64,12 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
 def test_a_row_has_the_same_bits_on_any_number_of_cores(rows):
     # enough work to be shared
     x, weight, bias = layer_of(rows, 512, 2000)
-    residual, norm = rand(rows, 2000, seed=3), (rand(2000, seed=4), rand(2000, seed=5))
     panels = pack_panels(weight)
 
     def results(cores):
         with using_cores(cores):
             yield cpu.linear_panels(x, panels, bias)
             yield cpu.linear_panels_activate(x, panels, bias, kind="gelu")
-            yield cpu.linear_panels_add_layer_norm(x, panels, bias, residual, *norm, eps=1e-5)
 
     for one, several in zip(results(1), results(3), strict=True):
         assert torch.equal(one, several)

@@ -397,8 +397,9 @@ def in_place_arguments(op, tokens, hidden, dtype):
 
 
 def test_every_in_place_op_is_tested():
-    # an op of CPUs, see test_linear_int8
-    assert {*IN_PLACE_CALLS, "linear_int8_panels_add_layer_norm"} == set(IN_PLACE)
+    # ops of CPUs, see test_linear_int8
+    tested = {op for op in IN_PLACE if not op.startswith("linear_int8_panels")}
+    assert set(IN_PLACE_CALLS) == tested
 
 
 @DTYPES

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from varlen_bench.beam.systems import BEAMS
 from varlen_bench.compare.passes import (
@@ -28,6 +28,9 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import config_field, load_generator
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
+
+if TYPE_CHECKING:
+    from varlen.config import DType
 
 # Translates a batch: sources, and the most tokens of each answer.
 Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
@@ -54,7 +57,7 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) 
     return run
 
 
-def load_iteration(_: System, checkpoint: Path, cores: Cores) -> Submit:
+def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request of varlen."""
     from varlen.in_process.generator import Generator
     from varlen.request.generation import GenerationOptions
@@ -62,7 +65,11 @@ def load_iteration(_: System, checkpoint: Path, cores: Cores) -> Submit:
 
     end = config_field(checkpoint, "eos_token_id")
     generator = Generator.from_pretrained(
-        checkpoint, device="cpu", dtype="fp32", threads=cores.total, max_running_sequences=_RUNNING
+        checkpoint,
+        device="cpu",
+        dtype=cast("DType", system.precision),
+        threads=cores.total,
+        max_running_sequences=_RUNNING,
     )
 
     def submit(source: Ids, limit: int, on_tokens: OnTokens) -> Future[Any]:

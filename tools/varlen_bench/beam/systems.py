@@ -10,6 +10,7 @@ BEAMS = 4
 
 SYSTEMS = by_name(
     System(OURS, "varlen", "fp32", "engine"),
+    System("varlen-int8", "varlen", "int8", "engine"),
     System(REQUEST_LEVEL, "varlen", "fp32", "sorted"),
     System(TRANSFORMERS, "transformers", "fp32", "sorted"),
     System("ctranslate2-fp32-sorted", "ctranslate2", "fp32", "sorted"),

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from varlen_bench.compare.passes import (
     Answer,
@@ -32,6 +32,9 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
+
+if TYPE_CHECKING:
+    from varlen.config import DType
 
 # Most requests that run at the same time, and most tokens of a step of other engines.
 _RUNNING, _STEP_TOKENS = 64, 512
@@ -88,7 +91,7 @@ def _varlen(checkpoint: Path, precision: Precision, cores: Cores) -> Submit:
     generator = Generator.from_pretrained(
         checkpoint,
         device="cpu",
-        dtype="bf16" if precision == "bf16" else "fp32",
+        dtype=cast("DType", precision),
         threads=cores.total,
         max_running_sequences=_RUNNING,
         # random prompts share nothing

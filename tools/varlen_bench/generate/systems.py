@@ -9,6 +9,7 @@ OURS, REQUEST_LEVEL = "varlen-fp32", "varlen-fp32-batches"
 SYSTEMS = by_name(
     System(OURS, "varlen", "fp32", "engine"),
     System("varlen-bf16", "varlen", "bf16", "engine"),
+    System("varlen-int8", "varlen", "int8", "engine"),
     System(REQUEST_LEVEL, "varlen", "fp32", "arrival"),
     System("transformers-fp32-arrival", "transformers", "fp32", "arrival"),
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted"),

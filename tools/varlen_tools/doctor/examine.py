@@ -260,7 +260,7 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
         ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}"),
         (
             "KV cache",
-            f"{info.block_bytes / info.block_size:.0f} bytes per token in {dtype}",
+            f"{info.block_bytes / info.block_size:.0f} bytes per token",
         ),
     )
     speeds: tuple[Speed, ...] = ()

@@ -34,7 +34,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 _LEAST_SHARED_WORK = 1 << 19
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
-_DTYPES = (torch.float32, torch.int32, torch.int64)
+_DTYPES = (torch.float32, torch.int8, torch.int32, torch.int64)
 # An op that reads one token of each sequence, and the place of the bounds of sequences among its operands.
 _SINGLE_TOKENS = {"attention_paged": 3}
 
@@ -259,9 +259,7 @@ def _calls_of(program: Program) -> Iterator[_Call]:
         tensors = [*_flat(op.operands), *op.results]
         if not _is_compiled(op, tensors):
             continue
-        shapes = [
-            () if each is None or isinstance(each, int) else tuple(each.shape) for each in tensors
-        ]
+        shapes = [_shape(each) for each in tensors]
         for rule in RULES[op.kernel]:
             yield _Call(
                 number,
@@ -318,6 +316,13 @@ def _sizes_of(calls: Sequence[_Call]) -> Iterator[Size]:
             rows, _ = _extent(tensor)
             if isinstance(rows, Size):
                 yield rows
+
+
+def _shape(operand: Tensor | Value | State | int | None) -> tuple[Any, ...]:
+    """Return the shape of an operand; a number by itself, nothing for none."""
+    if operand is None:
+        return ()
+    return (operand,) if isinstance(operand, int) else tuple(operand.shape)
 
 
 def _flat(operands: Sequence[Any]) -> Iterator[Any]:

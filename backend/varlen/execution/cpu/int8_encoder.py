@@ -1,195 +1,66 @@
-"""An encoder in int8: calibrated at load, or earlier by `varlen_tools.quantize`."""
+"""An encoder, as the calibration of int8 runs it: a vector for each text."""
 
-import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.cpu.calibration import (
-    Calibration,
-    LayerCalibration,
-    compare,
-    find_outliers,
-    measure_errors,
-    run_prompts,
-    weights_hash,
-)
-from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.quantization import LayerKey, linear_weights, quantize_layers, use_int8
-from varlen.execution.fingerprint import checkpoint_hash
-from varlen.intake.tokenization import Tokenizer
+from varlen.execution.cpu.quality import VectorQuality, compare_vectors
+from varlen.execution.packing import dims_of, largest_dims, packed_batch
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.layout import Layout
 from varlen.models.blocks.heads import record_head
 from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
-from varlen.request.request import SHORTEST_PROMPT, Prompt
-from varlen_kernels import cpu
-from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+from varlen.request.request import DEFAULT_OPTIONS, Float32Array, Int32Array, Prompt
 
-_log = logging.getLogger(__name__)
-
-# A layer whose error is larger stays in fp32. Errors of usual layers are between 0.004 and 0.03.
-MAX_LAYER_ERROR = 0.05
-# A lower mean cosine to fp32 is worth a warning.
-LEAST_COSINE = 0.99
-# A text in two calibrates, the other measures quality, which needs several.
-LEAST_TEXTS = 8
-# Random tokens reach columns that texts of one language do not.
-_RANDOM_PROMPTS = 8
-_RANDOM_TOKENS = 32
+_CPU = torch.device("cpu")
 
 
-def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> Program:
-    """Return a program with the encoder's linear layers in int8; heads stay in fp32.
+class CalibratedEncoder:
+    """An encoder with one vector per text, whatever the task is; see `CalibratedModel`."""
 
-    Args:
-        program: program of the encoder and a head, in fp32 on the CPU.
-        encoder: the encoder that it was recorded from.
-        checkpoint: its checkpoint, whose folder may have a stored calibration.
+    name: str = "encoder"
 
-    Raises:
-        CheckpointError: the stored calibration is damaged.
-        ConfigError: see `check_int8`.
-    """
-    check_int8()
-    began = time.monotonic()
-    calibration, source = _stored(encoder, checkpoint), "stored with the checkpoint"
-    if calibration is None:
-        calibration = calibrate(encoder, checkpoint, TEXTS)
-        source = f"measured in {time.monotonic() - began:.1f} s"
-    layers = quantize_layers(program, _outliers(_embedding(encoder, checkpoint), calibration))
-    _log.info(
-        "int8: %d of %d linear layers of the encoder, activations from 0 to %d; %s, %s",
-        len(layers),
-        len(calibration.layers),
-        calibration.levels,
-        calibration.quality,
-        source,
-    )
-    # NaN is not at least anything
-    if not calibration.quality.cosine_mean >= LEAST_COSINE:
-        _log.warning(
-            "int8 changes the vectors of this checkpoint: %s; use fp32 or bf16 where that matters",
-            calibration.quality,
-        )
-    return use_int8(program, layers)
+    def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
+        """Record the encoder.
 
+        Args:
+            encoder: encoder in fp32 on the CPU.
+            checkpoint: its checkpoint.
+        """
+        self.checkpoint = checkpoint
+        self.longest = checkpoint.max_sequence_tokens
+        ops = Recorder()
+        hidden = encoder.record(ops)
+        head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
+        self.programs: tuple[Program, ...] = (ops.finish(head),)
 
-def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
-    """Return the calibration of an encoder on this CPU.
+    def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
+        """Return texts of these token ids."""
+        return [Prompt(text) for text in texts]
 
-    Args:
-        encoder: encoder in fp32 on the CPU.
-        checkpoint: its checkpoint.
-        texts: LEAST_TEXTS or more texts; every second one measures the quality.
-    """
-    program = _embedding(encoder, checkpoint)
-    with compiling():
-        run_prompts(program, cpu, [SHORTEST_PROMPT])
-    tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-    prompts = [
-        Prompt(text.token_ids)
-        for text in tokenizer.encode(texts, truncate=True)
-        if len(text.token_ids) and text.token_ids.max() < encoder.vocab_size
-    ]
-    shape = _RANDOM_PROMPTS, min(_RANDOM_TOKENS, checkpoint.max_sequence_tokens)
-    random_ids = np.random.default_rng(0).integers(0, encoder.vocab_size, shape, dtype=np.int32)
-    random = [Prompt(ids) for ids in random_ids]
-    # a tokenizer that knows few tokens of the texts leaves random ones
-    has_texts = len(prompts) >= LEAST_TEXTS
-    seen, held_out = [*prompts[::2], *random], prompts[1::2] if has_texts else random
+    def run(
+        self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+    ) -> Iterator[Float32Array]:
+        """Yield the vector of each prompt, `[hidden]`; see `CalibratedModel`."""
+        (program,) = programs
+        longest = max(prompt.num_tokens for prompt in prompts)
+        layout = Layout(program.buffers, alignment_of(_CPU))
+        arena = Arena(layout, {**largest_dims(longest), "sequences": 1}, _CPU)
+        for prompt in prompts:
+            dims = dims_of([prompt.num_tokens])
+            batch = packed_batch(program.inputs, dims, [prompt], [DEFAULT_OPTIONS])
+            (output,) = program.run(batch, kernels, arena.allocate(dims))
+            yield output[0].numpy()
 
-    outliers = find_outliers(program, seen)
-    layers = quantize_layers(program, outliers)
-    errors = measure_errors(program, seen, layers)
-    used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR}
-    vectors = run_prompts(use_int8(program, used), cpu, held_out)
-    return Calibration(
-        checkpoint_hash(checkpoint.folder),
-        weights_hash(program),
-        _levels(),
-        tuple(LayerCalibration(tuple(outliers[key].tolist()), errors[key]) for key in layers),
-        compare(vectors, run_prompts(program, cpu, held_out)),
-    )
-
-
-def check_int8() -> None:
-    """Raise ConfigError if numba or an exact product of codes is missing."""
-    if not has_numba():
-        raise ConfigError(
-            'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
-            " allowed: auto, fp32, bf16"
-        )
-    # numba loads in half a second
-    from varlen_kernels.cpu.int8_products import NoInt8ProductError, choose_product
-
-    try:
-        choose_product()
-    except NoInt8ProductError as error:
-        raise ConfigError(
-            f'dtype is "int8", which cannot be used here: {error}; allowed: auto, fp32, bf16'
-        ) from None
-
-
-def int8_product() -> str:
-    """Return the name of the op that runs int8 layers on this CPU."""
-    from varlen_kernels.cpu.int8_products import choose_product
-
-    return choose_product().kernel
-
-
-def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None:
-    """Return the stored calibration, or None if there is none for this checkpoint and CPU."""
-    stored = Calibration.load(checkpoint.folder)
-    if stored is None:
-        return None
-    program = _embedding(encoder, checkpoint)
-    hashes = checkpoint_hash(checkpoint.folder), weights_hash(program)
-    if (stored.checkpoint, stored.weights) != hashes:
-        _log.warning("the stored calibration is of another checkpoint; measuring it again")
-        return None
-    if stored.levels != _levels():
-        _log.info(
-            "the stored calibration is of a CPU with activations from 0 to %d, this one needs %d;"
-            " measuring it again",
-            stored.levels,
-            _levels(),
-        )
-        return None
-    weights = linear_weights(program).values()
-    if len(stored.layers) != len(weights) or any(
-        layer.outliers[-1] >= len(weight)
-        for layer, (weight, _) in zip(stored.layers, weights, strict=True)
-    ):
-        raise CheckpointError(
-            "int8.json does not fit the checkpoint's layers; remove it, or write it again with"
-            " `python -m varlen_tools.quantize`"
-        )
-    return stored
-
-
-def _outliers(program: Program, calibration: Calibration) -> dict[LayerKey, torch.Tensor]:
-    """Return the outliers of the layers that run in int8."""
-    return {
-        key: torch.tensor(layer.outliers)
-        for key, layer in zip(linear_weights(program), calibration.layers, strict=True)
-        if layer.error <= MAX_LAYER_ERROR
-    }
-
-
-def _embedding(encoder: EncoderModel, checkpoint: Checkpoint) -> Program:
-    """Return the encoder with one vector per sequence, whatever the task of the model is."""
-    ops = Recorder()
-    hidden = encoder.record(ops)
-    return ops.finish(record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling))
-
-
-def _levels() -> int:
-    # numba loads in half a second
-    from varlen_kernels.cpu.int8_products import choose_product
-
-    return choose_product().levels
+    def compare(
+        self,
+        answers: Iterator[Float32Array],
+        expected: Iterator[Float32Array],
+        prompts: Sequence[Prompt],  # noqa: ARG002  # part of the protocol
+    ) -> VectorQuality:
+        """Return the quality of vectors."""
+        return compare_vectors(np.stack([*answers]), np.stack([*expected]))

@@ -1,7 +1,4 @@
-"""Linear layers of a program that also run the op behind them.
-
-That is an activation, or a residual sum with its norm.
-"""
+"""Linear layers of a program that also run the activation behind them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,17 +7,16 @@ from dataclasses import replace
 import torch
 
 from varlen.program.program import Op, Program, Value
-from varlen_kernels.ops import IN_PLACE
 
-# For each op of a layer: the op that runs it and what follows it, by the name of what follows.
-_FUSED: Mapping[str, Mapping[str, str]] = {
-    product: {"activate": f"{product}_activate", "add_layer_norm": f"{product}_add_layer_norm"}
-    for product in ("linear_panels", "linear_int8_panels")
+# For each op of a layer: the op that runs it and an activation.
+_FUSED: Mapping[str, str] = {
+    "linear_panels": "linear_panels_activate",
+    "linear_int8_panels": "linear_int8_panels_activate",
 }
 
 
 def fuse_layers(program: Program) -> Program:
-    """Return the program with linear layers and their only readers as one op, where possible."""
+    """Return the program with layers and their activations as one op, where possible."""
     readers: defaultdict[Value, list[Op]] = defaultdict(list)
     for op in program.ops:
         for value in op.reads:
@@ -31,7 +27,8 @@ def fuse_layers(program: Program) -> Program:
     for op in program.ops:
         layer = layers.get(op.operands[0])
         if layer is not None:
-            ops.append(_fused(layer, op))
+            operands = (*layer.operands, *op.operands[1:])
+            ops.append(replace(op, kernel=_FUSED[layer.kernel], operands=operands, in_place=()))
         elif _is_fused(op, readers, program.outputs):
             layers[op.results[0]] = op
         else:
@@ -40,21 +37,9 @@ def fuse_layers(program: Program) -> Program:
 
 
 def _is_fused(op: Op, readers: Mapping[Value, Sequence[Op]], outputs: Sequence[Value]) -> bool:
-    """Return whether one op runs this op and what follows it."""
+    """Return whether one op runs this op and the activation behind it."""
     if op.kernel not in _FUSED or op.results[0] in outputs or len(readers[op.results[0]]) != 1:
         return False
     (reader,) = readers[op.results[0]]
-    follows = reader.kernel in _FUSED[op.kernel] and reader.operands[0] == op.results[0]
-    # a norm of 16-bit rows would read rounded numbers
-    return follows and op.results[0].dtype == torch.float32
-
-
-def _fused(layer: Op, op: Op) -> Op:
-    """Return one op of a layer and the op behind it."""
-    kernel = _FUSED[layer.kernel][op.kernel]
-    return replace(
-        op,
-        kernel=kernel,
-        operands=(*layer.operands, *op.operands[1:]),
-        in_place=IN_PLACE.get(kernel, ()),
-    )
+    # an activation of 16-bit rows would read numbers that were not rounded
+    return reader.kernel == "activate" and op.results[0].dtype == torch.float32

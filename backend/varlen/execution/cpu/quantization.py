@@ -3,7 +3,7 @@
 docs/operating/int8.md describes the arithmetic and its quality.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -41,10 +41,10 @@ def layer_key(weight: object, bias: object) -> LayerKey:
     return id(weight), id(bias)
 
 
-def linear_weights(program: Program) -> dict[LayerKey, tuple[Tensor, Tensor | None]]:
+def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, Tensor | None]]:
     """Return weight and bias of linear layers, in order."""
     layers = {}
-    for op in program.ops:
+    for op in (op for program in programs for op in program.ops):
         if op.kernel == "linear":
             _, weight, bias = op.operands
             assert isinstance(weight, Tensor)
@@ -56,17 +56,17 @@ def linear_weights(program: Program) -> dict[LayerKey, tuple[Tensor, Tensor | No
 
 
 def quantize_layers(
-    program: Program, outliers: Mapping[LayerKey, Tensor]
+    programs: Sequence[Program], outliers: Mapping[LayerKey, Tensor]
 ) -> dict[LayerKey, QuantizedLayer]:
     """Return the int8 form of linear layers.
 
     Args:
-        program: has these layers in fp32 on the CPU.
+        programs: programs with these layers in fp32 on the CPU.
         outliers: `[OUTLIERS]` int64 of each layer.
     """
     from varlen_kernels.cpu.int8_products import choose_product
 
-    product, layers = choose_product(), linear_weights(program)
+    product, layers = choose_product(), linear_weights(programs)
     return {
         key: QuantizedLayer(product.kernel, product.quantize(*layers[key], columns))
         for key, columns in outliers.items()

@@ -10,41 +10,41 @@ import numpy as np
 import pytest
 import torch
 
-from varlen import Encoder, Generator
+from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.cpu import int8_encoder
+from varlen.execution.cpu import int8_model, quality
 from varlen.execution.cpu.calibration import (
     FILE,
     Calibration,
     LayerCalibration,
-    Quality,
-    compare,
-    find_outliers,
     weights_hash,
 )
 from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.cpu.int8_encoder import CalibratedEncoder
+from varlen.execution.cpu.layer_inputs import find_outliers
 from varlen.execution.cpu.linear_paths import paths_of
+from varlen.execution.cpu.quality import VectorQuality, compare_vectors
 from varlen.execution.cpu.quantization import layer_key, linear_weights, quantize_layers, use_int8
 from varlen.execution.device import choose_dtype
 from varlen.execution.runner import Runner
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
-from varlen.request.request import Prompt
 from varlen_kernels.cpu import int8_products
 from varlen_kernels.cpu.int8_products import Int8Product
-from varlen_kernels.cpu.int8_tile import has_dot_products
+from varlen_kernels.cpu.int8_tile import panel_levels
 from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
 PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
-NEEDS_VNNI = pytest.mark.skipif(not has_dot_products(), reason="needs AVX-512 with VNNI")
+NEEDS_PANELS = pytest.mark.skipif(not panel_levels(), reason="needs AVX2 or VNNI")
 PRODUCTS = pytest.mark.parametrize(
     "product",
     [
         Int8Product("linear_int8", REDUCED_LEVELS),
         Int8Product("linear_int8_packed", REDUCED_LEVELS),
-        pytest.param(PANELS, marks=NEEDS_VNNI),
+        pytest.param(PANELS, marks=NEEDS_PANELS),
     ],
     ids=lambda each: each.kernel,
 )
@@ -52,18 +52,19 @@ PRODUCTS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def few_texts(monkeypatch):
-    monkeypatch.setattr(int8_encoder, "TEXTS", TEXTS[:16])
+    monkeypatch.setattr(int8_model, "TEXTS", TEXTS[:16])
 
 
 @pytest.fixture(scope="module")
 def calibration(small_bert):
     """The calibration of the checkpoint in `folder`."""
-    checkpoint = int8_encoder.Checkpoint.open(small_bert)
-    return int8_encoder.calibrate(load_fp32(checkpoint), checkpoint, TEXTS[:12])
+    checkpoint = Checkpoint.open(small_bert)
+    return int8_model.calibrate(load_fp32(checkpoint), TEXTS[:12])
 
 
 def load_fp32(checkpoint):
-    return load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+    encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+    return CalibratedEncoder(encoder, checkpoint)
 
 
 def cosines(vectors, expected):
@@ -94,7 +95,7 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     before = program.weight_bytes
     outliers = {layer_key(weight(), None): torch.arange(OUTLIERS) for weight in weights[:1]}
 
-    program = use_int8(program, quantize_layers(program, outliers))
+    program = use_int8(program, quantize_layers([program], outliers))
 
     assert [op.kernel for op in program.ops] == [product.kernel, "linear"]
     assert program.ops[0].operands[1].levels == product.levels
@@ -108,17 +109,13 @@ def recorded_layers(follow):
     x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.ones(8, 8)
     program = ops.finish(*follow(ops, x, ops.linear(x, weight, None)))
     outliers = {layer_key(weight, None): torch.arange(OUTLIERS)}
-    return [op.kernel for op in use_int8(program, quantize_layers(program, outliers)).ops]
+    return [op.kernel for op in use_int8(program, quantize_layers([program], outliers)).ops]
 
 
 @pytest.mark.parametrize(
     "follow, kernels",
     [
         (lambda ops, x, y: [ops.activate(y, kind="gelu")], ["linear_int8_panels_activate"]),
-        (
-            lambda ops, x, y: [ops.add_layer_norm(y, x, torch.ones(8), torch.ones(8), eps=1e-5)],
-            ["linear_int8_panels_add_layer_norm"],
-        ),
         (lambda ops, x, y: [ops.tanh(y)], ["linear_int8_panels", "tanh"]),
         (lambda ops, x, y: [y, ops.activate(y, kind="gelu")], ["linear_int8_panels", "activate"]),
         (
@@ -126,11 +123,11 @@ def recorded_layers(follow):
             ["linear_int8_panels", "activate", "tanh"],
         ),
         (
-            lambda ops, x, y: [ops.add_layer_norm(x, y, torch.ones(8), None, eps=1e-5)],
+            lambda ops, x, y: [ops.add_layer_norm(y, x, torch.ones(8), None, eps=1e-5)],
             ["linear_int8_panels", "add_layer_norm"],
         ),
     ],
-    ids=["activation", "norm", "another-op", "output", "two-readers", "residual"],
+    ids=["activation", "another-op", "output", "two-readers", "norm"],
 )
 def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, follow, kernels):
     monkeypatch.setattr(int8_products, "choose_product", lambda: PANELS)
@@ -145,7 +142,7 @@ def test_layers_that_share_a_weight_keep_their_biases():
     program = ops.finish(ops.linear(ops.linear(x, weight, biases[0]), weight, biases[1]))
     outliers = {layer_key(weight, bias): torch.arange(OUTLIERS) for bias in biases}
 
-    program = use_int8(program, quantize_layers(program, outliers))
+    program = use_int8(program, quantize_layers([program], outliers))
 
     for op, bias in zip(program.ops, biases, strict=True):
         _, layer = op.operands
@@ -153,13 +150,16 @@ def test_layers_that_share_a_weight_keep_their_biases():
 
 
 def test_the_largest_columns_are_the_outliers(folder):
-    checkpoint = int8_encoder.Checkpoint.open(folder)
-    encoder = load_fp32(checkpoint)
+    checkpoint = Checkpoint.open(folder)
+    encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
     large = [3, 7, 11, 20]
     encoder.embedding_norm.weight[large] = 50.0
-    program = int8_encoder._embedding(encoder, checkpoint)
+    model = CalibratedEncoder(encoder, checkpoint)
+    prompts = model.prompts([np.arange(9, dtype=np.int32)])
 
-    outliers = find_outliers(program, [Prompt(np.arange(9, dtype=np.int32))])
+    outliers = find_outliers(
+        model.programs, lambda kernels: [*model.run(model.programs, kernels, prompts)]
+    )
 
     assert next(iter(outliers.values())).tolist() == large
 
@@ -172,7 +172,7 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
     for dtype in ("fp32", "int8"):
         with Encoder.from_pretrained(classifier, dtype=dtype, device="cpu") as encoder:
             logits.append(encoder.classify(TEXT))
-    checkpoint = int8_encoder.Checkpoint.open(classifier)
+    checkpoint = Checkpoint.open(classifier)
     runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
     kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
     # four layers of the encoder twice, then pooler and classifier
@@ -210,7 +210,7 @@ def test_a_vector_does_not_depend_on_other_texts(folder):
 
 
 def test_layers_with_large_errors_stay_in_fp32(folder, monkeypatch, caplog):
-    monkeypatch.setattr(int8_encoder, "MAX_LAYER_ERROR", 0.0)
+    monkeypatch.setattr(int8_model, "MAX_LAYER_ERROR", 0.0)
     caplog.set_level(logging.INFO)
 
     np.testing.assert_allclose(
@@ -221,43 +221,43 @@ def test_layers_with_large_errors_stay_in_fp32(folder, monkeypatch, caplog):
 
 
 def test_a_low_quality_is_a_warning(folder, monkeypatch, caplog):
-    monkeypatch.setattr(int8_encoder, "LEAST_COSINE", 1.1)
+    monkeypatch.setattr(quality, "LEAST_COSINE", 1.1)
 
     embeddings(folder, "int8")
 
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "int8 changes the vectors of this checkpoint: cosine to fp32" in warning.getMessage()
+    assert "int8 changes the answers of this checkpoint: cosine to fp32" in warning.getMessage()
 
 
 def test_a_quality_of_nan_is_a_warning(folder, calibration, monkeypatch, caplog):
-    nan = replace(calibration, quality=Quality(8, float("nan"), float("nan"), float("nan")))
-    monkeypatch.setattr(int8_encoder, "calibrate", lambda *args: nan)
-    checkpoint = int8_encoder.Checkpoint.open(folder)
-    encoder = load_fp32(checkpoint)
+    nan = replace(calibration, quality=VectorQuality(8, float("nan"), float("nan"), float("nan")))
+    monkeypatch.setattr(int8_model, "calibrate", lambda *args: nan)
+    checkpoint = Checkpoint.open(folder)
+    model = load_fp32(checkpoint)
 
-    int8_encoder.to_int8(int8_encoder._embedding(encoder, checkpoint), encoder, checkpoint)
+    int8_model.to_int8(model, model.programs)
 
-    assert "int8 changes the vectors of this checkpoint: cosine to fp32 nan" in caplog.text
+    assert "int8 changes the answers of this checkpoint: cosine to fp32 nan" in caplog.text
 
 
 def test_few_texts_leave_the_quality_to_random_tokens(folder):
-    checkpoint = int8_encoder.Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder)
 
-    quality = int8_encoder.calibrate(load_fp32(checkpoint), checkpoint, TEXTS[:4]).quality
+    measured = int8_model.calibrate(load_fp32(checkpoint), TEXTS[:4]).quality
 
-    assert quality.texts == int8_encoder._RANDOM_PROMPTS
-    assert -1 <= quality.spearman <= 1
+    assert measured.texts == int8_model._RANDOM_PROMPTS
+    assert -1 <= measured.spearman <= 1
 
 
 def test_the_hash_of_weights_changes_with_one_of_them(folder):
-    checkpoint = int8_encoder.Checkpoint.open(folder)
-    program = int8_encoder._embedding(load_fp32(checkpoint), checkpoint)
-    before = weights_hash(program)
-    (weight, _), *_ = linear_weights(program).values()
+    checkpoint = Checkpoint.open(folder)
+    programs = load_fp32(checkpoint).programs
+    before = weights_hash(programs)
+    (weight, _), *_ = linear_weights(programs).values()
 
     weight[0, 3] += 1
 
-    assert weights_hash(program) != before
+    assert weights_hash(programs) != before
 
 
 def test_a_calibration_that_cannot_be_saved_leaves_the_old_one(folder, calibration, monkeypatch):
@@ -328,6 +328,7 @@ def test_a_calibration_of_another_version_is_ignored(folder, calibration):
         {"quality": {"texts": 3}},
         {"quality": {"texts": 3, "cosine_mean": float("nan"), "cosine_min": 1, "spearman": 1}},
         {"quality": {"texts": 3, "cosine_mean": "1", "cosine_min": 1, "spearman": 1}},
+        {"quality": []},
         {"unknown": 1},
     ],
     ids=[
@@ -340,6 +341,7 @@ def test_a_calibration_of_another_version_is_ignored(folder, calibration):
         "quality",
         "nan",
         "text",
+        "no-object",
         "unknown",
     ],
 )
@@ -368,7 +370,7 @@ def test_a_calibration_with_columns_past_the_input_is_refused(folder, calibratio
         calibration.weights,
         calibration.levels,
         tuple(layers),
-        Quality(8, 1, 1, 1),
+        VectorQuality(8, 1, 1, 1),
     )
     damaged.save(folder)
 
@@ -380,7 +382,7 @@ def test_equal_vectors_have_the_best_quality_and_noise_lowers_it(rng):
     vectors = rng.normal(size=(10, 8)).astype(np.float32)
     noisy = vectors + rng.normal(size=vectors.shape).astype(np.float32)
 
-    best, worse = compare(3 * vectors, vectors), compare(noisy, vectors)
+    best, worse = compare_vectors(3 * vectors, vectors), compare_vectors(noisy, vectors)
 
     assert (best.texts, best.cosine_min, best.spearman) == (10, pytest.approx(1), pytest.approx(1))
     assert worse.cosine_min < worse.cosine_mean < 0.99
@@ -402,10 +404,10 @@ def test_int8_is_for_cpus():
 
 
 def test_int8_needs_numba(monkeypatch):
-    monkeypatch.setattr(int8_encoder, "has_numba", lambda: False)
+    monkeypatch.setattr(int8_model, "has_numba", lambda: False)
 
     with pytest.raises(ConfigError, match='dtype is "int8", whose ops numba compiles'):
-        int8_encoder.check_int8()
+        int8_model.check_int8()
 
 
 def test_int8_needs_an_exact_product(monkeypatch):
@@ -415,9 +417,4 @@ def test_int8_needs_an_exact_product(monkeypatch):
     monkeypatch.setattr(int8_products, "choose_product", none)
 
     with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
-        int8_encoder.check_int8()
-
-
-def test_int8_does_not_generate(make_checkpoint):
-    with pytest.raises(ConfigError, match='dtype is "int8", which serves tasks of one step'):
-        Generator.from_pretrained(make_checkpoint("GPT2LMHeadModel"), dtype="int8")
+        int8_model.check_int8()

@@ -1,0 +1,237 @@
+"""A model in int8: calibrated at load, or earlier by `varlen_tools.quantize`."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from varlen.errors import CheckpointError, ConfigError
+from varlen.execution.cpu.calibration import Calibration, LayerCalibration, weights_hash
+from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.cpu.layer_inputs import find_outliers, measure_errors
+from varlen.execution.cpu.quality import Quality
+from varlen.execution.cpu.quantization import (
+    LayerKey,
+    QuantizedLayer,
+    linear_weights,
+    quantize_layers,
+    use_int8,
+)
+from varlen.execution.fingerprint import checkpoint_hash
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import Program
+from varlen.request.request import Int32Array, Prompt
+from varlen_kernels import cpu
+from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+# A layer whose error is larger stays in fp32. Errors of usual layers are between 0.004 and 0.03.
+MAX_LAYER_ERROR = 0.05
+# A text in two calibrates, the other measures quality, which needs several.
+LEAST_TEXTS = 8
+# Random tokens reach columns that texts of one language do not.
+_RANDOM_PROMPTS = 8
+_RANDOM_TOKENS = 32
+
+
+class CalibratedModel(Protocol[_Answer]):
+    """A model in fp32 on the CPU, as calibration runs and measures it.
+
+    Attributes:
+        name: noun for the log.
+        checkpoint: checkpoint of the model.
+        programs: programs with the layers that may run in int8.
+        longest: longest text, in tokens; longer ones are cut.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    programs: tuple[Program, ...]
+    longest: int
+
+    def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
+        """Return what the model runs for texts of these token ids."""
+
+    def run(
+        self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+    ) -> Iterator[_Answer]:
+        """Run prompts one by one and yield the answers.
+
+        Args:
+            programs: its programs, or their form in int8.
+            kernels: the functions that ops name.
+            prompts: one or more prompts.
+        """
+
+    def compare(
+        self, answers: Iterator[_Answer], expected: Iterator[_Answer], prompts: Sequence[Prompt]
+    ) -> Quality:
+        """Return the quality of answers."""
+
+
+def to_int8(model: CalibratedModel[_Answer], programs: Sequence[Program]) -> tuple[Program, ...]:
+    """Return programs with the layers of a model in int8; others stay in fp32.
+
+    Args:
+        model: the model that they were recorded from, in fp32 on the CPU.
+        programs: programs of its layers, perhaps with others.
+
+    Raises:
+        CheckpointError: the stored calibration is damaged.
+        ConfigError: see `check_int8`.
+    """
+    check_int8()
+    began = time.monotonic()
+    calibration, source = _stored(model), "stored with the checkpoint"
+    if calibration is None:
+        calibration = calibrate(model, TEXTS)
+        source = f"measured in {time.monotonic() - began:.1f} s"
+    layers = quantize_layers(programs, _outliers(model, calibration))
+    _log.info(
+        "int8: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
+        len(layers),
+        len(calibration.layers),
+        model.name,
+        calibration.levels,
+        calibration.quality,
+        source,
+    )
+    if not calibration.quality.is_high:
+        _log.warning(
+            "int8 changes the answers of this checkpoint: %s; use fp32 or bf16 where that matters",
+            calibration.quality,
+        )
+    return _use_int8(programs, layers)
+
+
+@torch.inference_mode()
+def calibrate(model: CalibratedModel[_Answer], texts: Sequence[str]) -> Calibration:
+    """Return the calibration of a model on this CPU.
+
+    Args:
+        model: model in fp32 on the CPU.
+        texts: LEAST_TEXTS or more texts; every second one measures the quality.
+    """
+    known, random = _token_ids(model, texts), _random_ids(model)
+    with compiling():
+        deque(model.run(model.programs, cpu, model.prompts([random[0][:1]])), 0)
+    # a tokenizer that knows few tokens of the texts leaves random ones
+    has_texts = len(known) >= LEAST_TEXTS
+    seen = model.prompts([*known[::2], *random])
+    held_out = model.prompts(known[1::2] if has_texts else random)
+
+    def run_seen(kernels: object) -> None:
+        deque(model.run(model.programs, kernels, seen), 0)
+
+    outliers = find_outliers(model.programs, run_seen)
+    layers = quantize_layers(model.programs, outliers)
+    errors = measure_errors(layers, run_seen)
+    used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR}
+    answers = partial(model.run, kernels=cpu, prompts=held_out)
+    return Calibration(
+        checkpoint_hash(model.checkpoint.folder),
+        weights_hash(model.programs),
+        _levels(),
+        tuple(LayerCalibration(tuple(outliers[key].tolist()), errors[key]) for key in layers),
+        model.compare(answers(_use_int8(model.programs, used)), answers(model.programs), held_out),
+    )
+
+
+def check_int8() -> None:
+    """Raise ConfigError if numba or an exact product of codes is missing."""
+    if not has_numba():
+        raise ConfigError(
+            'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
+            " allowed: auto, fp32, bf16"
+        )
+    # numba loads in half a second
+    from varlen_kernels.cpu.int8_products import NoInt8ProductError, choose_product
+
+    try:
+        choose_product()
+    except NoInt8ProductError as error:
+        raise ConfigError(
+            f'dtype is "int8", which cannot be used here: {error}; allowed: auto, fp32, bf16'
+        ) from None
+
+
+def int8_product() -> str:
+    """Return the name of the op that runs int8 layers on this CPU."""
+    from varlen_kernels.cpu.int8_products import choose_product
+
+    return choose_product().kernel
+
+
+def _token_ids(model: CalibratedModel[_Answer], texts: Sequence[str]) -> list[Int32Array]:
+    """Return the token ids of the texts that the model knows."""
+    tokenizer = Tokenizer(model.checkpoint.folder, model.longest)
+    ids = [text.token_ids for text in tokenizer.encode(texts, truncate=True)]
+    return [each for each in ids if len(each) and each.max() < model.checkpoint.vocab_size]
+
+
+def _random_ids(model: CalibratedModel[_Answer]) -> list[Int32Array]:
+    shape = _RANDOM_PROMPTS, min(_RANDOM_TOKENS, model.longest)
+    numbers = np.random.default_rng(0)
+    return list(numbers.integers(0, model.checkpoint.vocab_size, shape, dtype=np.int32))
+
+
+def _use_int8(
+    programs: Sequence[Program], layers: dict[LayerKey, QuantizedLayer]
+) -> tuple[Program, ...]:
+    return tuple(use_int8(program, layers) for program in programs)
+
+
+def _stored(model: CalibratedModel[_Answer]) -> Calibration | None:
+    """Return the stored calibration, or None if there is none for this model and CPU."""
+    folder = model.checkpoint.folder
+    stored = Calibration.load(folder)
+    if stored is None:
+        return None
+    hashes = checkpoint_hash(folder), weights_hash(model.programs)
+    if (stored.checkpoint, stored.weights) != hashes:
+        _log.warning("the stored calibration is of another checkpoint or task; measuring it again")
+        return None
+    if stored.levels != _levels():
+        _log.info(
+            "the stored calibration is of a CPU with activations from 0 to %d, this one needs %d;"
+            " measuring it again",
+            stored.levels,
+            _levels(),
+        )
+        return None
+    weights = linear_weights(model.programs).values()
+    if len(stored.layers) != len(weights) or any(
+        layer.outliers[-1] >= len(weight)
+        for layer, (weight, _) in zip(stored.layers, weights, strict=True)
+    ):
+        raise CheckpointError(
+            "int8.json does not fit the checkpoint's layers; remove it, or write it again with"
+            " `python -m varlen_tools.quantize`"
+        )
+    return stored
+
+
+def _outliers(
+    model: CalibratedModel[_Answer], calibration: Calibration
+) -> dict[LayerKey, torch.Tensor]:
+    """Return the outliers of the layers that run in int8."""
+    return {
+        key: torch.tensor(layer.outliers)
+        for key, layer in zip(linear_weights(model.programs), calibration.layers, strict=True)
+        if layer.error <= MAX_LAYER_ERROR
+    }
+
+
+def _levels() -> int:
+    # numba loads in half a second
+    from varlen_kernels.cpu.int8_products import choose_product
+
+    return choose_product().levels

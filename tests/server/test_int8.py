@@ -1,0 +1,53 @@
+"""Models that generate in int8 behind the server answer as in process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from varlen.in_process.generator import Generator
+from varlen_client import Client
+from varlen_tools.local_server import LocalServer
+
+from .serving import add_model
+
+KINDS = {"translator": "MarianMTModel", "writer": "GPT2LMHeadModel"}
+SETTINGS = {"dtype": "int8", "device": "cpu"}
+TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789")
+SEARCH = {"max_tokens": 20, "num_beams": 3}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny random checkpoints by model name."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: save_checkpoint(folder / name, kind) for name, kind in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalServer]:
+    """A server with both models, which it calibrates."""
+    folder = tmp_path_factory.mktemp("int8")
+    for name, checkpoint in checkpoints.items():
+        add_model(folder, name, checkpoint, **SETTINGS)
+    with LocalServer(folder) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_answers_are_those_of_the_model_in_process(
+    server: LocalServer, checkpoints: dict[str, Path], name: str
+) -> None:
+    with Client(server.grpc_url, name) as client:
+        served = [client.generate(text, **SEARCH) for text in TEXTS]
+    with Generator.from_pretrained(checkpoints[name], **SETTINGS) as generator:
+        expected = generator.generate(TEXTS, **SEARCH)
+
+    assert [answer.token_ids for answer in served] == [each.token_ids for each in expected]
+    assert f"the {'encoder and ' if name == 'translator' else ''}decoder, activations" in (
+        server.log()
+    )
