@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from varlen.config import EngineConfig
+from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_encoder import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.cpu.runner import limit_primitives
@@ -81,7 +82,9 @@ def load_program(
         fields["gelu"] = "tanh"
     name = str(dtype).removeprefix("torch.")
     if config.dtype == "int8":
-        program, name = to_int8(program, encoder, checkpoint), "int8"
+        uses_cache = measures and config.warmup_seconds
+        cache = cache_folder(config.cache_folder) if uses_cache else None
+        program, name = to_int8(program, encoder, checkpoint, cache), "int8"
         fields["int8"] = int8_product()
     # packed weights have no address
     weight_bytes = program.weight_bytes

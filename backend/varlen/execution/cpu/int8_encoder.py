@@ -3,10 +3,13 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
 from varlen.execution.cpu.calibration import (
     Calibration,
@@ -43,24 +46,23 @@ _RANDOM_PROMPTS = 8
 _RANDOM_TOKENS = 32
 
 
-def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> Program:
+def to_int8(
+    program: Program, encoder: EncoderModel, checkpoint: Checkpoint, cache: Path | None = None
+) -> Program:
     """Return a program with the encoder's linear layers in int8; heads stay in fp32.
 
     Args:
         program: program of the encoder and a head, in fp32 on the CPU.
         encoder: the encoder that it was recorded from.
         checkpoint: its checkpoint, whose folder may have a stored calibration.
+        cache: folder of measured calibrations; None measures at each load.
 
     Raises:
         CheckpointError: the stored calibration is damaged.
         ConfigError: see `check_int8`.
     """
     check_int8()
-    began = time.monotonic()
-    calibration, source = _stored(encoder, checkpoint), "stored with the checkpoint"
-    if calibration is None:
-        calibration = calibrate(encoder, checkpoint, TEXTS)
-        source = f"measured in {time.monotonic() - began:.1f} s"
+    calibration, source = _calibration(encoder, checkpoint, cache)
     layers = quantize_layers(program, _outliers(_embedding(encoder, checkpoint), calibration))
     _log.info(
         "int8: %d of %d linear layers of the encoder, activations from 0 to %d; %s, %s",
@@ -142,13 +144,52 @@ def int8_product() -> str:
     return choose_product().kernel
 
 
-def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None:
-    """Return the stored calibration, or None if there is none for this checkpoint and CPU."""
+def _calibration(
+    encoder: EncoderModel, checkpoint: Checkpoint, cache: Path | None
+) -> tuple[Calibration, str]:
+    """Return the calibration of an encoder, and where it comes from.
+
+    Raises:
+        CheckpointError: the stored calibration is damaged.
+    """
+    program = _embedding(encoder, checkpoint)
+    hashes = checkpoint_hash(checkpoint.folder), weights_hash(program)
+    if stored := _stored(program, checkpoint, hashes):
+        return stored, "stored with the checkpoint"
+    name = f"int8-{digest_of({'hashes': ' '.join(hashes), 'levels': str(_levels())})[:32]}.json"
+    if cache is not None:
+        with suppress(CheckpointError):
+            # a damaged file is measured and written again
+            cached = Calibration.load(cache, name)
+            if cached is not None and _fits(cached, program):
+                return cached, "from the cache"
+    began = time.monotonic()
+    measured = calibrate(encoder, checkpoint, TEXTS)
+    if cache is not None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            measured.save(cache, name)
+        except OSError as error:
+            _log.warning("the calibration is not stored, and the next load measures it: %s", error)
+    return measured, f"measured in {time.monotonic() - began:.1f} s"
+
+
+def _stored(
+    program: Program, checkpoint: Checkpoint, hashes: tuple[str, str]
+) -> Calibration | None:
+    """Return the calibration stored with a checkpoint, or None if none fits.
+
+    Args:
+        program: the encoder, see `_embedding`.
+        checkpoint: its checkpoint.
+        hashes: its architecture and its weights.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     stored = Calibration.load(checkpoint.folder)
     if stored is None:
         return None
-    program = _embedding(encoder, checkpoint)
-    hashes = checkpoint_hash(checkpoint.folder), weights_hash(program)
     if (stored.checkpoint, stored.weights) != hashes:
         _log.warning("the stored calibration is of another checkpoint; measuring it again")
         return None
@@ -160,16 +201,21 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
             _levels(),
         )
         return None
-    weights = linear_weights(program).values()
-    if len(stored.layers) != len(weights) or any(
-        layer.outliers[-1] >= len(weight)
-        for layer, (weight, _) in zip(stored.layers, weights, strict=True)
-    ):
+    if not _fits(stored, program):
         raise CheckpointError(
             "int8.json does not fit the checkpoint's layers; remove it, or write it again with"
             " `python -m varlen_tools.quantize`"
         )
     return stored
+
+
+def _fits(calibration: Calibration, program: Program) -> bool:
+    """Return whether a calibration has as many layers as an encoder, and no columns beyond."""
+    weights = linear_weights(program).values()
+    return len(calibration.layers) == len(weights) and all(
+        layer.outliers[-1] < len(weight)
+        for layer, (weight, _) in zip(calibration.layers, weights, strict=True)
+    )
 
 
 def _outliers(program: Program, calibration: Calibration) -> dict[LayerKey, torch.Tensor]:
