@@ -79,6 +79,8 @@ def run_model(
         send(control, {"error": ["EngineError", "the model could not be loaded"]})
         return
     freeze_objects()
+    # what the load has freed; processes that are forked from this one would all keep it
+    trim_heap()
     send(control, {"model": asdict(model.info)})
     serve(control, model)
 
