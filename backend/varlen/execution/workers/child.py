@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -37,6 +38,8 @@ MAX_MESSAGE = 1 << 16
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
+# Seconds without a batch after which a worker returns the memory of intermediates.
+_IDLE_SECONDS = 10
 
 _Order = TypeVar("_Order")
 
@@ -90,6 +93,7 @@ def answer_batches(
     receive: Callable[[Connection], _Order],
     run: Callable[[_Order], Sequence[Float32Array]],
     use: Callable[[], MemoryUse],
+    release: Callable[[], None],
 ) -> NoReturn:
     """Answer batches until the engine closes the connection, then end the process.
 
@@ -98,12 +102,18 @@ def answer_batches(
         receive: returns the next batch.
         run: returns the answers of a batch.
         use: returns the memory use.
+        release: returns memory to the system after some seconds without a batch.
     """
     # later lines have no engine that reads them
     _log.handlers[:] = [logging.StreamHandler()]
     status, trimmed = 1, 0.0
+    arrivals = select.poll()
+    arrivals.register(connection, select.POLLIN)
     try:
         while True:
+            if not arrivals.poll(1000 * _IDLE_SECONDS):
+                release()
+                trim_heap()
             send_answers(connection, _answers(receive(connection), run, use))
             if time.monotonic() - trimmed > _TRIM_SECONDS:
                 trim_heap()

@@ -66,7 +66,8 @@ def _run_steps(control: socket.socket, runner: StepRunner) -> None:
             runner.run_packed(step)
         return ()
 
-    answer_batches(Connection(descriptors[0]), receive_step, run, runner.use)
+    connection = Connection(descriptors[0])
+    answer_batches(connection, receive_step, run, runner.use, runner.release_arenas)
 
 
 if __name__ == "__main__":
