@@ -121,7 +121,7 @@ class Arena:
         )
 
     def release(self) -> None:
-        """Return the memory of a CPU to the system; the next batch takes what it needs."""
+        """Return the memory of a CPU to the system; the next batch takes its own."""
         self._chunk.release(0)
 
     def allocate(self, dims: Dims) -> Region:

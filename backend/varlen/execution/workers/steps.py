@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from varlen.config import EngineConfig
 from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
 from varlen.execution.workers.step_messages import receive_step
+from varlen.execution.workers.torch_import import import_torch
 
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
@@ -32,6 +33,7 @@ def main() -> None:
 
 
 def _load(folder: Path, settings: EngineConfig) -> StepRunner:
+    import_torch()
     import torch
 
     from varlen.execution.device import usable_cores

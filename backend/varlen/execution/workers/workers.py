@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from varlen.config import EngineConfig
+from varlen.config import Device, EngineConfig
 from varlen.execution.core_share import CoreShare
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
@@ -104,8 +104,7 @@ def load_workers(
         CheckpointError: the checkpoint is incomplete or of a kind that is not served.
         ConfigError: a setting does not fit the checkpoint.
     """
-    has_gpu_files = any(path.exists() for path in _GPU_FILES)
-    if isolated and (config.device == "cpu" or (config.device == "auto" and not has_gpu_files)):
+    if isolated and excludes_gpu(config.device):
         return _processes(checkpoint, config, stats)
     # imports torch, which an engine of processes does not need
     from varlen.execution.device import choose_device, usable_cores, use_one_core
@@ -126,6 +125,12 @@ def load_workers(
     runner = Runner(checkpoint, config, workers=count, measures=True)
     others = [runner.another() for _ in range(count - 1)]
     return Workers(runner.info, [runner, *others], use_one_core)
+
+
+def excludes_gpu(device: Device) -> bool:
+    """Return whether a model surely runs on the CPU; imports no torch."""
+    has_gpu_files = any(path.exists() for path in _GPU_FILES)
+    return device == "cpu" or (device == "auto" and not has_gpu_files)
 
 
 def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
