@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -267,17 +268,20 @@ def _load_service(
     if task in ITERATIVE_TASKS:
         # read when torch is imported: its threads would spin on cores that the server and clients need
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        from varlen.execution.workers.torch_import import import_torch
-        from varlen.execution.workers.workers import excludes_gpu
+    from varlen.execution.workers.start import excludes_gpu, started_early
+    from varlen.execution.workers.torch_import import import_torch
 
-        if excludes_gpu(config.device):
-            import_torch()
-        from varlen.service.generation import GenerationService
+    on_cpu = excludes_gpu(config.device)
+    with started_early(task) if on_cpu else nullcontext():
+        if task in ITERATIVE_TASKS:
+            if on_cpu:
+                import_torch()
+            from varlen.service.generation import GenerationService
 
-        return GenerationService.load(folder, config, stats, gpu=gpu, isolated=True)
-    from varlen.service.service import Service
+            return GenerationService.load(folder, config, stats, gpu=gpu, isolated=True)
+        from varlen.service.service import Service
 
-    return Service.load(folder, config, stats, gpu=gpu, isolated=True)
+        return Service.load(folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:

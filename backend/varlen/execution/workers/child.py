@@ -25,6 +25,7 @@ from varlen.config import EngineConfig
 from varlen.errors import VarlenError
 from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.workers.messages import Answers, send_answers
+from varlen.execution.workers.torch_import import import_torch
 from varlen.memory.heap import return_large_memory, trim_heap
 from varlen.memory.memory_use import MemoryUse
 from varlen.processes import freeze_objects
@@ -67,8 +68,13 @@ def run_model(
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
+    # before the engine says which model it is
+    import_torch()
     _log.addHandler(_ToEngine(control))
     message, *_ = socket.recv_fds(control, MAX_MESSAGE, 0)
+    if not message:
+        # the engine's process has ended
+        return
     setup = json.loads(message)
     _log.setLevel(setup["log_level"])
     return_large_memory()

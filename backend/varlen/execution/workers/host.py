@@ -20,7 +20,6 @@ from varlen.config import EngineConfig
 from varlen.execution.core_share import CoreShare
 from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
 from varlen.execution.workers.messages import receive_batch
-from varlen.execution.workers.torch_import import import_torch
 
 if TYPE_CHECKING:
     from varlen.execution.runner import Runner
@@ -32,7 +31,6 @@ def main() -> None:
 
 
 def _load(folder: Path, settings: EngineConfig) -> Runner:
-    import_torch()
     import torch
 
     from varlen.execution.device import usable_cores

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 from varlen.config import EngineConfig
 from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
-from varlen.execution.workers.step_messages import receive_step
-from varlen.execution.workers.torch_import import import_torch
 
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
@@ -33,7 +31,6 @@ def main() -> None:
 
 
 def _load(folder: Path, settings: EngineConfig) -> StepRunner:
-    import_torch()
     import torch
 
     from varlen.execution.device import usable_cores
@@ -52,6 +49,7 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
 
 def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     from varlen.execution.cpu.step_runner import CpuSteps
+    from varlen.execution.workers.step_messages import receive_step
 
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
     if not message:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
-from varlen.config import Device, EngineConfig
+from varlen.config import EngineConfig
 from varlen.execution.core_share import CoreShare
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.overlap import Launcher, OverlappingExecutor
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
+from varlen.execution.workers.start import excludes_gpu
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
-
-# Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
-_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 class Worker(BatchRunner, Protocol):
@@ -125,12 +122,6 @@ def load_workers(
     runner = Runner(checkpoint, config, workers=count, measures=True)
     others = [runner.another() for _ in range(count - 1)]
     return Workers(runner.info, [runner, *others], use_one_core)
-
-
-def excludes_gpu(device: Device) -> bool:
-    """Return whether a model surely runs on the CPU; imports no torch."""
-    has_gpu_files = any(path.exists() for path in _GPU_FILES)
-    return device == "cpu" or (device == "auto" and not has_gpu_files)
 
 
 def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:

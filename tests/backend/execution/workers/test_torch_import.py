@@ -58,3 +58,11 @@ def test_another_release_is_imported_whole():
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert shown == "set() DataLoader\n"
+
+
+@pytest.mark.parametrize("module", ["host", "steps", "start"])
+def test_processes_of_models_start_without_torch(module):
+    code = f"import sys, varlen.execution.workers.{module}; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
