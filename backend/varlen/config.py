@@ -319,10 +319,11 @@ class EngineConfig:
 
     # Cost measurement
     warmup_seconds: int = parameter_field(
-        20,
+        3,
         "Longest measurement of batch costs, and of linear layers on a CPU, at the first load, in seconds. 0 measures"
         " nothing and assumes costs.",
-        when="Set 0 for short tests, and on machines that are busy when a model loads.",
+        when="Raise it for large models, whose first requests then meet exact costs. Set 0 for short tests, and on"
+        " machines that are busy when a model loads.",
         lowest=0,
     )
     cache_folder: str = parameter_field(

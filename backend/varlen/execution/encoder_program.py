@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from varlen.config import EngineConfig
+from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
@@ -81,14 +82,16 @@ def load_program(
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
     name = str(dtype).removeprefix("torch.")
+    seconds = config.warmup_seconds if measures else 0.0
     if config.dtype == "int8":
-        (program,), name = to_int8(CalibratedEncoder(encoder, checkpoint), [program]), "int8"
+        cache = cache_folder(config.cache_folder) if seconds else None
+        calibrated = CalibratedEncoder(encoder, checkpoint)
+        (program,), name = to_int8(calibrated, [program], cache), "int8"
         fields["int8"] = int8_product()
     # packed weights have no address
     weight_bytes = program.weight_bytes
     if device.type == "cpu":
         limit_primitives()
-        seconds = config.warmup_seconds if measures else 0.0
         program = choose_paths(
             program, kernels, config, fields, rows=BATCH_ROWS, threads=1, seconds=seconds
         )

@@ -186,6 +186,10 @@ class Runner:
         """Return the memory use. From any thread."""
         return self.arena.use()
 
+    def release_arena(self) -> None:
+        """Return the memory of intermediates to the system, while no batch runs."""
+        self.arena.release()
+
     def compile(self) -> None:
         """Compile what batches need, so that none of them has to."""
         if not isinstance(self.device_runner, CpuRunner):

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from varlen.config import EngineConfig
+from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_model import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import STEP_ROWS, choose_paths
@@ -78,7 +79,8 @@ def load_programs(
     fields, name = dict(cost_fields(checkpoint, device)), str(dtype).removeprefix("torch.")
     if config.dtype == "int8":
         calibrated = CalibratedDecoder(record_steps(model, CALIBRATION_KV), checkpoint)
-        programs, name = to_int8(calibrated, programs), "int8"
+        cache = cache_folder(config.cache_folder) if config.warmup_seconds else None
+        programs, name = to_int8(calibrated, programs, cache), "int8"
         fields["int8"] = int8_product()
         del calibrated
     # packed weights replace those that it holds

@@ -191,6 +191,11 @@ class StepRunner:
         """Return the memory use. From any thread."""
         return MemoryUse.total(arena.use() for arena in self.arenas)
 
+    def release_arenas(self) -> None:
+        """Return the memory of intermediates to the system, while no step runs."""
+        for arena in self.arenas:
+            arena.release()
+
     def has_nan(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the logits of a step hold NaN."""
         with torch.inference_mode(), self.steps.stream():

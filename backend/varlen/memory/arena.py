@@ -120,6 +120,10 @@ class Arena:
             plans.plan_misses,
         )
 
+    def release(self) -> None:
+        """Return the memory of a CPU to the system; the next batch takes its own."""
+        self._chunk.release(0)
+
     def allocate(self, dims: Dims) -> Region:
         """Return the region of the next batch, which always fits.
 

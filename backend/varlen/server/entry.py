@@ -14,9 +14,11 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import triton_python_backend_utils as pb_utils
@@ -50,7 +52,7 @@ from varlen.server.process import (
 from varlen.server.replies import Answer, Outbox, ServerReply
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
-from varlen.telemetry.tracing import load_tracer
+from varlen.telemetry.tracing import import_packages, load_tracer
 from varlen.wire import generate as wire_generate
 from varlen.wire import rows as wire
 from varlen.wire.outputs import ArrayAnswer, ModelOutputs
@@ -174,6 +176,8 @@ class TritonPythonModel:
         self._is_decoupled = is_decoupled(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
+        # imported while the model loads
+        Thread(target=import_packages, name="varlen-tracing", daemon=True).start()
         self._service = _load_service(
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
@@ -264,12 +268,16 @@ def _load_service(
     if task in ITERATIVE_TASKS:
         # read when torch is imported: its threads would spin on cores that the server and clients need
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        from varlen.service.generation import GenerationService
+    from varlen.execution.workers.start import excludes_gpu, started_early
 
-        return GenerationService.load(folder, config, stats, gpu=gpu, isolated=True)
-    from varlen.service.service import Service
+    with started_early(task) if excludes_gpu(config.device) else nullcontext():
+        if task in ITERATIVE_TASKS:
+            from varlen.service.generation import GenerationService
 
-    return Service.load(folder, config, stats, gpu=gpu, isolated=True)
+            return GenerationService.load(folder, config, stats, gpu=gpu, isolated=True)
+        from varlen.service.service import Service
+
+        return Service.load(folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:

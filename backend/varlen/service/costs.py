@@ -33,7 +33,7 @@ _LONGEST_WAIT = 3
 # A larger spread means that other work keeps the machine busy; an idle machine has 1.1.
 _BUSY_SPREAD = 1.5
 # Larger batches than this are allowed, but a load should not wait for one, nor every core take memory for it.
-_WARM_UP_TOKENS = {"cpu": 512, "cuda": 16_384}
+_WARM_UP_TOKENS = {"cpu": 128, "cuda": 16_384}
 
 
 def costs_for(
@@ -147,8 +147,8 @@ def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts |
 
 def warm_up(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> None:
     """Run a batch in every worker, so that the first request is fast."""
-    length = min(info.max_sequence_tokens, info.max_batch_tokens)
     most = min(info.max_batch_tokens, _WARM_UP_TOKENS[info.device])
+    length = min(info.max_sequence_tokens, most)
     count = max(1, min(most // length, config.max_batch_sequences))
     _run_on_all(info, executor, [np.zeros(length, dtype=np.int32)] * count)
 

@@ -135,6 +135,18 @@ def test_two_arenas_share_nothing():
     assert other.memory.eq(2).all()
 
 
+def test_a_released_arena_holds_nothing_until_the_next_batch():
+    arena = make_arena(max_tokens=50_000)
+    region = arena.allocate(dims(20_000, 1))
+    reserved = arena.use().reserved_bytes
+
+    arena.release()
+
+    assert arena.use().reserved_bytes == 0
+    assert arena.allocate(dims(20_000, 1)).memory.data_ptr() == region.memory.data_ptr()
+    assert arena.use().reserved_bytes == reserved
+
+
 def test_memory_that_ran_out_on_the_host_is_a_memory_error():
     with pytest.raises(MemoryError, match="too little memory on the host"), memory_errors():
         torch.empty(1 << 60, dtype=torch.uint8)

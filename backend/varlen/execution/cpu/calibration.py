@@ -53,15 +53,15 @@ class Calibration:
     layers: tuple[LayerCalibration, ...]
     quality: Quality
 
-    def save(self, folder: Path) -> Path:
-        """Write the file into a checkpoint folder and return its path.
+    def save(self, folder: Path, name: str = FILE) -> Path:
+        """Write the file into a folder and return its path.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        path = folder / FILE
+        path = folder / name
         # a model that is loaded meanwhile reads the old file or the new one
-        temporary = folder / f".{FILE}.{os.getpid()}"
+        temporary = folder / f".{name}.{os.getpid()}"
         try:
             temporary.write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
             temporary.replace(path)
@@ -70,14 +70,14 @@ class Calibration:
         return path
 
     @classmethod
-    def load(cls, folder: Path) -> "Calibration | None":
-        """Return the calibration stored in a checkpoint folder, if it has this version.
+    def load(cls, folder: Path, name: str = FILE) -> "Calibration | None":
+        """Return the calibration stored in a folder, if it has this version.
 
         Raises:
             CheckpointError: the file is damaged.
         """
         try:
-            fields = json.loads((folder / FILE).read_text())
+            fields = json.loads((folder / name).read_text())
             if fields.pop("version") != _VERSION:
                 return None
             layers = [
@@ -98,7 +98,7 @@ class Calibration:
             RecursionError,
         ) as error:
             raise CheckpointError(
-                f"{FILE} cannot be read: {error!r}; remove it, or write it again with"
+                f"{name} cannot be read: {error!r}; remove it, or write it again with"
                 " `python -m varlen_tools.quantize`"
             ) from None
 

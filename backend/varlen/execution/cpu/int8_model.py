@@ -4,12 +4,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
 from varlen.execution.cpu.calibration import Calibration, LayerCalibration, weights_hash
 from varlen.execution.cpu.calibration_texts import TEXTS
@@ -77,23 +80,22 @@ class CalibratedModel(Protocol[_Answer]):
         """Return the quality of answers."""
 
 
-def to_int8(model: CalibratedModel[_Answer], programs: Sequence[Program]) -> tuple[Program, ...]:
+def to_int8(
+    model: CalibratedModel[_Answer], programs: Sequence[Program], cache: Path | None = None
+) -> tuple[Program, ...]:
     """Return programs with the layers of a model in int8; others stay in fp32.
 
     Args:
         model: the model that they were recorded from, in fp32 on the CPU.
         programs: programs of its layers, perhaps with others.
+        cache: folder of measured calibrations; None measures at each load.
 
     Raises:
         CheckpointError: the stored calibration is damaged.
         ConfigError: see `check_int8`.
     """
     check_int8()
-    began = time.monotonic()
-    calibration, source = _stored(model), "stored with the checkpoint"
-    if calibration is None:
-        calibration = calibrate(model, TEXTS)
-        source = f"measured in {time.monotonic() - began:.1f} s"
+    calibration, source = _calibration(model, cache)
     layers = quantize_layers(programs, _outliers(model, calibration))
     _log.info(
         "int8: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
@@ -189,13 +191,46 @@ def _use_int8(
     return tuple(use_int8(program, layers) for program in programs)
 
 
-def _stored(model: CalibratedModel[_Answer]) -> Calibration | None:
-    """Return the stored calibration, or None if there is none for this model and CPU."""
-    folder = model.checkpoint.folder
-    stored = Calibration.load(folder)
+def _calibration(model: CalibratedModel[_Answer], cache: Path | None) -> tuple[Calibration, str]:
+    """Return the calibration of a model, and where it comes from.
+
+    Raises:
+        CheckpointError: the stored calibration is damaged.
+    """
+    hashes = checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
+    if stored := _stored(model, hashes):
+        return stored, "stored with the checkpoint"
+    name = f"int8-{digest_of({'hashes': ' '.join(hashes), 'levels': str(_levels())})[:32]}.json"
+    if cache is not None:
+        # a damaged file is measured and written again
+        with suppress(CheckpointError):
+            cached = Calibration.load(cache, name)
+            if cached is not None and _fits(cached, model):
+                return cached, "from the cache"
+    began = time.monotonic()
+    measured = calibrate(model, TEXTS)
+    if cache is not None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            measured.save(cache, name)
+        except OSError as error:
+            _log.warning("the calibration is not stored, and the next load measures it: %s", error)
+    return measured, f"measured in {time.monotonic() - began:.1f} s"
+
+
+def _stored(model: CalibratedModel[_Answer], hashes: tuple[str, str]) -> Calibration | None:
+    """Return the calibration stored with a checkpoint, or None if none fits.
+
+    Args:
+        model: the model.
+        hashes: its architecture and its weights.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    stored = Calibration.load(model.checkpoint.folder)
     if stored is None:
         return None
-    hashes = checkpoint_hash(folder), weights_hash(model.programs)
     if (stored.checkpoint, stored.weights) != hashes:
         _log.warning("the stored calibration is of another checkpoint or task; measuring it again")
         return None
@@ -207,16 +242,21 @@ def _stored(model: CalibratedModel[_Answer]) -> Calibration | None:
             _levels(),
         )
         return None
-    weights = linear_weights(model.programs).values()
-    if len(stored.layers) != len(weights) or any(
-        layer.outliers[-1] >= len(weight)
-        for layer, (weight, _) in zip(stored.layers, weights, strict=True)
-    ):
+    if not _fits(stored, model):
         raise CheckpointError(
             "int8.json does not fit the checkpoint's layers; remove it, or write it again with"
             " `python -m varlen_tools.quantize`"
         )
     return stored
+
+
+def _fits(calibration: Calibration, model: CalibratedModel[_Answer]) -> bool:
+    """Return whether a calibration has as many layers as a model, and no columns beyond."""
+    weights = linear_weights(model.programs).values()
+    return len(calibration.layers) == len(weights) and all(
+        layer.outliers[-1] < len(weight)
+        for layer, (weight, _) in zip(calibration.layers, weights, strict=True)
+    )
 
 
 def _outliers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
@@ -37,6 +39,8 @@ MAX_MESSAGE = 1 << 16
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
+# Seconds without a batch after which a worker returns the memory of intermediates.
+_IDLE_SECONDS = 10
 
 _Order = TypeVar("_Order")
 
@@ -64,8 +68,13 @@ def run_model(
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
+    # before the engine says which model it is
+    import_module("torch")
     _log.addHandler(_ToEngine(control))
     message, *_ = socket.recv_fds(control, MAX_MESSAGE, 0)
+    if not message:
+        # the engine's process has ended
+        return
     setup = json.loads(message)
     _log.setLevel(setup["log_level"])
     return_large_memory()
@@ -79,6 +88,8 @@ def run_model(
         send(control, {"error": ["EngineError", "the model could not be loaded"]})
         return
     freeze_objects()
+    # what the load has freed; processes that are forked from this one would all keep it
+    trim_heap()
     send(control, {"model": asdict(model.info)})
     serve(control, model)
 
@@ -88,6 +99,7 @@ def answer_batches(
     receive: Callable[[Connection], _Order],
     run: Callable[[_Order], Sequence[Float32Array]],
     use: Callable[[], MemoryUse],
+    release: Callable[[], None],
 ) -> NoReturn:
     """Answer batches until the engine closes the connection, then end the process.
 
@@ -96,12 +108,18 @@ def answer_batches(
         receive: returns the next batch.
         run: returns the answers of a batch.
         use: returns the memory use.
+        release: returns memory to the system after some seconds without a batch.
     """
     # later lines have no engine that reads them
     _log.handlers[:] = [logging.StreamHandler()]
     status, trimmed = 1, 0.0
+    arrivals = select.poll()
+    arrivals.register(connection, select.POLLIN)
     try:
         while True:
+            if not arrivals.poll(1000 * _IDLE_SECONDS):
+                release()
+                trim_heap()
             send_answers(connection, _answers(receive(connection), run, use))
             if time.monotonic() - trimmed > _TRIM_SECONDS:
                 trim_heap()

@@ -69,6 +69,7 @@ def _fork_workers(control: socket.socket, runner: Runner) -> None:
                 receive_batch,
                 lambda batch: runner.run(*batch),
                 runner.use,
+                runner.release_arena,
             )
         os.close(connection)
         os.close(share)

@@ -19,7 +19,7 @@ from varlen import errors
 from varlen.config import EngineConfig
 from varlen.errors import EngineError, VarlenError
 from varlen.execution.workers.child import MAX_MESSAGE
-from varlen.processes import start_module
+from varlen.execution.workers.start import started_process
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 _END_SECONDS = 10.0
 # Seconds after each attempt to load the model again.
 _PAUSES = (1.0, 5.0, 0.0)
-# Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENDED = "the process that loads the model ended; the server's log says why"
 
 _Info = TypeVar("_Info")
@@ -49,7 +47,6 @@ class ModelProcess(Generic[_Info]):
         *,
         new_info: Callable[..., _Info],
         limits_of: Callable[[_Info], tuple[object, ...]],
-        new_session: bool = True,
     ) -> None:
         """Start the process and load the model.
 
@@ -59,7 +56,6 @@ class ModelProcess(Generic[_Info]):
             config: the settings.
             new_info: type of `info`.
             limits_of: returns the facts that the engine relies on; measured choices may differ from load to load.
-            new_session: see `start_module`.
 
         Raises:
             CheckpointError, ConfigError: the checkpoint or a setting is refused.
@@ -75,7 +71,6 @@ class ModelProcess(Generic[_Info]):
         self._folder = folder
         self._new_info = new_info
         self._limits_of = limits_of
-        self._new_session = new_session
         self.info = self._load()
 
     @property
@@ -84,15 +79,8 @@ class ModelProcess(Generic[_Info]):
         return self._process.pid
 
     def _load(self) -> _Info:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = start_module(
-                self._module,
-                theirs,
-                _ENVIRONMENT,
-                stdin=subprocess.DEVNULL,
-                new_session=self._new_session,
-            )
+        started = started_process(self._module)
+        self._process, self._control = started.process, started.control
         try:
             self._control.send(json.dumps(self._setup).encode())
             message, _ = self._receive()

@@ -20,6 +20,7 @@ from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.messages import send_batch
 from varlen.execution.workers.model_process import ENDED, ModelProcess
+from varlen.execution.workers.start import HOST
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import (
     DEFAULT_OPTIONS,
@@ -32,7 +33,6 @@ from varlen.scheduling.sequence import Batch
 
 _log = logging.getLogger(__name__)
 
-_HOST = "varlen.execution.workers.host"
 # A batch that has ended two workers is likely to end the next one too.
 _ATTEMPTS = 2
 
@@ -52,7 +52,7 @@ class WorkerHost(ModelProcess[ModelInfo]):
             EngineError: the process failed.
         """
         self._lock = Lock()
-        super().__init__(_HOST, folder, config, new_info=ModelInfo, limits_of=_limits)
+        super().__init__(HOST, folder, config, new_info=ModelInfo, limits_of=_limits)
         # after the load, which may be refused
         self.share = CoreShare()
 

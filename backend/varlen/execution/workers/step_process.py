@@ -29,6 +29,7 @@ from varlen.execution.step_packing import pack_step
 from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
+from varlen.execution.workers.start import STEPS
 from varlen.execution.workers.step_messages import send_step
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
@@ -36,7 +37,6 @@ from varlen.scheduling.sequence import Batch, BeamStep, SampledToken, StepBatch
 
 _log = logging.getLogger(__name__)
 
-_MODULE = "varlen.execution.workers.steps"
 # Restarts that are allowed, and the seconds in which they are counted.
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
@@ -71,10 +71,7 @@ class StepProcess(ModelProcess[StepInfo]):
             CheckpointError, ConfigError: see `StepRunner`.
             EngineError: the process failed.
         """
-        # Linux schedules a session as one: in another one, each step would wait twice for the time slices of others
-        super().__init__(
-            _MODULE, folder, config, new_info=StepInfo, limits_of=_limits, new_session=False
-        )
+        super().__init__(STEPS, folder, config, new_info=StepInfo, limits_of=_limits)
         self._choose = choose
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)

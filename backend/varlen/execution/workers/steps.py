@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from varlen.config import EngineConfig
 from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
-from varlen.execution.workers.step_messages import receive_step
 
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
@@ -50,6 +49,7 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
 
 def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     from varlen.execution.cpu.step_runner import CpuSteps
+    from varlen.execution.workers.step_messages import receive_step
 
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
     if not message:
@@ -66,7 +66,8 @@ def _run_steps(control: socket.socket, runner: StepRunner) -> None:
             runner.run_packed(step)
         return ()
 
-    answer_batches(Connection(descriptors[0]), receive_step, run, runner.use)
+    connection = Connection(descriptors[0])
+    answer_batches(connection, receive_step, run, runner.use, runner.release_arenas)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from varlen.config import EngineConfig
@@ -18,12 +17,10 @@ from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.overlap import Launcher, OverlappingExecutor
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
+from varlen.execution.workers.start import excludes_gpu
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
-
-# Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
-_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 class Worker(BatchRunner, Protocol):
@@ -104,8 +101,7 @@ def load_workers(
         CheckpointError: the checkpoint is incomplete or of a kind that is not served.
         ConfigError: a setting does not fit the checkpoint.
     """
-    has_gpu_files = any(path.exists() for path in _GPU_FILES)
-    if isolated and (config.device == "cpu" or (config.device == "auto" and not has_gpu_files)):
+    if isolated and excludes_gpu(config.device):
         return _processes(checkpoint, config, stats)
     # imports torch, which an engine of processes does not need
     from varlen.execution.device import choose_device, usable_cores, use_one_core

@@ -287,6 +287,39 @@ def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, cali
     assert "(6 texts), stored with the checkpoint" in caplog.text
 
 
+def test_a_second_load_reads_the_calibration_from_the_cache(folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    cache = tmp_path / "cache"
+
+    def load(**settings):
+        caplog.clear()
+        config = EngineConfig(
+            dtype="int8", device="cpu", warmup_seconds=1, cache_folder=str(cache), **settings
+        )
+        Runner(Checkpoint.open(folder), config, measures=True).close()
+        return caplog.text
+
+    assert "(8 texts), measured in" in load()
+    (file,) = cache.glob("int8-*.json")
+    written = file.read_text()
+    assert "(8 texts), from the cache" in load()
+
+    for damaged in ("{", json.dumps(json.loads(written) | {"layers": []})):
+        file.write_text(damaged)
+        assert "(8 texts), measured in" in load()
+        assert file.read_text() == written
+
+
+def test_without_measuring_no_calibration_is_cached(folder, tmp_path):
+    config = EngineConfig(
+        dtype="int8", device="cpu", warmup_seconds=0, cache_folder=str(tmp_path / "cache")
+    )
+
+    Runner(Checkpoint.open(folder), config, measures=True).close()
+
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
