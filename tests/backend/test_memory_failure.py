@@ -30,16 +30,16 @@ def onednn_refuses():
 
 @pytest.fixture
 def limit_memory(monkeypatch):
-    """Return a function that makes linear layers fail above a number of tokens."""
-    linear = varlen_kernels.cpu.linear
+    """Return a function that makes an op fail above a number of tokens."""
+    pool = varlen_kernels.cpu.pool
 
     def make(refuse, max_tokens):
-        def limited_linear(x, *args, **kwargs):
+        def limited_pool(x, *args, **kwargs):
             if len(x) > max_tokens:
                 refuse()
-            return linear(x, *args, **kwargs)
+            return pool(x, *args, **kwargs)
 
-        monkeypatch.setattr(varlen_kernels.cpu, "linear", limited_linear)
+        monkeypatch.setattr(varlen_kernels.cpu, "pool", limited_pool)
 
     return make
 

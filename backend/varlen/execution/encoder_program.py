@@ -11,6 +11,7 @@ from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
 from varlen.execution.cpu.runner import limit_primitives
+from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.models.blocks.heads import record_head
@@ -95,5 +96,6 @@ def load_program(
         program = choose_paths(
             program, kernels, config, fields, rows=BATCH_ROWS, threads=1, seconds=seconds
         )
+        (program,) = in_large_pages([program])
     sizes = encoder.vocab_size, encoder.type_vocab_size
     return EncoderProgram(program, *sizes, name, weight_bytes, fields)

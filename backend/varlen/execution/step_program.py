@@ -11,6 +11,7 @@ from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_model import int8_product, to_int8
 from varlen.execution.cpu.linear_paths import STEP_ROWS, choose_paths
+from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size
@@ -96,7 +97,7 @@ def load_programs(
             threads=torch.get_num_threads(),
             seconds=config.warmup_seconds,
         )
-        programs = tuple(map(choose, programs))
+        programs = in_large_pages(tuple(map(choose, programs)))
     return StepPrograms(programs, vocab_size, name, kv, weight_bytes)
 
 

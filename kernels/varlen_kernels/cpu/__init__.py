@@ -19,6 +19,7 @@ from varlen_kernels.cpu.int8_ops import (
 )
 from varlen_kernels.cpu.norm_ops import (
     add_layer_norm,
+    embed_layer_norm,
     layer_norm,
     residual_layer_norm,
     residual_rms_norm,
@@ -34,7 +35,6 @@ from varlen_kernels.reference import (
     attention_tiles,
     concat,
     embed,
-    embed_layer_norm,
     first_tokens,
     norm_heads,
     normalize_rows,

@@ -101,7 +101,7 @@ def _long_ids(arguments, tensor):
     return carray(_int64_at(_number(arguments, 3 * tensor)), (_number(arguments, 3 * tensor + 1),))
 
 
-def _multiply(arguments, first, last):
+def _multiply(arguments: int, first: int, last: int) -> None:
     """Run a product."""
     # x, panels, bias, out; the activation; a unit is a panel of a block of rows
     multiply_units(
@@ -115,7 +115,7 @@ def _multiply(arguments, first, last):
     )
 
 
-def _multiply_int8(arguments, first, last):
+def _multiply_int8(arguments: int, first: int, last: int) -> None:
     """Run a product in int8."""
     # x, panels, scale, fp32_rows, outliers, out; the largest code, the activation; a unit is a panel of a block of rows
     shape = (_number(arguments, 4), _number(arguments, 5))
@@ -133,7 +133,7 @@ def _multiply_int8(arguments, first, last):
     )
 
 
-def _norm(arguments, first, last):
+def _norm(arguments: int, first: int, last: int) -> None:
     """Run norms."""
     # x, residual, weight, bias, total, out; eps, whether it is an RMS norm; a unit is a row
     norm_some_rows(
@@ -150,7 +150,7 @@ def _norm(arguments, first, last):
     )
 
 
-def _activate(arguments, first, last):
+def _activate(arguments: int, first: int, last: int) -> None:
     """Run activations."""
     # x, out; the activation; a unit is a row. The second half of a row of x, if it has one, is a factor.
     x, out, kind = _matrix(arguments, 0), _matrix(arguments, 1), _number(arguments, 6)
@@ -165,7 +165,7 @@ def _activate(arguments, first, last):
             store_within(out, row, column, value)
 
 
-def _gather(arguments, first, last):
+def _gather(arguments: int, first: int, last: int) -> None:
     """Run sums of rows of tables."""
     # ids, table, ids, table, ids, table, out; the scale of the first; a unit is a row of out
     ids, table = _ids(arguments, 0), _matrix(arguments, 1)
@@ -184,7 +184,7 @@ def _gather(arguments, first, last):
             store_within(out, row, column, value)
 
 
-def _append(arguments, first, last):
+def _append(arguments: int, first: int, last: int) -> None:
     """Run appends to a KV cache."""
     # qkv, slots, keys, values; key heads, tokens of a block, head_dim; a unit is a key head
     num_kv_heads, block_size = _number(arguments, 12), _number(arguments, 13)
@@ -201,7 +201,7 @@ def _append(arguments, first, last):
     )
 
 
-def _attend_blocks(arguments, first, last):
+def _attend_blocks(arguments: int, first: int, last: int) -> None:
     """Run attention over KV blocks."""
     # qkv, keys, values, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block, head_dim,
     # scale, window; a unit is a key head of a token
@@ -225,7 +225,7 @@ def _attend_blocks(arguments, first, last):
     )
 
 
-def _attend(arguments, first, last):
+def _attend(arguments: int, first: int, last: int) -> None:
     """Run attention inside sequences."""
     # qkv, cu_seqlens, bias, out; heads, key heads, scale, causal, window; a unit is a key head of a sequence
     num_heads, num_kv_heads = _number(arguments, 12), _number(arguments, 13)
@@ -244,7 +244,7 @@ def _attend(arguments, first, last):
     )
 
 
-def _rotate(arguments, first, last):
+def _rotate(arguments: int, first: int, last: int) -> None:
     """Run rotations of heads."""
     # qkv, position_ids, cos_sin, out; rotated heads, head_dim; a unit is a token
     qkv, ids, cos_sin = _matrix(arguments, 0), _ids(arguments, 1), _matrix(arguments, 2)

@@ -31,6 +31,35 @@ def add_layer_norm(
     return out
 
 
+def embed_layer_norm(
+    token_ids: Tensor,
+    position_ids: Tensor,
+    type_ids: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    type_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the layer norm of summed embeddings, see `reference.embed_layer_norm`."""
+    ids, tables = (
+        (token_ids, position_ids, type_ids),
+        (token_table, position_table, type_table),
+    )
+    if not _compiles(token_table, weight):
+        return reference.embed_layer_norm(*ids, *tables, weight, bias, eps=eps, out=out)
+    from varlen_kernels.cpu.norms import norm_rows
+
+    out = torch.index_select(token_table, 0, token_ids, out=out)
+    for more_ids, table in zip(ids[1:], tables[1:], strict=True):
+        out += table.index_select(0, more_ids)
+    norm_rows(out, weight, bias, eps, out, is_rms=False)
+    return out
+
+
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, out: Tensor | None = None
 ) -> Tensor:

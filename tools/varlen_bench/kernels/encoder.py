@@ -29,6 +29,7 @@ from varlen_bench.kernels.measure import OURS, OURS_ON_HOST, Result, failed_note
 from varlen_bench.kernels.timing import WARM, host_time
 from varlen_bench.ops.call import Inputs, OpCall, as_tensor
 from varlen_bench.peers.checkpoints import EncoderShape, random_checkpoint
+from varlen_kernels import reference
 
 # Values of the column `op`.
 ENCODER, ENCODER_OP, ENCODER_HOST = "encoder", "encoder-share", "encoder-host"
@@ -182,7 +183,9 @@ def _measure_encoder(
             max_batch_tokens=tokens,
             max_sequence_tokens=min(checkpoint.position_limit, tokens),
         )
-        with closing(Runner(checkpoint, config)) as runner:
+        # a dry run has the ops of a GPU on the CPU
+        kernels = None if machine.device.type == "cuda" else reference
+        with closing(Runner(checkpoint, config, kernels=kernels)) as runner:
             forward = PackedForward(runner, prompts, tokens)
             call = OpCall(
                 op=ENCODER,

@@ -23,7 +23,7 @@ from varlen.request.request import Prompt, RequestOptions
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids
-from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
+from varlen_bench.memory.unplanned import NoArena, OpByOp, UnplannedProgram
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_kernels.ops import kernels_for
 
@@ -88,9 +88,10 @@ def planned(runner: Runner) -> LoadedSystem:
 def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -> LoadedSystem:
     """Return the same program and weights without an arena."""
     program, arena = UnplannedProgram(planned_program), NoArena(largest_dims(max_tokens), device)
+    kernels = kernels_for(device)
     if device.type == "cpu":
-        return _loaded(NO_ARENA, program, arena, CpuRunner(program, kernels_for(device), arena))
-    return _loaded(NO_ARENA, program, arena, CudaRunner(program, kernels_for(device), arena))
+        return _loaded(NO_ARENA, program, arena, CpuRunner(program, OpByOp(kernels), arena))
+    return _loaded(NO_ARENA, program, arena, CudaRunner(program, kernels, arena))
 
 
 def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:

@@ -53,6 +53,16 @@ class UnplannedProgram(Program):
         return tuple(bound[value.name] for value in self.outputs)
 
 
+class OpByOp:
+    """Kernels whose ops run one by one: compiled steps need an arena."""
+
+    def __init__(self, kernels: object) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._kernels, name)
+
+
 class NoArena(Arena):
     """An arena without memory; every batch fits."""
 
