@@ -17,7 +17,9 @@ _ALIGNMENT = 64
 
 
 def in_large_pages(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """Return programs whose packed weights lie in one piece of memory, in large pages where the system has them.
+    """Return programs whose packed weights lie in one piece of memory.
+
+    Its pages are large where the system has such pages.
 
     A packed weight is a tensor in a named tuple.
     """
