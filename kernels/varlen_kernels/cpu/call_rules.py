@@ -6,6 +6,8 @@ A rule names what a function gets, and how its work is split.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from varlen_kernels.cpu.epilogues import ACTIVATIONS, NO_ACTIVATION
 from varlen_kernels.cpu.panels import BLOCK
 
@@ -13,6 +15,13 @@ from varlen_kernels.cpu.panels import BLOCK
 Extent: TypeAlias = tuple[int, int]
 Attributes: TypeAlias = Mapping[str, Any]
 Shapes: TypeAlias = Sequence[tuple[Any, ...]]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "f": torch.float32,
+    "b": torch.int8,
+    "i": torch.int32,
+    "l": torch.int64,
+}
 
 # Multiplications that take as long as one number of a norm, an activation or a copy.
 _OF_NUMBER = 32
@@ -39,6 +48,7 @@ class CallRule(NamedTuple):
         entry: name of the function in `entries`.
         tensors: places, among the op's operands and results, of the tensors that the function gets; None for a tensor
             that it does without. Each element of a tuple has a place of its own.
+        dtypes: their dtypes, a letter of `DTYPES` each.
         work: the work, given the extents of these tensors and the constants.
         constants: numbers that it gets after the tensors, given the op's attributes and the shapes of operands and
             results, in which a number stands by itself.
@@ -46,6 +56,7 @@ class CallRule(NamedTuple):
 
     entry: str
     tensors: tuple[int | None, ...]
+    dtypes: str
     work: Callable[[Sequence[Extent], Sequence[float]], Work]
     constants: Callable[[Attributes, Shapes], Sequence[float]]
 
@@ -82,7 +93,9 @@ def _heads_of_sequences(extents: Sequence[Extent], constants: Sequence[float]) -
 
 
 def _multiply(kind: Callable[[Attributes], int]) -> CallRule:
-    return CallRule("multiply", (0, 1, 3, -1), _panels, lambda attributes, _: (kind(attributes),))
+    return CallRule(
+        "multiply", (0, 1, 3, -1), "ffff", _panels, lambda attributes, _: (kind(attributes),)
+    )
 
 
 def _multiply_int8(kind: Callable[[Attributes], int]) -> CallRule:
@@ -91,6 +104,7 @@ def _multiply_int8(kind: Callable[[Attributes], int]) -> CallRule:
     return CallRule(
         "multiply_int8",
         tensors,
+        "fbfflf",
         _int8_panels,
         lambda attributes, shapes: (*shapes[5], kind(attributes)),
     )
@@ -98,13 +112,21 @@ def _multiply_int8(kind: Callable[[Attributes], int]) -> CallRule:
 
 def _norm(*tensors: int | None, is_rms: bool = False) -> CallRule:
     return CallRule(
-        "norm", tensors, _rows, lambda attributes, _: (float(attributes["eps"]), int(is_rms))
+        "norm",
+        tensors,
+        "ffffff",
+        _rows,
+        lambda attributes, _: (float(attributes["eps"]), int(is_rms)),
     )
 
 
 def _gather(*tensors: int | None) -> CallRule:
     return CallRule(
-        "gather", tensors, _rows, lambda attributes, _: (float(attributes.get("scale", 1.0)),)
+        "gather",
+        tensors,
+        "ifififf",
+        _rows,
+        lambda attributes, _: (float(attributes.get("scale", 1.0)),),
     )
 
 
@@ -116,16 +138,18 @@ def _no_kind(_: Attributes) -> int:
     return NO_ACTIVATION
 
 
-_ACTIVATE = CallRule("activate", (0, -1), _rows, lambda attributes, _: (_kind(attributes),))
+_ACTIVATE = CallRule("activate", (0, -1), "ff", _rows, lambda attributes, _: (_kind(attributes),))
 _APPEND = CallRule(
     "append",
     (0, 1, 2, 3),
+    "flff",
     _key_heads,
     lambda attributes, shapes: (attributes["num_kv_heads"], *shapes[2][2:]),
 )
 _ATTEND_BLOCKS = CallRule(
     "attend_blocks",
     (0, 1, 2, 4, 5, 6, 7, -1),
+    "fffiiiff",
     _heads_of_tokens,
     lambda attributes, shapes: (
         attributes["num_heads"],
@@ -138,6 +162,7 @@ _ATTEND_BLOCKS = CallRule(
 _ATTEND = CallRule(
     "attend",
     (0, 1, 2, -1),
+    "fiff",
     _heads_of_sequences,
     lambda attributes, _: (
         attributes["num_heads"],
@@ -170,7 +195,7 @@ RULES: Mapping[str, tuple[CallRule, ...]] = {
     "embed": (_gather(0, 1, 2, 3, None, None, -1),),
     "embed_layer_norm": (_gather(0, 3, 1, 4, 2, 5, -1), _norm(-1, None, 6, 7, -1, -1)),
     "select_rows": (_gather(1, 0, None, None, None, None, -1),),
-    "rotary": (CallRule("rotate", (0, 1, 2, -1), _rows, _heads),),
+    "rotary": (CallRule("rotate", (0, 1, 2, -1), "fiff", _rows, _heads),),
     "append_kv": (_APPEND,),
     "attention_paged": (_ATTEND_BLOCKS,),
     "attention_varlen": (_ATTEND,),

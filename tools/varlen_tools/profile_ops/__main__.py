@@ -1,6 +1,7 @@
 """The command: `python -m varlen_tools.profile_ops model_repository/tiny_gpt2 --output ops.html`.
 
-The recorded program runs with timed kernels, so the measured program is the served one.
+The recorded program runs with timed kernels, one op after another. On a CPU a server runs most of these ops in one call
+of compiled code, without Python between them.
 """
 
 import random

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from varlen.execution.cpu.all_cores import LoneCores
@@ -34,7 +33,6 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 _LEAST_SHARED_WORK = 1 << 19
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
-_DTYPES = (torch.float32, torch.int8, torch.int32, torch.int64)
 # An op that reads one token of each sequence, and the place of the bounds of sequences among its operands.
 _SINGLE_TOKENS = {"attention_paged": 3}
 
@@ -256,33 +254,33 @@ def _calls_of(program: Program) -> Iterator[_Call]:
     from varlen_kernels.cpu.entries import address_of
 
     for number, op in enumerate(program.ops):
-        tensors = [*_flat(op.operands), *op.results]
-        if not _is_compiled(op, tensors):
+        rules = RULES.get(op.kernel, ())
+        # distances, tables of distances and ends of keys
+        if op.kernel == "attention_varlen" and any(each is not None for each in op.operands[3:]):
             continue
-        shapes = [_shape(each) for each in tensors]
-        for rule in RULES[op.kernel]:
-            yield _Call(
-                number,
-                rule,
-                address_of(rule.entry),
-                tuple([None if place is None else tensors[place] for place in rule.tensors]),
-                tuple(rule.constants(op.attributes, shapes)),
-            )
+        operands = [*_flat(op.operands), *op.results]
+        given = [
+            [None if place is None else operands[place] for place in rule.tensors] for rule in rules
+        ]
+        if not all(map(_fits, rules, given)):
+            continue
+        shapes = [_shape(each) for each in operands]
+        for rule, tensors in zip(rules, given, strict=True):
+            constants = tuple(rule.constants(op.attributes, shapes))
+            yield _Call(number, rule, address_of(rule.entry), tuple(tensors), constants)
 
 
-def _is_compiled(op: Op, tensors: Sequence[object]) -> bool:
-    """Return whether compiled functions run an op."""
-    from varlen_kernels.cpu.call_rules import RULES
+def _fits(rule: CallRule, tensors: Sequence[Tensor | Value | State | None]) -> bool:
+    """Return whether a function reads tensors of these dtypes, which are contiguous."""
+    from varlen_kernels.cpu.call_rules import DTYPES
 
-    if op.kernel not in RULES:
-        return False
-    # distances, tables of distances and ends of keys
-    if op.kernel == "attention_varlen" and any(each is not None for each in op.operands[3:]):
-        return False
     return all(
-        each.dtype in _DTYPES and (not isinstance(each, Tensor) or each.is_contiguous())
-        for each in tensors
-        if isinstance(each, Tensor | Value | State)
+        tensor is None
+        or (
+            tensor.dtype == DTYPES[dtype]
+            and (not isinstance(tensor, Tensor) or tensor.is_contiguous())
+        )
+        for tensor, dtype in zip(tensors, rule.dtypes, strict=True)
     )
 
 
