@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import set_fields
-from tests.closeness import assert_close
+from tests.closeness import assert_close, encoder_roundings
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
@@ -137,7 +137,8 @@ def test_fields_of_a_checkpoint_are_ignored_where_nothing_reads_them_or_the_owne
         assert load(server, "fields", config | {"name": "fields"}) is None
         assert load(server, "spare") is None
         answers = [grpc_client.infer(name, texts("word1 word2")) for name in ("fields", "spare")]
-        assert_close(answers[0], answers[1], roundings=1)
+        # each load measures which products are fastest, and they round in different orders
+        assert_close(answers[0], answers[1], roundings=encoder_roundings(folder))
     finally:
         unload(server, "fields")
         unload(server, "spare")

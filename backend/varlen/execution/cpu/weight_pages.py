@@ -30,7 +30,8 @@ def in_large_pages(programs: Sequence[Program]) -> tuple[Program, ...]:
         for operand in op.operands
         if isinstance(operand, tuple)
         for part in operand
-        if isinstance(part, Tensor)
+        # a layout of oneDNN cannot be copied
+        if isinstance(part, Tensor) and not part.is_mkldnn
     }
     if not found:
         return tuple(programs)

@@ -141,7 +141,9 @@ def test_an_op_may_write_one_number_for_each_token(share):
     torch.testing.assert_close(out, rows.norm(dim=1))
 
 
-def test_packed_products_run_on_parts_of_usual_sizes(small_bert, share):
+def test_packed_products_run_on_parts_of_usual_sizes(small_bert, share, monkeypatch):
+    # another process may have a core meanwhile
+    monkeypatch.setattr(LoneCores, "add_gain", lambda *_: None)
     runner = runner_of(small_bert, reference, dtype="fp32")
     rows = []
 
