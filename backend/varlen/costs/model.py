@@ -138,6 +138,10 @@ class CostModel:
         return np.ones_like(sequences), sequences, tokens, squares
 
 
+# Terms in the order in which they explain a few batches, which several sets of them fit: every token costs something.
+_FIRST = [2, 0, 1, 3]
+
+
 def powers_of_two(most: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `most`, which is always the last."""
     return [*(1 << i for i in range((most - 1).bit_length())), most]
@@ -161,7 +165,8 @@ def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:
         above = seconds > floor
         if floor and above.sum() <= terms.shape[1]:
             break
-        coefficients = non_negative_least_squares(relative[above])
+        coefficients = np.zeros(terms.shape[1])
+        coefficients[_FIRST] = non_negative_least_squares(relative[above][:, _FIRST])
         error = float(np.square(np.maximum(floor / seconds, relative @ coefficients) - 1).sum())
         if error < least:
             least, best = error, (float(floor), coefficients)
