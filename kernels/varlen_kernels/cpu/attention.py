@@ -7,8 +7,6 @@ the same result by itself and in a batch, to the last bit.
 Source: the specification is `reference.attention_varlen`.
 """
 
-from pathlib import Path
-
 import numba
 import numpy as np
 import torch
@@ -312,11 +310,6 @@ def _attend_items_with_distances(
             distances,
             memory,
         )
-
-
-def cache_folder() -> Path:
-    """Return the folder in which numba stores the compiled code of all ops."""
-    return Path(attend_items.stats.cache_path)
 
 
 def attend_sequences(

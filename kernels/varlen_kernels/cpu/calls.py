@@ -8,6 +8,7 @@ numba caches a compiled function under the time of its own file; see `lanes`.
 """
 
 import time
+from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeAlias
 
@@ -146,6 +147,11 @@ def _run_alone(table):
     for i in range(len(table)):
         arguments = begin + i * row_bytes + 8 * ARGUMENTS
         _call(table[i, FUNCTION], arguments, 0, table[i, UNITS])
+
+
+def cache_folder() -> Path:
+    """Return the folder in which numba stores the compiled code of all ops."""
+    return Path(_run.stats.cache_path)
 
 
 def compile_calls() -> None:

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 
-import torch
-
 from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.compiled_files import remove_damaged
 
@@ -20,15 +18,10 @@ def has_numba() -> bool:
     It loads in half a second, when the first op runs.
     """
     try:
-        module = import_module("varlen_kernels.cpu.attention")
+        module = import_module("varlen_kernels.cpu.calls")
         with compile_lock(module.cache_folder()):
             remove_damaged(module.cache_folder())
-            module.attend_sequences(
-                torch.zeros(1, 3),
-                torch.tensor([0, 1], dtype=torch.int32),
-                num_heads=1,
-                scale=1.0,
-            )
+            module.compile_calls()
     except Exception as error:
         # numba is absent or of another version, or no folder can hold compiled code
         _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
@@ -40,6 +33,6 @@ def compiling() -> AbstractContextManager[None]:
     """Return the lock to hold while ops run for the first time, which compiles them."""
     if not has_numba():
         return nullcontext()
-    from varlen_kernels.cpu.attention import cache_folder
+    from varlen_kernels.cpu.calls import cache_folder
 
     return compile_lock(cache_folder())

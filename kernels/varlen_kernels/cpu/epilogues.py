@@ -1,6 +1,6 @@
-"""What follows a product in the same op: an activation, a residual sum, a norm.
+"""Activations and layer norms of rows, for functions that numba compiles.
 
-Source: the specifications are `reference.activate` and `reference.add_layer_norm`.
+Source: the specifications are `reference.activate` and `reference.layer_norm`.
 
 After a change here, touch the files that use it; see `lanes`.
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu import int8_ops
-from varlen_kernels.cpu.attention import cache_folder
+from varlen_kernels.cpu.calls import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.int8_tile import pack_panels, panel_levels
 from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums

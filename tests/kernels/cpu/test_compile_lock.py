@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from varlen_kernels.cpu import compiled_ops, int8_torch
-from varlen_kernels.cpu.attention import cache_folder
+from varlen_kernels.cpu.calls import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
 
 

@@ -97,7 +97,7 @@ def test_code_that_cannot_be_compiled_or_stored_counts_as_no_numba(monkeypatch, 
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("varlen_kernels.cpu.attention.attend_sequences", fail)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.compile_calls", fail)
 
     assert not compiled_ops.has_numba.__wrapped__()
     assert "No space left on device" in caplog.text

@@ -92,13 +92,10 @@ class CompiledProgram:
             program: the program, in memory of the CPU.
             states: the tensor of each state, by name.
         """
-        from varlen_kernels.cpu.calls import compile_calls
-
         self._program = program
         self._states = states
         with compiling():
             self._calls = list(_calls_of(program))
-            compile_calls()
         # inputs and states, then buffers of the region, then outputs
         bound: tuple[Value | State, ...] = (*program.inputs, *program.states)
         self._slots = {each.name: i for i, each in enumerate(bound)}

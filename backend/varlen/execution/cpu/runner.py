@@ -52,7 +52,8 @@ class CpuRunner:
     def share_cores(self, share: CoreShare, cores: int) -> None:
         """Use this number of cores while `share` says that a batch runs alone, else one."""
         self._lone = LoneCores(share, cores)
-        self._call = AllCores(self._program, self._lone)
+        if self._compiled is None:
+            self._call = AllCores(self._program, self._lone)
 
     def compile(self) -> None:
         """Compile what batches of usual sizes need."""
