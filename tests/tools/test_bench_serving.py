@@ -298,7 +298,7 @@ def invoke(checkpoint, monkeypatch, tmp_path):
         rate = load.rate or capacity
         p99 = 100.0 if rate <= 0.9 * capacity else 900.0
         figures = {"seconds": load.seconds, "served": min(rate, capacity), "share": 1.0, "lost": 0}
-        latency = {"mean_ms": p99 / 2, "p99_ms": p99, "kept_deadline": 0.99}
+        latency = {"mean_ms": p99 / 2, "p50_ms": p99 / 2, "p99_ms": p99, "kept_deadline": 0.99}
         return Row(load.mix.label, system.name, load.kind, offered=load.rate, **figures, **latency)
 
     embed = engines.load("transformers", checkpoint, "fp32", cores=engines.Cores(1, 1))
@@ -398,6 +398,26 @@ def test_the_backend_of_a_commit_is_extracted_once(tmp_path):
     assert server.backends_at("HEAD", tmp_path) == backends
     with pytest.raises(RuntimeError, match="no-such-commit"):
         server.backends_at("no-such-commit", tmp_path)
+
+
+def test_requests_one_by_one_are_measured_in_turns_forth_and_back(invoke):
+    ours, peer = "varlen-fp32", "openvino-fp32-single"
+
+    done = invoke("--lone", "--only", f"{ours},{peer}", "--output", "serving.csv")
+
+    assert done.exit_code == 0, done.output
+    rows = read_csv("serving.csv")
+    # the positions of the model end at 40
+    lengths = [row["lengths"] for row in rows[::2]]
+    assert lengths == ["lone 3", "lone 16", "lone 40"] * 3
+    assert [row["system"] for row in rows[:6]] == [ours, peer] * 3
+    assert [row["system"] for row in rows[6:12]] == [peer, ours] * 3
+    assert {row["kind"] for row in rows} == {"lone"}
+    assert done.stdout.splitlines()[-1] == (
+        "BENCH serving_lone: lone_3_fp32_vs_fp32_peer=1 lone_3_int8_vs_int8_peer=n/a "
+        "lone_16_fp32_vs_fp32_peer=1 lone_16_int8_vs_int8_peer=n/a "
+        "lone_40_fp32_vs_fp32_peer=1 lone_40_int8_vs_int8_peer=n/a lost=0"
+    )
 
 
 def test_an_overload_is_twice_the_capacity_with_deadlines(invoke):

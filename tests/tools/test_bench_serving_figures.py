@@ -11,7 +11,7 @@ import pytest
 
 from varlen_bench.harness.rows import Provenance, bench_line
 from varlen_bench.serving import perf_analyzer, picture, report, server
-from varlen_bench.serving.figures import bench_figures, overload_figures
+from varlen_bench.serving.figures import bench_figures, lone_figures, overload_figures
 from varlen_bench.serving.generator import LoadRecord, RequestRecord
 from varlen_bench.serving.loads import Load, max_waiting, seconds_at
 from varlen_bench.serving.rows import Row, load_row
@@ -211,10 +211,12 @@ def test_the_bench_line_holds_the_keys_in_order():
     assert bench_line("serving", figures) == (
         "BENCH serving: sustained_vs_dynamic_batcher=5.5 sustained_vs_best_peer=2 "
         "fp32_vs_dynamic_batcher=4.5 fp32_vs_best_fp32_peer=1.6364 int8_vs_best_fp32_peer=n/a "
+        "int8_vs_best_int8_peer=n/a "
         "dp_padded_vs_fifo_padded=2 dp_mean_vs_token_budget=0.8485 "
         "dp_p99_vs_token_budget=1.1785 lost=0 "
         "short_sustained_vs_dynamic_batcher=5.5 short_sustained_vs_best_peer=2 short_fp32_vs_dynamic_batcher=4.5 "
         "short_fp32_vs_best_fp32_peer=1.6364 short_int8_vs_best_fp32_peer=n/a "
+        "short_int8_vs_best_int8_peer=n/a "
         "short_dp_padded_vs_fifo_padded=2 short_dp_mean_vs_token_budget=0.8485 "
         "short_dp_p99_vs_token_budget=1.1785"
     )
@@ -229,11 +231,31 @@ def test_what_did_not_run_has_no_figure_and_what_was_lost_counts_everywhere():
     assert bench_line("serving", bench_figures(rows, [UNIFORM])) == (
         "BENCH serving: sustained_vs_dynamic_batcher=n/a sustained_vs_best_peer=2 "
         "fp32_vs_dynamic_batcher=n/a fp32_vs_best_fp32_peer=1.6364 int8_vs_best_fp32_peer=n/a "
+        "int8_vs_best_int8_peer=n/a "
         "dp_padded_vs_fifo_padded=2 dp_mean_vs_token_budget=n/a "
         "dp_p99_vs_token_budget=n/a lost=2"
     )
     trace = bench_figures([], [Mix("trace", "trace azure / 8", (1,))])
     assert next(iter(trace)) == "trace_sustained_vs_dynamic_batcher"
+
+
+def test_a_request_that_is_alone_is_compared_with_the_fastest_peer_of_its_precision():
+    mix = Mix("lone_3", "lone 3", (3,))
+    times = {OURS_FP32: (4.0, 2.0, 3.0), "onnxruntime-fp32-single": (5.0, 6.0, 90.0)}
+    times |= {"openvino-fp32-single": (7.0, 7.0, 7.0), "openvino-int8-single": (1.0, 1.0, 1.0)}
+    rows = [
+        Row(mix.label, system, "lone", p50_ms=time, turn=turn, lost=turn // 2)
+        for system, each in times.items()
+        for turn, time in enumerate(each)
+    ]
+
+    figures = lone_figures(rows, [mix])
+
+    assert figures["lone_3_fp32_vs_fp32_peer"] == 3.0 / 6.0
+    assert figures["lone_3_int8_vs_int8_peer"] is None
+    assert figures["lost"] == 4
+    (table,) = [each for each in report.tables(rows) if "alone" in each.title]
+    assert table.lines[0] == [OURS_FP32, "3.0 (2.0-4.0)"]
 
 
 def test_the_worst_of_every_overload_is_reported():
@@ -277,8 +299,8 @@ def test_a_curve_has_the_loads_that_were_not_given_up_in_a_color_of_its_own():
 
     expected = [(5.0, 5.0), (20.0, 20.0), (52.0, 26.0)]
     assert picture.curve(rows, UNIFORM.label, OURS, "served") == expected
-    assert set(picture.COLORS) == set(SYSTEMS)
-    assert len(set(picture.COLORS.values())) == len(SYSTEMS)
+    assert set(picture.colors()) == set(SYSTEMS)
+    assert len(set(picture.colors().values())) == len(SYSTEMS)
 
 
 def fetched(text):

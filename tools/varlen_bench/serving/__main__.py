@@ -13,9 +13,11 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.harness import command, machine
 from varlen_bench.harness.neighbour import half_a_busy_core
 from varlen_bench.serving import report
-from varlen_bench.serving.figures import bench_figures, overload_figures
+from varlen_bench.serving.figures import bench_figures, lone_figures, overload_figures
+from varlen_bench.serving.loads import lone_mixes
 from varlen_bench.serving.run import LoadTest
 from varlen_bench.serving.systems import (
+    LONE,
     OURS,
     PAIRED,
     SYSTEMS,
@@ -27,8 +29,9 @@ from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.workloads import MIXES, Mix, named_mix, trace_mix
 
 _PACKAGES = ("torch", "transformers", "onnxruntime", "tritonclient", "varlen")
-# By overload, then quick.
-_SECONDS = ((6.0, 2.5), (120.0, 10.0))
+# By what is measured: seconds of a load, in full and quick; the systems that run if none are chosen, all if empty.
+_SECONDS = {"": (6.0, 2.5), "paired": (6.0, 2.5), "overload": (120.0, 10.0), "lone": (2.0, 1.0)}
+_DEFAULT_SYSTEMS = {"": "", "paired": ",".join(PAIRED), "overload": OURS, "lone": ",".join(LONE)}
 
 app = typer.Typer(add_completion=False)
 
@@ -55,6 +58,9 @@ def main(
     overload: Annotated[
         bool, typer.Option("--overload", help="Only twice the capacity, with deadlines.")
     ] = False,
+    lone: Annotated[
+        bool, typer.Option("--lone", help="Only requests one by one, of 3 to 512 tokens, by turns.")
+    ] = False,
     paired: Annotated[
         int,
         typer.Option(
@@ -74,14 +80,15 @@ def main(
     output: command.Output = None,
 ) -> None:
     """Load real servers, ours and plain ones, until they cannot keep up."""
+    kind = "lone" if lone else "overload" if overload else "paired" if paired else ""
     lengths = lengths or ("uniform" if quick or overload else ",".join(MIXES))
     with command.refused():
         settings = Settings(
             model=model,
-            systems=chosen_systems(only or _default_systems(paired, overload), quick=quick),
-            mixes=_mixes(lengths, trace, model),
-            seconds=seconds or _SECONDS[overload][quick],
-            turns=paired or (1 if quick else 2),
+            systems=chosen_systems(only or _DEFAULT_SYSTEMS[kind], quick=quick),
+            mixes=_mixes("lone" if lone else lengths, trace, model),
+            seconds=seconds or _SECONDS[kind][quick],
+            turns=paired or (1 if quick else 3 if lone else 2),
             quick=quick,
             peer_batch=peer_batch,
             threads=machine.cpu_count(),
@@ -98,7 +105,9 @@ def main(
         bench.progress() as progress,
     ):
         load_test = LoadTest(settings, Path(scratch), report=progress, append=bench.append)
-        if overload:
+        if lone:
+            load_test.send_one_by_one()
+        elif overload:
             load_test.overload()
         elif paired:
             pair = [before(baseline), SYSTEMS[OURS]] if baseline else settings.systems
@@ -106,27 +115,22 @@ def main(
         else:
             load_test.compare()
     rows = load_test.rows
-    figures = overload_figures(rows) if overload else bench_figures(rows, settings.mixes)
+    find = lone_figures if lone else overload_figures if overload else bench_figures
+    figures = find(rows, settings.mixes)
     bench.show(*report.tables(rows), *report.notes(rows))
     csv = bench.output or Path(mkdtemp(prefix="varlen-serving-"), "serving.csv")
-    kind = "-overload" if overload else "-paired" if paired else ""
-    page = csv.with_name(f"{csv.stem}{kind}.html")
+    page = csv.with_name(f"{csv.stem}{kind and '-'}{kind}.html")
     page.write_text(report.page(rows, figures, bench.provenance), encoding="utf-8")
     bench.show(f"report: {page}")
-    bench.finish("serving_overload" if overload else "serving", figures)
+    bench.finish(f"serving_{kind}" if lone or overload else "serving", figures)
     if figures["lost"] or any(row.kind == "failed" and "varlen" in row.system for row in rows):
         raise typer.Exit(1)
 
 
-def _default_systems(paired: int, overload: bool) -> str:
-    """Return the names of the systems that run if none are chosen; empty for all."""
-    if paired:
-        return ",".join(PAIRED)
-    return OURS if overload else ""
-
-
 def _mixes(lengths: str, trace: Path | None, model: Path) -> list[Mix]:
     limit = Checkpoint.open(model).position_limit
+    if lengths == "lone":
+        return lone_mixes(limit)
     if trace is not None:
         return [trace_mix(trace, limit)]
     return [named_mix(name.strip(), limit) for name in lengths.split(",") if name.strip()]

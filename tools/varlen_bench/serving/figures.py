@@ -34,7 +34,7 @@ def bench_figures(rows: Sequence[Row], mixes: Sequence[Mix]) -> dict[str, Cell]:
     return figures
 
 
-def overload_figures(rows: Sequence[Row]) -> dict[str, Cell]:
+def overload_figures(rows: Sequence[Row], _mixes: Sequence[Mix] = ()) -> dict[str, Cell]:
     """Return the keys of the BENCH line of an overload: the worst of each figure."""
     loads = [row for row in rows if row.kind == "overload"]
     return {
@@ -44,6 +44,31 @@ def overload_figures(rows: Sequence[Row]) -> dict[str, Cell]:
         "failed": sum(row.failed or 0 for row in rows),
         "lost": sum(row.lost or 0 for row in rows),
     }
+
+
+def lone_figures(rows: Sequence[Row], mixes: Sequence[Mix]) -> dict[str, Cell]:
+    """Return the keys of `--lone`: our time over the fastest peer's."""
+    figures: dict[str, Cell] = {}
+    for mix in mixes:
+        times = lone_times([row for row in rows if row.lengths == mix.label])
+        for ours, precision in ((OURS_FP32, "fp32"), (OURS_INT8, "int8")):
+            peers = (SYSTEMS[name] for name in times if not SYSTEMS[name].is_ours)
+            fastest = min(
+                (times[each.name] for each in peers if each.precision == precision), default=None
+            )
+            key = f"{mix.name}_{precision}_vs_{precision}_peer"
+            figures[key] = rounded(ratio(times.get(ours), fastest))
+    figures["lost"] = sum(row.lost or 0 for row in rows)
+    return figures
+
+
+def lone_times(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the latency of each system in ms, among the rows of one length."""
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        if row.kind == "lone" and row.p50_ms is not None:
+            times.setdefault(row.system, []).append(row.p50_ms)
+    return {system: statistics.median(each) for system, each in times.items()}
 
 
 def best_peer(rows: Iterable[Row], precision: str = "") -> Row | None:
@@ -95,6 +120,7 @@ def _mix_figures(rows: Sequence[Row]) -> dict[str, Cell]:
         "fp32_vs_dynamic_batcher": over(dynamic_batcher, "sustained", OURS_FP32),
         "fp32_vs_best_fp32_peer": over(best_peer(rows, "fp32"), "sustained", OURS_FP32),
         "int8_vs_best_fp32_peer": over(best_peer(rows, "fp32"), "sustained", OURS_INT8),
+        "int8_vs_best_int8_peer": over(best_peer(rows, "int8"), "sustained", OURS_INT8),
         "dp_padded_vs_fifo_padded": over(fifo, "saturated", OURS_PADDED),
         "dp_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
         "dp_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),

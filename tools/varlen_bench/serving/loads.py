@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeAlias
 from varlen_tools.workloads import Mix, poisson_times, token_ids
 
 Kind: TypeAlias = Literal[
-    "closed", "load", "most", "paired", "overload", "perf_analyzer", "result", "failed"
+    "closed", "load", "most", "paired", "overload", "lone", "perf_analyzer", "result", "failed"
 ]
 # Seconds at the beginning of a load that are not measured.
 WARMUP_SECONDS = 1.0
 # Requests in flight of a closed loop, and the number of different ones.
 IN_FLIGHT, _CLOSED_REQUESTS = 8, 1024
+# Lengths of requests that are sent one by one, in tokens.
+_LONE_TOKENS = (3, 16, 128, 512)
 # Share of late requests that ends a load which may be given up.
 _LATE_SHARE = 0.01
 # Requests that may wait, in seconds of what a system serves: six times the latency that is allowed.
@@ -69,6 +71,12 @@ class Load:
         """Return the token ids of each request."""
         count = _CLOSED_REQUESTS if self.rate is None else len(self.due_times())
         return token_ids(self.mix.take(count, self.seed), vocabulary, self.seed)
+
+
+def lone_mixes(limit: int) -> list[Mix]:
+    """Return the lengths of requests that are sent one by one."""
+    lengths = dict.fromkeys(min(tokens, limit) for tokens in _LONE_TOKENS)
+    return [Mix(f"lone_{tokens}", f"lone {tokens}", (tokens,)) for tokens in lengths]
 
 
 def max_waiting(capacity: float) -> int:

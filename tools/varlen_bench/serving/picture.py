@@ -6,8 +6,11 @@ is saturated.
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from varlen_bench.serving.rows import GOAL_P99_MS, Row
 from varlen_bench.serving.systems import OURS, SYSTEMS, ServedSystem
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Ours in blues and greens, peers in warm colors; the dynamic batcher of today is red. Readable on light and dark.
-COLORS = {
+_COLORS = {
     "varlen-fp32": "#5a6fd8",
     "varlen-int8": "#9a5fd0",
     "varlen-dp": "#1f6fd6",
@@ -28,18 +31,27 @@ COLORS = {
     "transformers-fp32-single": "#e8837a",
     "transformers-bf16-dynamic": "#9c6a38",
     "transformers-bf16-single": "#c9a26b",
-    "onnxruntime-fp32-dynamic": "#d97a00",
-    "onnxruntime-fp32-single": "#e0a63c",
-    "onnxruntime-fp32-dynamic-per-core": "#b85c00",
-    "onnxruntime-int8-dynamic-per-core": "#c4a800",
-    "openvino-fp32-dynamic": "#d8569b",
-    "openvino-fp32-dynamic-per-core": "#b03a78",
-    "openvino-int8-dynamic-per-core": "#e58fb8",
 }
+# The hues of the strongest peers; their systems differ in lightness.
+_HUES = {"onnxruntime": 0.09, "openvino": 0.91}
+_DARKEST, _LIGHTEST = 0.3, 0.75
 _GUIDE = {"color": "#8f8f8f", "linewidth": 0.9, "linestyle": ":"}
 _PANELS = (("served/s", "served"), ("mean latency, ms", "mean_ms"), ("p99 latency, ms", "p99_ms"))
 # Beyond saturation the latency comes from the backlog.
 _LONGEST_MS = 5000.0
+
+
+def colors() -> dict[str, str]:
+    """Return the color of each system."""
+    found = dict(_COLORS)
+    for engine, hue in _HUES.items():
+        names = [system.name for system in SYSTEMS.values() if system.engine == engine]
+        for name, lightness in zip(
+            names, np.linspace(_DARKEST, _LIGHTEST, len(names)), strict=True
+        ):
+            parts = colorsys.hls_to_rgb(hue, float(lightness), 0.75)
+            found[name] = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+    return found
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -99,7 +111,7 @@ def _finish_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) ->
 
 def _style(system: ServedSystem) -> dict[str, Any]:
     return {
-        "color": COLORS[system.name],
+        "color": colors()[system.name],
         "linewidth": 2.6 if system.name == OURS else 1.4,
         "linestyle": "-" if system.is_ours else "--",
         "marker": "o" if system.is_ours else "s",

@@ -12,7 +12,7 @@ import numpy as np
 from varlen_bench.harness.rows import Cell, Provenance, cell
 from varlen_bench.harness.tables import csv_table
 from varlen_bench.serving import picture
-from varlen_bench.serving.figures import paired_ratios
+from varlen_bench.serving.figures import lone_times, paired_ratios
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import OURS
 from varlen_tools import html_page, pictures
@@ -33,6 +33,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         results = [_with_loads(row, of_mix) for row in of_mix if row.kind == "result"]
         found.append(_table(f"{label} tokens; p50 and p99 of the light load", _RESULTS, results))
     found.append(_paired(rows))
+    found.append(_lone(rows))
     found.append(_table("Overload", _LOADS, (row for row in rows if row.kind == "overload")))
     for own, row in pairwise(rows):
         if row.kind == "perf_analyzer":
@@ -108,6 +109,24 @@ def _paired(rows: Sequence[Row]) -> Table:
                 figures = [*_with_quartiles(means), *_with_quartiles(p99s)]
                 lines.append([label, other, str(len(means)), *figures])
     return Table(f"Latency of {OURS} over another system, same arrivals", _PAIRED, lines)
+
+
+def _lone(rows: Sequence[Row]) -> Table:
+    """Return the latency of requests one by one, and its range over the turns."""
+    lone = [row for row in rows if row.kind == "lone"]
+    labels = list(dict.fromkeys(row.lengths for row in lone))
+    lines = []
+    for system in dict.fromkeys(row.system for row in lone):
+        line = [system]
+        for label in labels:
+            own = [row for row in lone if (row.system, row.lengths) == (system, label)]
+            middle = lone_times(own).get(system)
+            values = [row.p50_ms for row in own if row.p50_ms is not None]
+            line.append(
+                "n/a" if middle is None else f"{middle:.1f} ({min(values):.1f}-{max(values):.1f})"
+            )
+        lines.append(line)
+    return Table("Milliseconds of a request that is alone, p50", ("system", *labels), lines)
 
 
 def _with_quartiles(ratios: Sequence[float]) -> tuple[str, str]:

@@ -87,6 +87,10 @@ class LoadTest:
         for system in self._settings.systems:
             self._run_part(self._measure_overload, system)
 
+    def send_one_by_one(self) -> None:
+        """Measure the latency of all systems where a request never waits for another, by turns."""
+        self._run_part(self._measure_one_by_one, *self._settings.systems)
+
     def _run_part(self, measure: Callable[..., None], *systems: ServedSystem) -> None:
         """Measure systems, each on its server; an error becomes the last row of the part."""
         names = " and ".join(system.name for system in systems)
@@ -184,6 +188,15 @@ class LoadTest:
                     load = self._load("paired", mix, seconds, capacity, rate=rate, seed=turn)
                     for served in systems[::-1] if turn % 2 else systems:
                         self._measure(served, load, turn=turn)
+
+    def _measure_one_by_one(self, *systems: Served) -> None:
+        for turn in range(self._settings.turns):
+            self._report(f"one by one: turn {turn + 1} of {self._settings.turns}")
+            for mix in self._settings.mixes:
+                seed = self._settings.seed + turn
+                load = Load("lone", mix, self._settings.seconds, seed, max_waiting=1)
+                for served in systems[::-1] if turn % 2 else systems:
+                    self._measure(served, load, turn=turn)
 
     def _measure_overload(self, served: Served) -> None:
         for mix in self._settings.mixes:

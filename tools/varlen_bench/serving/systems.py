@@ -106,6 +106,20 @@ def _ours(name: str, policy: str, **parameters: str) -> ServedSystem:
     return ServedSystem(name, "varlen", parameters={"policy": policy} | padded | parameters)
 
 
+# The strongest peers, each with both forms of batching and of instances.
+_PEERS = [
+    ServedSystem(
+        f"{engine}-{precision}-{'dynamic' if dynamic else 'single'}{'-per-core' if per_core else ''}",
+        engine,
+        precision,
+        dynamic=dynamic,
+        per_core=per_core,
+    )
+    for engine in ("onnxruntime", "openvino")
+    for precision in ("fp32", "int8")
+    for dynamic in (False, True)
+    for per_core in (False, True)
+]
 # Ours first: they decide the load at which the peers are saturated.
 SYSTEMS = by_name(
     _ours(TOKEN_BUDGET, "token_budget"),
@@ -116,21 +130,22 @@ SYSTEMS = by_name(
     _ours(FIFO_PADDED, "fifo"),
     _ours(NONE, "none"),
     ServedSystem(DYNAMIC_BATCHER, "transformers", dynamic=True),
-    ServedSystem("onnxruntime-fp32-single", "onnxruntime"),
-    ServedSystem("onnxruntime-fp32-dynamic", "onnxruntime", dynamic=True),
-    ServedSystem("onnxruntime-fp32-dynamic-per-core", "onnxruntime", dynamic=True, per_core=True),
-    ServedSystem(
-        "onnxruntime-int8-dynamic-per-core", "onnxruntime", "int8", dynamic=True, per_core=True
-    ),
-    ServedSystem("openvino-fp32-dynamic", "openvino", dynamic=True),
-    ServedSystem("openvino-fp32-dynamic-per-core", "openvino", dynamic=True, per_core=True),
-    ServedSystem("openvino-int8-dynamic-per-core", "openvino", "int8", dynamic=True, per_core=True),
+    *_PEERS,
     ServedSystem("transformers-fp32-single", "transformers"),
     ServedSystem("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True),
     ServedSystem("transformers-bf16-single", "transformers", "bf16"),
 )
 # Compared in turns unless others are chosen.
 PAIRED = (TOKEN_BUDGET, OURS)
+# Sent requests one by one unless others are chosen.
+LONE = (
+    OURS_FP32,
+    OURS_INT8,
+    "onnxruntime-fp32-single",
+    "onnxruntime-int8-single",
+    "openvino-fp32-single",
+    "openvino-int8-single",
+)
 # Left out of a quick run: the BENCH line is hardly ever about them.
 _NOT_QUICK = (NONE, "transformers-bf16", "transformers-fp32-single")
 
