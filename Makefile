@@ -38,7 +38,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info server $(MINILM) $(TINY_GPT2) $(TINY_DATES) ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
+setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info $(VENV)/compiled.stamp server $(MINILM) $(TINY_GPT2) $(TINY_DATES) ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
 
 $(VENV)/setup.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
@@ -51,6 +51,12 @@ $(VENV)/setup.stamp: pyproject.toml constraints.txt
 $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info: | $(VENV)/setup.stamp
 	@rm -rf $(OLDEST_TRITON_FOLDER)
 	@$(INSTALL) --no-deps --target $(OLDEST_TRITON_FOLDER) triton==$(OLDEST_TRITON)
+
+# Otherwise each first start of a kind of model compiles what it needs, on one core.
+$(VENV)/compiled.stamp: $(VENV)/setup.stamp $(wildcard kernels/varlen_kernels/cpu/*.py kernels/varlen_kernels/reference/*.py)
+	@echo "setup: compiling the ops of this CPU"
+	@$(BIN)/python -m varlen_kernels.cpu.compile_all
+	@touch $@
 
 server: $(VENV)/setup.stamp
 	@$(BIN)/python -m varlen_tools.setup_server

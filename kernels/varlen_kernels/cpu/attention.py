@@ -26,6 +26,7 @@ from varlen_kernels.cpu.attention_weights import (
     write_score_bias,
 )
 from varlen_kernels.cpu.lanes import LANES, as_array, load, splat, sum_of, transpose
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.attention import Distances
 
@@ -212,7 +213,7 @@ def _allocate(longest, width, needs_score_bias, keeps_keys):
     return score_bias, np.empty((_QUERY_TILE, width), np.float32), keys_values, room
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def attend_items(
     first_item,
     last_item,
@@ -255,7 +256,7 @@ def attend_items(
         )
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _attend_items_with_distances(
     first_item,
     last_item,

@@ -3,7 +3,6 @@
 A table has one row for each distance, so the products of 16 queries with the distances that a block of keys has are
 one small matrix. Query i reads its row of that matrix from one place further left than query i - 1: rows of a matrix
 that is one column narrower, in the same memory. No product is computed that no score reads, but for the corners.
-numba caches a compiled function under the time of its own file: after a change here, touch `attention`.
 Source: He et al. 2020, arXiv:2006.03654, section 3.1; the narrower matrix is the relative shift of Dai et al. 2019,
 arXiv:1901.02860, appendix B.
 """

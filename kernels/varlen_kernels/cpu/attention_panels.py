@@ -1,7 +1,6 @@
 """Rows and panels of attention on a CPU, and their products.
 
 A panel holds 16 rows of a matrix, with the features as rows, so that 16 products with one row are one vector.
-numba caches a compiled function under the time of its own file: after a change here, touch `attention` and `paged`.
 """
 
 import numba

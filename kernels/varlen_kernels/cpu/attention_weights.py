@@ -1,7 +1,6 @@
 """Scores of attention on a CPU, their weights, and the weighted values.
 
 Scores are read in blocks, with a running maximum and a running sum of weights for each query.
-numba caches a compiled function under the time of its own file: after a change here, touch `attention` and `paged`.
 Source: Milakov, Gimelshein 2018, arXiv:1805.02867.
 """
 

@@ -8,11 +8,11 @@ Source: the specification is `reference.beam`.
 
 import math
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
 
@@ -33,13 +33,13 @@ _HALF = np.float32(0.5)
 _SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _without_infinity(x):
     """Return x, and the largest finite number instead of +inf."""
     return min(x, _LARGEST)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _maximum(x, lanes):
     """Return the maximum; NaN counts as -inf."""
     lanes[:] = _LOWEST
@@ -57,7 +57,7 @@ def _maximum(x, lanes):
 
 
 # additions in any order, so that they are vectorized; NaN and infinities keep their meaning
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
+@stored(fastmath={"reassoc", "contract", "nsz"})
 def _sum_exp(x, peak, mantissas, exponents):
     """Return the sum of exp(x - peak); NaN and -inf count as 0.
 
@@ -88,7 +88,7 @@ def _sum_exp(x, peak, mantissas, exponents):
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _search_group(
     x,  # [at most _GROUP]
     first_token,
@@ -115,7 +115,7 @@ def _search_group(
     return found, floor
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _search_row(
     logits,  # [vocabulary]
     edited,  # [vocabulary] bool, tokens to leave out of the search
@@ -158,7 +158,7 @@ def _search_row(
     return found, peak, np.float32(math.log(total))
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _insert(
     score,
     beam,
@@ -191,7 +191,7 @@ def _insert(
     return min(found + 1, width)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _step_sequences(
     first,
     last,

@@ -3,8 +3,6 @@
 Each function gets the address of its arguments and the range of units that it works on. Threads go through the same
 list. They take parts of a function's units until none is left, and go on when all parts are done. A thread waits only
 for parts that another one has begun, so a thread whose core is taken delays the others by one part at most.
-
-numba caches a compiled function under the time of its own file; see `lanes`.
 """
 
 import time
@@ -19,6 +17,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import HELP_SECONDS, run_along
 
 Table: TypeAlias = npt.NDArray[np.int64]
@@ -100,7 +99,7 @@ def _byte(_context, _address):
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
-@numba.njit(nogil=True, cache=True, _nrt=False)
+@stored(_nrt=False)
 def _run(
     table,  # [functions, ARGUMENTS + arguments]
     taken,  # [functions, 2]: parts that were begun, and parts that are done; zeros at first
@@ -141,7 +140,7 @@ def _run(
         spent[0], spent[1], spent[2], spent[3] = _cycles() - began, waited, shared, own
 
 
-@numba.njit(nogil=True, cache=True, _nrt=False)
+@stored(_nrt=False)
 def _run_alone(table):
     row_bytes, begin = 8 * table.shape[1], table.ctypes.data
     for i in range(len(table)):

@@ -3,8 +3,6 @@
 They read their arguments from memory: three numbers for each tensor, which are its address, its rows and its columns,
 all 0 where it is left out; then the constants of `call_rules`, a float as the bits of a double. The comments of a
 function name its tensors, its constants and its unit.
-
-numba caches a compiled function under the time of its own file; see `lanes`.
 """
 
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from varlen_kernels.cpu.lanes import LANES, multiply_add, splat
 from varlen_kernels.cpu.norms import norm_some_rows
 from varlen_kernels.cpu.paged import append_rows, attend_blocks
 from varlen_kernels.cpu.panels import multiply_units
+from varlen_kernels.cpu.stored_code import stored_entry
 
 _SIZE = ir.IntType(64)
 
@@ -282,7 +281,7 @@ _SIGNATURE = types.void(types.int64, types.int64, types.int64)
 @cache
 def address_of(name: str) -> int:
     """Return the address of a compiled function; the first call compiles it."""
-    entry = numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(_FUNCTIONS[name])
+    entry = stored_entry(_FUNCTIONS[name], _SIGNATURE)
     # the entry holds the memory of the code
     _kept.append(entry)
     address: int = entry.address

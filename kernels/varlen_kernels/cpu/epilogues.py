@@ -1,8 +1,6 @@
 """Activations and layer norms of rows, for functions that numba compiles.
 
 Source: the specifications are `reference.activate` and `reference.layer_norm`.
-
-After a change here, touch the files that use it; see `lanes`.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 
 Torch takes two to five times as long for the tanh form of GELU. Other forms are for ops that do more.
 Source: the specifications are `reference.activate` and `reference.activate_gate`.
-
-After a change here, touch the files that use it; see `lanes`.
 """
 
 import numba
@@ -25,6 +23,7 @@ from varlen_kernels.cpu.lanes import (
     store,
     store_first,
 )
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # 1 + tanh(y) is 2 · sigmoid(2 y), so the result is x · sigmoid(x · (_LINEAR + _CUBIC · x²)).
@@ -107,7 +106,7 @@ def gelu_erf(x):
     return maximum(splat(_ZERO), x) - splat(_HALF) * a * (power * power_of_two(shifted))
 
 
-@numba.njit(nogil=True, cache=True, _nrt=False)
+@stored(_nrt=False)
 def _activate_rows(
     first,
     last,

@@ -29,6 +29,7 @@ from varlen_kernels.cpu.int8_tile import (
     prefetch,
 )
 from varlen_kernels.cpu.lanes import LANES, load, multiply_add, splat
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 from varlen_kernels.reference.linear_int8 import Int8Weight
 
@@ -126,7 +127,7 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
             store_within(out, to_row + i, column, activated(value, kind))
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def multiply_int8_units(
     first_unit,
     last_unit,

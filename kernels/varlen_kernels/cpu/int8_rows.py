@@ -1,8 +1,6 @@
 """Tokens as int8 codes on CPUs, compiled by numba.
 
 Source: the specification is `reference.linear_int8.quantize_rows`.
-
-After a change here, touch the files that use it; see `lanes`.
 """
 
 import numba

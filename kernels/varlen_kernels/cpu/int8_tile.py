@@ -7,8 +7,6 @@ of codes and adds fours of products to sums of 32 bits, exactly.
 With AVX2 it is 4 rows by 16 features in 16 registers. An instruction multiplies 32 pairs and adds twos of products in
 16 bits, which is exact for row codes of 7 bits: 2 · 127 · 127 is less than 2 ** 15. Another one adds these sums in 32
 bits.
-
-After a change here, touch the files that use it; see `lanes`.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.lanes import LANES
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
 
 # Lowest code of the signed form.
@@ -86,7 +87,7 @@ def _dequantize(sums: Tensor, factors: Tensor, layer: Int8Weight, out: Tensor | 
     return out
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _quantize_rows(
     x,  # [tokens, hidden]
     outliers,  # [OUTLIERS], ascending
@@ -101,7 +102,7 @@ def _quantize_rows(
         quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, token)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _dequantize_rows(
     sums,  # [tokens, features] fp32
     factors,  # [tokens, FACTORS]
@@ -113,7 +114,7 @@ def _dequantize_rows(
 
 
 # not a second signature of the function above: numba stores both in one index
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _dequantize_integers(
     sums,  # [tokens, features] int32
     factors,  # [tokens, FACTORS]

@@ -6,8 +6,6 @@ AVX-512, two with AVX2. Arrays hold fp32, or bf16 as uint16, which is converted 
 
 Functions with `_nrt=False` do not count references to arrays, which is as slow as several vectors of work a call; they
 cannot allocate.
-
-numba caches a compiled function under the time of its own file: after a change here, touch the files that use it.
 """
 
 import operator

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from varlen_kernels.cpu.epilogues import NO_MATRIX, load_within, normalize_row, store_within
 from varlen_kernels.cpu.lanes import LANES, multiply_add, splat, sum_of
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -65,7 +66,7 @@ def _divide_by_root_mean_square(matrix, row, weight, eps, out):
 
 
 # a row without variance divides by zero where eps is 0, which gives NaN
-@numba.njit(nogil=True, cache=True, _nrt=False, error_model="numpy")
+@stored(_nrt=False, error_model="numpy")
 def norm_some_rows(
     first,
     last,

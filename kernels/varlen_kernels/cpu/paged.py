@@ -29,6 +29,7 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # The score of no key: its weight is 0 beside the lowest score too.
@@ -201,7 +202,7 @@ def _copy_row(source, row, column, count, destination, to_row):
         store_first(destination, to_row, 0, load_first(source, row, column, count), count)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def attend_blocks(
     first_item,
     last_item,
@@ -266,7 +267,7 @@ def attend_blocks(
             write_context(context, member, total, out, sequence, column, head_dim)
 
 
-@numba.njit(nogil=True, cache=True, _nrt=False)
+@stored(_nrt=False)
 def append_rows(
     first_head,
     last_head,
@@ -293,7 +294,7 @@ def append_rows(
             _copy_row(qkv, token, first_value + column, head_dim, values, row)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _copy(
     cache,  # [blocks, numbers of a block]
     sources,  # [copies]

@@ -4,8 +4,6 @@ They are for functions that numba compiles. A panel is some neighbouring feature
 product reads it from one end to the other: few rows are multiplied as fast as memory delivers the weight. A tile is up
 to 6 rows by the features of a panel; its sums stay in registers. Each sum adds its products in the order of the hidden
 features, whatever the tile, so a row has the same result by itself and among others, to the last bit.
-
-After a change here, touch the files that use it; see `lanes`.
 """
 
 from typing import Any

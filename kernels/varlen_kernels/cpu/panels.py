@@ -22,6 +22,7 @@ from varlen_kernels.cpu.epilogues import (
 from varlen_kernels.cpu.lanes import LANES, as_array, load
 from varlen_kernels.cpu.panel_ops import PanelWeight
 from varlen_kernels.cpu.panel_tile import PANEL_FEATURES, TILE_ROWS, multiply_rows
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # Tokens of a block.
@@ -103,7 +104,7 @@ def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias,
             _finish_tile(sums, end - begin, panel, bias, kind, out, first + begin)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def multiply_units(
     first_unit,
     last_unit,

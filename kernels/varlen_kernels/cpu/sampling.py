@@ -7,11 +7,11 @@ Source: the specification is `reference.sampling`.
 
 import math
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from varlen_kernels.cpu.stored_code import stored
 from varlen_kernels.cpu.threads import run_parts, usable_cores
 
 # Logits below which a second thread costs more than it saves.
@@ -20,7 +20,7 @@ _LARGEST = np.float32(np.finfo(np.float32).max)
 _TOP_BIT = np.uint32(1 << 31)
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _order(logits, keys):
     """Write integers in the order of the logits; return the first place of the largest."""
     best = 0
@@ -40,7 +40,7 @@ def _order(logits, keys):
     return best
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _weigh(logits, best, temperature, weights):
     """Write exp((logit - best) / temperature); 0 for NaN, and +inf counts as the largest number."""
     for i in range(len(logits)):
@@ -49,7 +49,7 @@ def _weigh(logits, best, temperature, weights):
         weights[i] = math.exp(x) if x > -745.0 else 0.0
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _keep_best(keys, weights, sizes, limit, by_number):
     """Set the weights past a limit to 0.
 
@@ -91,7 +91,7 @@ def _keep_best(keys, weights, sizes, limit, by_number):
             kept = True
 
 
-@numba.njit(nogil=True, cache=True)
+@stored()
 def _sample_rows(first, last, logits, temperature, top_k, top_p, min_p, uniform, out):
     size = logits.shape[1]
     keys, weights = np.empty(size, np.uint32), np.empty(size, np.float64)
