@@ -58,9 +58,9 @@ class Workload:
 
 def uniform_workload(model: Path, count: int, seed: int = 0) -> Workload:
     """Return sequences of random words, 5-500 tokens or the model's limit."""
-    longest = min(_UNIFORM_LONGEST, _position_limit(model))
     draw = random.Random(seed)
     make = _maker(model, draw)
+    longest = min(_UNIFORM_LONGEST, _position_limit(model))
     sequences = [make(draw.randint(_UNIFORM_SHORTEST, longest)) for _ in range(count)]
     return Workload("uniform", sequences, (1, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192))
 
