@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,40 +93,48 @@ def _stream(client: Client) -> object:
     return list(client.stream(PROMPT, timeout=TIMEOUT_SECONDS, **LONG))
 
 
-@pytest.mark.parametrize(
-    ("model", "call"),
-    [(ENCODER, _embed), (DECODER, _generate), (DECODER, _stream)],
-    ids=["embed", "generate", "stream"],
-)
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_call_of_a_killed_process_fails_until_the_model_is_loaded_again(
-    server: LocalServer, loaded: Callable[[str], int], model: str, call: Call, protocol: str
+# Calls that run for some seconds, and their models.
+CALLS: dict[Call, str] = {_embed: ENCODER, _generate: DECODER, _stream: DECODER}
+
+
+def test_calls_of_killed_processes_fail_until_the_models_are_loaded_again(
+    server: LocalServer, loaded: Callable[[str], int]
 ) -> None:
-    stub = loaded(model)
-    url = server.grpc_url if protocol == "grpc" else server.http_url
-    with (
-        ThreadPoolExecutor(1) as pool,
-        Client(url, model, watch_seconds=WATCH_SECONDS) as client,
-    ):
-        held = pool.submit(call, client)
-        wait_until(lambda: _is_working(server, model), "the call runs")
+    stubs = [loaded(model) for model in (ENCODER, DECODER)]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(2 * len(CALLS)))
+        clients = [
+            (call, model, stack.enter_context(Client(url, model, watch_seconds=WATCH_SECONDS)))
+            for url in (server.grpc_url, server.http_url)
+            for call, model in CALLS.items()
+        ]
+        held = [pool.submit(call, client) for call, _, client in clients]
+        running = sum(model == DECODER for _, model, _ in clients)
+        wait_until(partial(_is_working, server, ENCODER), "an encoder's call runs")
+        wait_until(partial(_is_running, server, DECODER, running), "the others run")
 
-        os.kill(stub, signal.SIGKILL)
+        for stub in stubs:
+            os.kill(stub, signal.SIGKILL)
 
-        assert is_gone(stub)
-        error = held.exception()
-        assert type(error) is ModelProcessEnded
-        # of many requests, one that was sent after the kill was refused itself
-        reason = "" if call is _embed else "no answer will come, since "
-        assert f"{reason}{ENDED.format(model)}" in str(error)
-        assert client.ready(), "server 2.51 reports the model as ready"
-        # a new call fails at once
-        with pytest.raises(ModelProcessEnded, match=ENDED.format(model)):
-            client.tokenize(["word3"])
+        assert all(map(is_gone, stubs))
+        for (call, model, _), each in zip(clients, held, strict=True):
+            error = each.exception()
+            assert type(error) is ModelProcessEnded
+            # of many requests, one that was sent after the kill was refused itself
+            reason = "" if call is _embed else "no answer will come, since "
+            assert f"{reason}{ENDED.format(model)}" in str(error)
+        new = [pool.submit(client.tokenize, ["word3"]) for _, _, client in clients]
+        for (_, model, client), each in zip(clients, new, strict=True):
+            error = each.exception()
+            assert type(error) is ModelProcessEnded
+            assert ENDED.format(model) in str(error)
+            assert client.ready(), "server 2.51 reports the model as ready"
 
-        unload(server, model)
-        loaded(model)
-        assert client.tokenize(["word3"])
+        for model in (ENCODER, DECODER):
+            unload(server, model)
+            loaded(model)
+        for _, _, client in clients:
+            assert client.tokenize(["word3"])
 
 
 def test_a_slow_call_of_a_process_that_runs_is_answered(
@@ -189,6 +198,10 @@ def _counted(server: LocalServer, model: str) -> dict[str, float]:
 def _is_working(server: LocalServer, model: str) -> bool:
     series = metrics(server, model)
     return any(series.get(name) for name in ("varlen_queued_tokens", "varlen_running_sequences"))
+
+
+def _is_running(server: LocalServer, model: str, sequences: int) -> bool:
+    return metrics(server, model).get("varlen_running_sequences") == sequences
 
 
 def test_shared_memory_of_a_killed_process_is_removed_after_the_end_of_its_server(

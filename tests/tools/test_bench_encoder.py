@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import SMALL_ENCODERS, pooling_files, save_checkpoint
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.compare.systems import System
-from varlen_bench.encoder import run
+from varlen_bench.encoder import run, workload
 from varlen_bench.encoder.__main__ import app
 from varlen_bench.encoder.report import EncoderResult, bench_figures, csv_rows, tables
 from varlen_bench.encoder.systems import BASELINE, SYSTEMS
@@ -215,6 +215,34 @@ def test_a_random_encoder_is_made_once_with_the_tokenizer_of_another(tmp_path, m
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     assert Checkpoint.open(folder).vocab_size == Checkpoint.open(other).vocab_size
     assert (folder / "tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
+
+
+def test_batches_of_equal_sequences_are_compared_by_length(
+    tmp_path, monkeypatch, checkpoint, peers_in_process
+):
+    monkeypatch.setattr(workload, "_GRID_TOKENS", (4, 9))
+    monkeypatch.setattr(workload, "_GRID_PASS_TOKENS", 16)
+    output = tmp_path / "encoder.csv"
+    systems = f"varlen-fp32,{BASELINE}"
+    arguments = ["--model", str(checkpoint), "--grid", "--rounds", "1", "--only", systems]
+
+    done = CliRunner().invoke(app, [*arguments, "--threads", "1", "--output", str(output)])
+
+    assert done.exit_code == 0, done.output
+    rows = [row for row in read_csv(output) if row["system"] == "varlen-fp32"]
+    found = [(row["workload"], row["sequences"], row["tokens"]) for row in rows]
+    assert found == [
+        ("1x4", "1", "4"),
+        ("1x9", "1", "9"),
+        ("20x4", "20", "80"),
+        ("20x9", "20", "180"),
+    ]
+    last = done.output.strip().splitlines()[-1]
+    keys = dict(word.split("=", 1) for word in last.split()[2:])
+    assert last.startswith("BENCH encoder_grid: ")
+    assert keys["batch_20_vs_transformers"] == keys["batch_20_vs_best_peer"]
+    times = [each.times for each in workload.grid_workloads(checkpoint)]
+    assert times == [4, 2, 1, 1]
 
 
 def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_line(

@@ -28,7 +28,7 @@ from varlen_bench.serving import repository, run, server, worker
 from varlen_bench.serving.__main__ import app
 from varlen_bench.serving.generator import offer, saturate
 from varlen_bench.serving.loads import Load
-from varlen_bench.serving.repository import write_model
+from varlen_bench.serving.repository import write_models
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import SYSTEMS, Settings, chosen_systems
 from varlen_tools.local_server import ServerError
@@ -157,7 +157,7 @@ def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
     client = nullcontext(SimpleNamespace(infer=infer))
 
     def row_of(*load, **options):
-        order = {"model": "m", "load": asdict(Load(*load, **options))}
+        order = {"models": ["m"], "load": asdict(Load(*load, **options))}
         return Row(**json.loads(json.dumps(handle(json.loads(json.dumps(order))))))
 
     monkeypatch.setattr(worker.aio, "InferenceServerClient", lambda address: client)
@@ -172,9 +172,12 @@ def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
     assert row.kept_deadline == 1.0
     closed = row_of("closed", mix, 0.2, seed=0)
     assert closed.sent == closed.ok > 8
+    answers = {"models": ["m", "bad"], "load": asdict(Load("closed", mix, 0.2, seed=0))}
+    half = Row(**handle(answers))
+    assert half.failed == pytest.approx(half.ok, abs=8)
     requests = [[1, 2, 3], [4]]
-    assert handle({"model": "m", "requests": requests}) == {"vectors": [[3, 3], [1, 1]]}
-    assert "such model" in handle({"model": "bad", "requests": requests})["error"]
+    assert handle({"models": ["m"], "requests": requests}) == {"vectors": [[3, 3], [1, 1]]}
+    assert "such model" in handle({"models": ["bad"], "requests": requests})["error"]
 
 
 def settings(checkpoint, names=("varlen-dp",)):
@@ -187,8 +190,9 @@ def settings(checkpoint, names=("varlen-dp",)):
 def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(repository, "exported", lambda model, engine, *rest: Path("/", engine))
 
-    write_model(tmp_path / "models", system, settings(checkpoint))
+    write_models(tmp_path / "models", system, settings(checkpoint))
 
+    assert sorted(each.name for each in (tmp_path / "models").iterdir()) == system.models
     model = tmp_path / "models" / system.name
     config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     parameters = {name: value.string_value for name, value in config.parameters.items()}
@@ -310,7 +314,7 @@ def invoke(checkpoint, monkeypatch, tmp_path):
                 address="127.0.0.1:9",
                 measure=partial(measure, system),
                 embed=embed,
-                process=os.getpid,
+                processes=lambda: [os.getpid()],
             )
         )
 

@@ -144,7 +144,7 @@ def test_a_row_has_what_the_system_counted_once_all_answers_are_in_its_metrics(m
     monkeypatch.setattr(server, "model_process", lambda pid, model: 7)
     monkeypatch.setattr(server, "family_bytes", lambda pid: 3 << 20)
     answer = asdict(Row(UNIFORM.label, OURS, "closed", sent=7, lost=1))
-    generator = SimpleNamespace(ask=lambda model, load: answer)
+    generator = SimpleNamespace(ask=lambda models, load: answer)
     local = SimpleNamespace(pid=1, metrics_url="url")
 
     row = Served(SYSTEMS[OURS], local, generator, "").measure(Load("closed", UNIFORM, 1.0, 0))

@@ -349,6 +349,8 @@ class GroupMemory:
 
     def _release(self, block_ids: list[int]) -> list[int]:
         """Release a block table; return the blocks that are unused now."""
+        if not self.copies:
+            return self.blocks.release(block_ids)
         # a step that fails runs again with its copies, so their sources stay as they are
         sources = set(self.copies.values())
         kept = {each for each in block_ids if each in sources and not self.blocks.is_shared(each)}

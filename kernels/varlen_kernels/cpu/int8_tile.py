@@ -19,6 +19,7 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from torch import Tensor
 
+from varlen_kernels.cpu.addresses import element_address, moved
 from varlen_kernels.cpu.lanes import LANES, LANES_TYPE
 from varlen_kernels.reference.linear_int8 import FULL_LEVELS, REDUCED_LEVELS
 
@@ -75,20 +76,6 @@ def pack_panels(codes: Tensor) -> Tensor:
     return parts.reshape(panels, -1)
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
-    """Return the address of an element, as one of bytes; columns are adjacent."""
-    struct = context.make_array(array_type)(context, builder, array)
-    row_bytes = cgutils.unpack_tuple(builder, struct.strides, 2)[0]
-    width = ir.Constant(_SIZE, array_type.dtype.bitwidth // 8)
-    offset = builder.add(builder.mul(row, row_bytes), builder.mul(column, width))
-    return builder.gep(builder.bitcast(struct.data, _BYTE.as_pointer()), [offset])
-
-
-def _offset(builder: Any, address: Any, offset: Any, vector: Any) -> Any:
-    """Return the address of a vector some bytes further."""
-    return builder.bitcast(builder.gep(address, [offset]), vector.as_pointer())
-
-
 def _multiply(count: int) -> Any:
     """Return a function for compiled code that multiplies this number of rows with a panel."""
 
@@ -101,10 +88,10 @@ def _multiply(count: int) -> Any:
 
             def row_address(kind: Any, array: Any, first: Any, i: int) -> Any:
                 place = builder.add(first, ir.Constant(_SIZE, i))
-                return _address(context, builder, kind, array, place, zero)
+                return element_address(context, builder, kind, array, place, zero)
 
             rows = [row_address(codes_type, from_codes, row, i) for i in range(count)]
-            weights = _address(context, builder, panels_type, from_panels, panel, zero)
+            weights = element_address(context, builder, panels_type, from_panels, panel, zero)
             shape = context.make_array(panels_type)(context, builder, from_panels).shape
             step_bytes = ir.Constant(_SIZE, TILE_FEATURES * _DEPTH)
             steps = builder.udiv(cgutils.unpack_tuple(builder, shape, 2)[1], step_bytes)
@@ -121,7 +108,7 @@ def _multiply(count: int) -> Any:
                 address = row_address(sums_type, to_sums, zero, i)
                 for j, total in enumerate(of_row):
                     floats = ir.VectorType(ir.FloatType(), _WIDTH)
-                    place = _offset(builder, address, ir.Constant(_SIZE, 4 * _WIDTH * j), floats)
+                    place = moved(builder, address, ir.Constant(_SIZE, 4 * _WIDTH * j), floats)
                     builder.store(builder.sitofp(builder.load(total), floats), place, align=4)
             return context.get_dummy_value()
 
@@ -158,9 +145,9 @@ def _add_products(
     factors = []
     for i in range(_VECTORS):
         offset = builder.add(first, ir.Constant(_SIZE, 4 * _WIDTH * i))
-        factors.append(builder.load(_offset(builder, weights, offset, _SUMS), align=4))
+        factors.append(builder.load(moved(builder, weights, offset, _SUMS), align=4))
     for address, of_row in zip(rows, totals, strict=True):
-        four = builder.load(_offset(builder, address, column, _INT), align=1)
+        four = builder.load(moved(builder, address, column, _INT), align=1)
         repeated = _repeat(builder, four, _WIDTH)
         for factor, total in zip(factors, of_row, strict=True):
             added = _add_fours(builder, builder.load(total), repeated, factor)
@@ -201,7 +188,7 @@ def store_codes(_context, codes, _row, _column, _value, _lowest):
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
         array, row, column, value, lowest = values
-        address = _address(context, builder, declared.args[0], array, row, column)
+        address = element_address(context, builder, declared.args[0], array, row, column)
         numbers = builder.trunc(builder.fptosi(value, _INTS), _BYTES)
         shift = builder.trunc(_repeat(builder, builder.trunc(lowest, _INT)), _BYTES)
         place = builder.bitcast(address, _BYTES.as_pointer())
@@ -217,7 +204,7 @@ def prefetch(_context, array, _row, _column):
     """Have the cache line of an element read, to be written soon."""
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        address = _address(context, builder, declared.args[0], *values)
+        address = element_address(context, builder, declared.args[0], *values)
         function_type = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
         name = "llvm.prefetch.p0"
         call = cgutils.get_or_insert_function(builder.module, function_type, name)

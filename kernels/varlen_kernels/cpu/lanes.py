@@ -26,6 +26,8 @@ from numba.extending import lower_builtin, register_model
 from numpy.typing import NDArray
 from torch import Tensor
 
+from varlen_kernels.cpu.addresses import element_address
+
 # Writes instructions with a builder; returns the value that they compute.
 Emit: TypeAlias = Callable[..., Any]
 # What numba calls to write the instructions of an intrinsic.
@@ -114,12 +116,8 @@ _define_operator(operator.truediv, "fdiv")
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
-    """Return the address of an element of a matrix whose columns are adjacent."""
-    struct = context.make_array(array_type)(context, builder, array)
-    row_bytes = cgutils.unpack_tuple(builder, struct.strides, 2)[0]
-    width = ir.Constant(_SIZE, array_type.dtype.bitwidth // 8)
-    offset = builder.add(builder.mul(row, row_bytes), builder.mul(column, width))
-    address = builder.gep(builder.bitcast(struct.data, ir.IntType(8).as_pointer()), [offset])
+    """Return the address of an element of a matrix of fp32 or bf16."""
+    address = element_address(context, builder, array_type, array, row, column)
     element = _FLOAT if array_type.dtype == types.float32 else _HALF
     return builder.bitcast(address, element.as_pointer())
 

@@ -15,6 +15,7 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from torch import Tensor
 
+from varlen_kernels.cpu.addresses import element_address, moved
 from varlen_kernels.cpu.lanes import LANES
 
 
@@ -67,9 +68,8 @@ class _Tile:
         self._width = panels_type.dtype.bitwidth // 8
 
         def row_of(array_type: Any, array: Any, number: Any) -> Any:
-            struct = context.make_array(array_type)(context, builder, array)
-            row_bytes = cgutils.unpack_tuple(builder, struct.strides, 2)[0]
-            return self._at(struct.data, builder.mul(number, row_bytes), _BYTE)
+            zero = ir.Constant(_SIZE, 0)
+            return element_address(context, builder, array_type, array, number, zero)
 
         self._rows = [
             row_of(x_type, x, builder.add(row, ir.Constant(_SIZE, i))) for i in range(rows)
@@ -86,7 +86,7 @@ class _Tile:
         self._multiply()
         for address, of_row in zip(self._sums, self._totals, strict=True):
             for i, total in enumerate(of_row):
-                place = self._at(address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
+                place = moved(builder, address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
                 builder.store(builder.load(total), place, align=4)
 
     def _multiply(self) -> None:
@@ -104,20 +104,28 @@ class _Tile:
         """Add the products with one row of the panel to the sums."""
         builder, vector_bytes = self._builder, LANES * self._width
         row_bytes = _VECTORS * vector_bytes
-        weights = self._at(self._panel, builder.mul(place, ir.Constant(_SIZE, row_bytes)), _BYTE)
+        weights = moved(
+            builder, self._panel, builder.mul(place, ir.Constant(_SIZE, row_bytes)), _BYTE
+        )
         factors = []
         for i in range(_VECTORS):
             offset = i * vector_bytes
             self._fetch(
-                self._at(weights, ir.Constant(_SIZE, _FETCHED_AHEAD * row_bytes + offset), _BYTE)
+                moved(
+                    builder, weights, ir.Constant(_SIZE, _FETCHED_AHEAD * row_bytes + offset), _BYTE
+                )
             )
-            factors.append(self._weights(self._at(weights, ir.Constant(_SIZE, offset), _BYTE)))
+            factors.append(
+                self._weights(moved(builder, weights, ir.Constant(_SIZE, offset), _BYTE))
+            )
         kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
         multiply_add = cgutils.get_or_insert_function(
             builder.module, kind, f"llvm.fmuladd.v{LANES}f32"
         )
         for row, of_row in zip(self._rows, self._totals, strict=True):
-            number = builder.load(self._at(row, builder.mul(place, ir.Constant(_SIZE, 4)), _FLOAT))
+            number = builder.load(
+                moved(builder, row, builder.mul(place, ir.Constant(_SIZE, 4)), _FLOAT)
+            )
             empty = ir.Constant(_FLOATS, ir.Undefined)
             first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
             repeated = builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
@@ -140,11 +148,6 @@ class _Tile:
         fetch = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
         # to read, into all levels, of data
         self._builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
-
-    def _at(self, address: Any, offset: Any, element: Any) -> Any:
-        builder = self._builder
-        moved = builder.gep(builder.bitcast(address, _BYTE.as_pointer()), [offset])
-        return builder.bitcast(moved, element.as_pointer())
 
 
 def _product_of(rows: int) -> Any:

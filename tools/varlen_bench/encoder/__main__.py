@@ -13,7 +13,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.encoder import report
 from varlen_bench.encoder.run import EncoderComparison
 from varlen_bench.encoder.systems import SYSTEMS
-from varlen_bench.encoder.workload import short_workload, uniform_workload
+from varlen_bench.encoder.workload import grid_workloads, short_workload, uniform_workload
 from varlen_bench.harness import command, machine
 from varlen_bench.peers.pooling import POOLING_MODES, PoolingMode
 from varlen_bench.peers.random_encoders import RANDOM_ENCODERS, random_encoder
@@ -37,6 +37,10 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured passes of each system.")] = 5,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of 5-500 tokens.")] = 96,
     queries: Annotated[int, typer.Option(min=1, help="Short queries.")] = 512,
+    grid: Annotated[
+        bool,
+        typer.Option("--grid", help="Only batches of 1 and 20 equal sequences, of 10-500 tokens."),
+    ] = False,
     only: command.Only = "",
     threads: command.Threads = 0,
     seed: command.Seed = 0,
@@ -53,8 +57,14 @@ def main(
             model = random_encoder(str(model), tokenizer=_MINILM)
         pooling = _pooling(model)
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
-        workloads = [uniform_workload(model, sequences, seed), short_workload(model, queries, seed)]
-    if quick:
+        if grid:
+            workloads = grid_workloads(model, seed)
+        else:
+            workloads = [
+                uniform_workload(model, sequences, seed),
+                short_workload(model, queries, seed),
+            ]
+    if quick and not grid:
         workloads = [workload.with_fewer_sizes() for workload in workloads]
     bench = command.started(
         context, "encoder", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
@@ -65,7 +75,10 @@ def main(
     rows = report.csv_rows(results, _model_name(model))
     bench.append(rows)
     bench.show(*report.tables(rows))
-    bench.finish("encoder", report.bench_figures(results))
+    if grid:
+        bench.finish("encoder_grid", report.grid_figures(results))
+    else:
+        bench.finish("encoder", report.bench_figures(results))
     if any(result.system.is_ours and not result.rounds for result in results):
         raise typer.Exit(1)
 

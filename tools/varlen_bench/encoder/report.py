@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from varlen_bench.compare import results as compare
 from varlen_bench.compare.results import Result, csv_row, fastest, result_of, speed_ratio
 from varlen_bench.encoder.systems import BASELINE
+from varlen_bench.encoder.workload import GRID_BATCHES
 from varlen_bench.harness.accuracy import EQUAL_QUALITY
 from varlen_bench.harness.rows import Cell
 from varlen_tools.tables import Table
@@ -59,6 +60,33 @@ def bench_figures(results: Sequence[EncoderResult]) -> dict[str, Cell]:
             f"{prefix}tokens_per_second": round(_speed(ours)) if ours else None,
             **_by_precision(here, prefix),
         }
+    return figures
+
+
+def grid_figures(results: Sequence[EncoderResult]) -> dict[str, Cell]:
+    """Return the keys of batches of equal sequences: geometric means over their lengths.
+
+    Ours in fp32 over transformers, and over the fastest peer in fp32 at each length.
+    """
+    figures: dict[str, Cell] = {}
+    for size in GRID_BATCHES:
+        over: dict[str, list[float]] = {"vs_transformers": [], "vs_best_peer": []}
+        for workload in dict.fromkeys(result.workload for result in results):
+            here = [r for r in results if r.workload == workload and r.system.precision == "fp32"]
+            if not workload.startswith(f"{size}x"):
+                continue
+            ours = fastest(result for result in here if result.system.is_ours)
+            peers = [result for result in here if not result.system.is_ours]
+            transformers = (each for each in peers if each.system.engine == "transformers")
+            for key, peer in (
+                ("vs_transformers", fastest(transformers)),
+                ("vs_best_peer", fastest(peers)),
+            ):
+                if (found := speed_ratio(ours, peer)) is not None:
+                    over[key].append(float(found))
+        for key, ratios in over.items():
+            mean = round(statistics.geometric_mean(ratios), 4) if ratios else None
+            figures[f"batch_{size}_{key}"] = mean
     return figures
 
 

@@ -1,10 +1,10 @@
-"""The two workloads: sequences that are the same for a seed on every machine."""
+"""The workloads: sequences that are the same for a seed on every machine."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,10 @@ from tokenizers import Tokenizer
 
 _UNIFORM_SHORTEST, _UNIFORM_LONGEST = 5, 500
 _QUERY_SHORTEST, _QUERY_LONGEST = 3, 30
+# Batches of equal sequences, as in the evaluation of TurboTransformers (arXiv:2010.05680).
+GRID_BATCHES, _GRID_TOKENS = (1, 20), (10, 100, 200, 500)
+# Tokens of a measured pass at least.
+_GRID_PASS_TOKENS = 2000
 
 # Templates of search queries, and the words that fill them.
 _QUERIES: dict[str, list[str]] = json.loads(
@@ -21,12 +25,18 @@ _QUERIES: dict[str, list[str]] = json.loads(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Token ids of sequences in order of arrival, and the batch sizes to try."""
+    """Token ids of sequences in order of arrival.
+
+    Attributes:
+        batch_sizes, batch_tokens: batch sizes to try, in sequences or tokens.
+        times: number of runs of a measured pass.
+    """
 
     name: str
     sequences: list[list[int]]
     batch_sizes: Sequence[int]
     batch_tokens: Sequence[int]
+    times: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -48,19 +58,25 @@ class Workload:
 
 def uniform_workload(model: Path, count: int, seed: int = 0) -> Workload:
     """Return sequences of random words, 5-500 tokens or the model's limit."""
-    tokenizer = _tokenizer(model)
-    before, after = _special_tokens(tokenizer)
-    added = tokenizer.get_added_tokens_decoder()
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    words = sorted(i for t, i in vocabulary.items() if i not in added and t[0] not in "[<")
-    longest = min(_UNIFORM_LONGEST, _position_limit(model))
     draw = random.Random(seed)
-    sequences = []
-    for _ in range(count):
-        length = draw.randint(_UNIFORM_SHORTEST, longest)
-        inner = length - len(before) - len(after)
-        sequences.append([*before, *draw.choices(words, k=inner), *after])
+    make = _maker(model, draw)
+    longest = min(_UNIFORM_LONGEST, _position_limit(model))
+    sequences = [make(draw.randint(_UNIFORM_SHORTEST, longest)) for _ in range(count)]
     return Workload("uniform", sequences, (1, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192))
+
+
+def grid_workloads(model: Path, seed: int = 0) -> list[Workload]:
+    """Return batches of equal sequences, named by sequences and tokens, such as `20x100`."""
+    make = _maker(model, random.Random(seed))
+    limit = _position_limit(model)
+    workloads = []
+    for size in GRID_BATCHES:
+        for length in dict.fromkeys(min(tokens, limit) for tokens in _GRID_TOKENS):
+            sequences = [make(length) for _ in range(size)]
+            tokens = size * length
+            times = -(-_GRID_PASS_TOKENS // tokens)
+            workloads.append(Workload(f"{size}x{length}", sequences, (size,), (tokens,), times))
+    return workloads
 
 
 def short_workload(model: Path, count: int, seed: int = 0) -> Workload:
@@ -74,6 +90,21 @@ def short_workload(model: Path, count: int, seed: int = 0) -> Workload:
         if _QUERY_SHORTEST <= len(ids) <= longest:
             sequences.append(ids)
     return Workload("short", sequences, (1, 4, 8, 16, 32, 64), (256, 512, 1024, 2048, 4096))
+
+
+def _maker(model: Path, draw: random.Random) -> Callable[[int], list[int]]:
+    """Return a function that makes a sequence of random words, of a length in tokens."""
+    tokenizer = _tokenizer(model)
+    before, after = _special_tokens(tokenizer)
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    words = sorted(i for t, i in vocabulary.items() if i not in added and t[0] not in "[<")
+
+    def make(length: int) -> list[int]:
+        inner = length - len(before) - len(after)
+        return [*before, *draw.choices(words, k=inner), *after]
+
+    return make
 
 
 def _query(draw: random.Random) -> str:

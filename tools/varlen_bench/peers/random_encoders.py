@@ -14,6 +14,15 @@ from varlen_bench.peers.exports import cached
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 # Class of the configuration in transformers, and its fields that differ from the class's defaults.
 _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "albert-base": (
+        "AlbertConfig",
+        {
+            "hidden_size": 768,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "hidden_act": "gelu_new",
+        },
+    ),
     "deberta-v3-small": (
         "DebertaV2Config",
         {

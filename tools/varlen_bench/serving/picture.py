@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _COLORS = {
     "varlen-fp32": "#5a6fd8",
     "varlen-int8": "#9a5fd0",
+    "varlen-int8-eight": "#c49be6",
     "varlen-dp": "#1f6fd6",
     "varlen-token-budget": "#2fb0d8",
     "varlen-dp-padded": "#12906a",

@@ -19,9 +19,13 @@ from varlen_bench.serving.systems import INPUT, OUTPUT, ServedSystem, Settings
 PEER = Path(__file__).with_name("padded_model.py")
 
 
-def write_model(repository: Path, system: ServedSystem, settings: Settings) -> None:
-    """Write the model of a system; it has the system's name."""
-    model = repository / system.name
+def write_models(repository: Path, system: ServedSystem, settings: Settings) -> None:
+    """Write the models of a system."""
+    for name in system.models:
+        _write_model(repository / name, system, settings)
+
+
+def _write_model(model: Path, system: ServedSystem, settings: Settings) -> None:
     model.mkdir(parents=True)
     if system.is_ours:
         (model / "1").symlink_to(settings.model.resolve(), target_is_directory=True)

@@ -211,7 +211,8 @@ class LoadTest:
                 max_waiting=int(_OVERLOAD_BACKLOG_SECONDS * capacity),
                 deadline_ms=_DEADLINE_MS,
             )
-            with sampled_memory(served.process(), _SAMPLE_SECONDS, family_bytes) as samples:
+            (process,) = served.processes()
+            with sampled_memory(process, _SAMPLE_SECONDS, family_bytes) as samples:
                 row = served.measure(overload)
             full = samples[int(_FILLING * len(samples)) :]
             self.rows.append(replace(row, rss_flatness=flatness(full) if full else None))

@@ -6,6 +6,7 @@ import io
 import subprocess
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ from varlen_bench.harness.resident import MIB, family_bytes, model_process
 from varlen_bench.harness.summary import ratio
 from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.loads import Load
-from varlen_bench.serving.repository import write_model
+from varlen_bench.serving.repository import write_models
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import ServedSystem, Settings
 from varlen_client.metrics import fetch_metrics, model_series
@@ -58,27 +59,31 @@ class Served:
     def measure(self, load: Load) -> Row:
         """Return the row of a load."""
         before, speed = self._series(), gflops()
-        row = Row(**self.generator.ask(model=self.system.name, load=asdict(load)))
+        row = Row(**self.generator.ask(models=self.system.models, load=asdict(load)))
         growth = self._growth(before, (row.sent or 0) - (row.lost or 0))
-        memory = family_bytes(self.process()) / MIB
+        memory = sum(map(family_bytes, self.processes())) / MIB
         return replace(row, rss_mib=memory, machine_gflops=speed, **counted(growth))
 
     def embed(self, requests: Sequence[Sequence[int]]) -> Vectors:
         """Return the vectors of requests that are sent at once, [requests, hidden]."""
-        answer = self.generator.ask(model=self.system.name, requests=requests)
+        answer = self.generator.ask(models=self.system.models, requests=requests)
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return np.array(answer["vectors"], dtype=np.float32)
 
-    def process(self) -> int:
-        """Return the id of the process that runs the model."""
-        return model_process(self.server.pid, self.system.name)
+    def processes(self) -> list[int]:
+        """Return the ids of the processes that run the models."""
+        return [model_process(self.server.pid, name) for name in self.system.models]
 
     def _series(self) -> dict[str, float]:
+        """Return the sum of each series over the models."""
         page = fetch_metrics(self.server.metrics_url, timeout=10)
         if page is None:
             raise RuntimeError("the server has no metrics page")
-        return model_series(page, self.system.name)
+        total: Counter[str] = Counter()
+        for name in self.system.models:
+            total.update(model_series(page, name))
+        return dict(total)
 
     def _growth(self, before: Mapping[str, float], answered: int) -> dict[str, float]:
         """Return the growth of each series, once all answered requests are counted."""
@@ -96,7 +101,7 @@ def serve(system: ServedSystem, settings: Settings, scratch: Path) -> Iterator[S
     """Yield a server of a system; it keeps the costs that it measures in `scratch`."""
     environment = {"XDG_CACHE_HOME": str(scratch), "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory(prefix="varlen-serving-") as folder:
-        write_model(Path(folder), system, settings)
+        write_models(Path(folder), system, settings)
         arguments = ["--disable-auto-complete-config"]
         if system.revision:
             arguments.append(f"--backend-directory={backends_at(system.revision, scratch)}")

@@ -28,7 +28,7 @@ OURS_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem(NamedEngine):
-    """One way to serve the model; its name also names its model."""
+    """One way to serve the model; its name also names its model, or the first one."""
 
     # of a peer
     precision: Precision = "fp32"
@@ -40,6 +40,13 @@ class ServedSystem(NamedEngine):
     revision: str = ""
     # of our backend
     parameters: Mapping[str, str] = field(default_factory=dict)
+    # models of one server; requests go to one after another
+    copies: int = 1
+
+    @property
+    def models(self) -> list[str]:
+        """Names of its models."""
+        return [self.name, *(f"{self.name}-{i}" for i in range(2, self.copies + 1))]
 
     @property
     def least_cosine(self) -> float:
@@ -126,6 +133,7 @@ SYSTEMS = by_name(
     _ours(OURS, "dp"),
     ServedSystem(OURS_FP32, "varlen", parameters={"dtype": "fp32"}),
     ServedSystem(OURS_INT8, "varlen", parameters={"dtype": "int8"}),
+    ServedSystem("varlen-int8-eight", "varlen", parameters={"dtype": "int8"}, copies=8),
     _ours(OURS_PADDED, "dp", dp_pressure="infinite"),
     _ours(FIFO_PADDED, "fifo"),
     _ours(NONE, "none"),
@@ -147,7 +155,7 @@ LONE = (
     "openvino-int8-single",
 )
 # Left out of a quick run: the BENCH line is hardly ever about them.
-_NOT_QUICK = (NONE, "transformers-bf16", "transformers-fp32-single")
+_NOT_QUICK = (NONE, "varlen-int8-eight", "transformers-bf16", "transformers-fp32-single")
 
 
 def chosen_systems(only: str, *, quick: bool) -> list[ServedSystem]:

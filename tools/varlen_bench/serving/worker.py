@@ -36,23 +36,25 @@ def outcome_of(error: InferenceServerException) -> Outcome:
 
 
 def start(argument: Message) -> Callable[[Message], Message]:
-    """Return the function that answers orders for a `model`: a `load`, or `requests` to embed."""
+    """Return the function that answers orders for `models`: a `load`, or `requests` to embed."""
     address, vocabulary = argument["address"], argument["vocabulary"]
 
     def handle(order: Message) -> Message:
         if "requests" in order:
-            return asyncio.run(_embed(address, order["model"], order["requests"]))
+            return asyncio.run(_embed(address, order["models"], order["requests"]))
         load = Load.from_json(order["load"])
         gc.collect()
         gc.disable()
-        row = asyncio.run(_offer(address, order["model"], load, load.token_ids(vocabulary)))
+        row = asyncio.run(_offer(address, order["models"], load, load.token_ids(vocabulary)))
         gc.enable()
         return asdict(row)
 
     return handle
 
 
-async def _offer(address: str, model: str, load: Load, requests: Sequence[Sequence[int]]) -> Row:
+async def _offer(
+    address: str, models: Sequence[str], load: Load, requests: Sequence[Sequence[int]]
+) -> Row:
     # built before they are due
     inputs = [_inputs(ids) for ids in requests]
     parameters = {} if load.deadline_ms is None else {"deadline_ms": load.deadline_ms}
@@ -60,6 +62,7 @@ async def _offer(address: str, model: str, load: Load, requests: Sequence[Sequen
 
         async def send(number: int) -> tuple[Outcome, str]:
             try:
+                model = models[number % len(models)]
                 await client.infer(model, inputs[number], outputs=_WANTED, parameters=parameters)
             except InferenceServerException as error:
                 return outcome_of(error), str(error)
@@ -73,13 +76,16 @@ async def _offer(address: str, model: str, load: Load, requests: Sequence[Sequen
             record = await offer(
                 load.due_times(), send, max_waiting=load.max_waiting, max_late=load.max_late
             )
-    return load_row(load, model, record)
+    return load_row(load, models[0], record)
 
 
-async def _embed(address: str, model: str, requests: Sequence[Sequence[int]]) -> Message:
+async def _embed(address: str, models: Sequence[str], requests: Sequence[Sequence[int]]) -> Message:
     """Return the vectors of requests that are sent at once, or the error of one."""
     async with aio.InferenceServerClient(address) as client:
-        answers = [client.infer(model, _inputs(ids), outputs=_WANTED) for ids in requests]
+        answers = [
+            client.infer(models[number % len(models)], _inputs(ids), outputs=_WANTED)
+            for number, ids in enumerate(requests)
+        ]
         try:
             results = await asyncio.gather(*answers)
         except InferenceServerException as error:

@@ -8,7 +8,7 @@ in `Program.run`. docs/decisions/0054-compiled-steps.md has measurements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +33,8 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 _LEAST_SHARED_WORK = 1 << 19
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
+# Numbers of units and parts that a table keeps.
+_MOST_WORK = 1 << 14
 # An op that reads one token of each sequence, and the place of the bounds of sequences among its operands.
 _SINGLE_TOKENS = {"attention_paged": 3}
 
@@ -70,16 +72,20 @@ class _Table:
         addresses: flat places of addresses in it, and for each the number of its tensor.
         sizes: flat places of numbers of rows in it, and for each the number of its size.
         kinds: calls whose work is the same in every batch, one of each.
+        sizes_of: for each kind the numbers of the sizes that its work may depend on.
         kind_of: number of the kind of each row.
         stretches: first and last row of each stretch, or the number of an op that runs as in `Program.run`.
+        work: units and parts of a kind that were found before, by its number, the cores and these sizes.
     """
 
     rows: Int64Array
     addresses: tuple[Int64Array, Int64Array]
     sizes: tuple[Int64Array, Int64Array]
     kinds: tuple[_Call, ...]
+    sizes_of: tuple[tuple[int, ...], ...]
     kind_of: Int64Array
     stretches: tuple[tuple[int, int] | int, ...]
+    work: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
 
 
 class CompiledProgram:
@@ -169,13 +175,13 @@ class CompiledProgram:
             *(output.data_ptr() for output in outputs),
         ]
         sizes = [size.at(dims) for size in self._sizes]
-        work = np.array([_units_and_parts(call, dims, cores) for call in table.kinds], np.int64)
+        work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
         # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()
         flat = rows.ravel()
         for (places, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
             flat[places] = np.array(values, np.int64)[numbers]
-        rows[:, UNITS : PARTS + 1] = work[table.kind_of]
+        rows[:, UNITS : PARTS + 1] = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
         return rows
 
     def _table(self, dims: Dims) -> _Table:
@@ -218,11 +224,13 @@ class CompiledProgram:
             rows[i, place : place + len(call.constants)] = [_bits(each) for each in call.constants]
             kinds.setdefault(call.kind, i)
         numbers = {kind: number for number, kind in enumerate(kinds)}
+        chosen = [calls[i] for i in kinds.values()]
         return _Table(
             rows,
             _columns(addresses),
             _columns(sizes),
-            tuple([calls[i] for i in kinds.values()]),
+            tuple(chosen),
+            tuple([tuple(map(self._sizes.index, _sizes_of([call]))) for call in chosen]),
             np.array([numbers[call.kind] for call in calls], np.int64),
             tuple(_stretches(len(self._program.ops), [call.op for call in calls])),
         )
@@ -291,6 +299,19 @@ def _condition(op: Op) -> tuple[Size, Size] | None:
     assert isinstance(queries, Value)
     sizes = bounds.shape[0], queries.shape[0]
     return tuple([Size(each) if isinstance(each, int) else each for each in sizes])  # type: ignore[return-value]
+
+
+def _work(
+    table: _Table, kind: int, sizes: Sequence[int], dims: Dims, cores: int
+) -> tuple[int, int]:
+    """Return `_units_and_parts` of a kind of calls."""
+    key = (kind, cores, *(sizes[place] for place in table.sizes_of[kind]))
+    found = table.work.get(key)
+    if found is None:
+        if len(table.work) >= _MOST_WORK:
+            table.work.clear()
+        found = table.work[key] = _units_and_parts(table.kinds[kind], dims, cores)
+    return found
 
 
 def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
