@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 
@@ -29,14 +30,16 @@ def compile_all() -> None:
     """Compile all ops, and print how long it takes.
 
     Raises:
-        RuntimeError: numba compiles nothing here; the log says why.
+        RuntimeError: numba compiles nothing here, and the log says why; or a process was ended.
     """
     began = time.perf_counter()
     if not has_numba():
         raise RuntimeError("numba compiles no ops here")
     # forked processes hold the lock with this one; no two of them compile the same function
-    with compiling(), get_context("fork").Pool(min(usable_cores(), len(UNITS))) as processes:
-        for name, seconds in processes.imap_unordered(_compile, UNITS):
+    count = min(usable_cores(), len(UNITS))
+    with compiling(), ProcessPoolExecutor(count, get_context("fork")) as processes:
+        for done in as_completed([processes.submit(_compile, name) for name in UNITS]):
+            name, seconds = done.result()
             print(f"compiled {name} in {seconds:.0f} s", flush=True)
     print(f"compiled all ops of this CPU in {time.perf_counter() - began:.0f} s")
 

@@ -28,7 +28,7 @@ OURS_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem(NamedEngine):
-    """One way to serve the model; its name also names its model, or the first one."""
+    """One way to serve the model; its first model has its name."""
 
     # of a peer
     precision: Precision = "fp32"

@@ -72,7 +72,7 @@ class _Table:
         addresses: flat places of addresses in it, and for each the number of its tensor.
         sizes: flat places of numbers of rows in it, and for each the number of its size.
         kinds: calls whose work is the same in every batch, one of each.
-        sizes_of: for each kind the numbers of the sizes that its work may depend on.
+        sizes_of: numbers of the sizes that the work of each kind may depend on.
         kind_of: number of the kind of each row.
         stretches: first and last row of each stretch, or the number of an op that runs as in `Program.run`.
         work: units and parts of a kind that were found before, by its number, the cores and these sizes.

@@ -45,6 +45,7 @@ class Workers:
         launcher: the only worker, if it starts a batch while another one runs.
         graphs: cost of the CUDA graphs.
         device_timeout: longest time of a batch of the launcher, in seconds; 0 is no limit.
+        share: tells the workers of a CPU whether their batch runs alone.
     """
 
     info: ModelInfo
@@ -54,24 +55,21 @@ class Workers:
     launcher: Launcher | None = None
     graphs: GraphUse = field(default_factory=GraphUse)
     device_timeout: float = 0.0
+    share: CoreShare | None = None
 
     def new_executor(self) -> ModelExecutor:
         """Return an executor of these workers; it has started its threads."""
         if self.launcher is not None:
             return with_timeout(OverlappingExecutor(self.launcher), self.device_timeout)
-        return ThreadExecutor(self.runners, self.prepare, self._share)
+        return ThreadExecutor(self.runners, self.prepare, self.share)
 
     def use_all_cores(self) -> None:
         """Let a batch that runs alone use the cores of all workers from now on.
 
         With one worker every batch has all cores, and its time is what costs are.
         """
-        if self._share is not None and len(self.runners) > 1:
-            self._share.is_on = True
-
-    @property
-    def _share(self) -> CoreShare | None:
-        return self.host.share if self.host is not None else None
+        if self.share is not None and len(self.runners) > 1:
+            self.share.is_on = True
 
     def use(self) -> MemoryUse:
         """Return the memory use of all workers together. From any thread."""
@@ -82,7 +80,10 @@ class Workers:
         for runner in self.runners:
             runner.close()
         if self.host is not None:
+            # and the share with it
             self.host.close()
+        elif self.share is not None:
+            self.share.close()
 
 
 def load_workers(
@@ -120,8 +121,10 @@ def load_workers(
         return _processes(checkpoint, config, stats)
     count = config.threads or usable_cores()
     runner = Runner(checkpoint, config, workers=count, measures=True)
-    others = [runner.another() for _ in range(count - 1)]
-    return Workers(runner.info, [runner, *others], use_one_core)
+    runners, share = [runner, *(runner.another() for _ in range(count - 1))], CoreShare()
+    for each in runners:
+        each.share_cores(share)
+    return Workers(runner.info, runners, use_one_core, share=share)
 
 
 def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
@@ -131,7 +134,7 @@ def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Wo
         stats.count(CountedMetric.WORKER_RESTARTS)
 
     runners: list[WorkerProcess] = []
-    workers = Workers(host.info, runners, host=host)
+    workers = Workers(host.info, runners, host=host, share=host.share)
     try:
         runners += (WorkerProcess(host, count_restart) for _ in range(host.info.workers))
     except BaseException:

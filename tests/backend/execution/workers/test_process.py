@@ -23,10 +23,11 @@ from varlen.execution.runner import Runner
 from varlen.execution.workers import connection as worker_connection
 from varlen.execution.workers.messages import Answers, receive_batch, send_answers
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
-from varlen.execution.workers.workers import Workers
+from varlen.execution.workers.workers import Workers, load_workers
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, RequestOptions
+from varlen.telemetry.metrics import Stats
 
 CONFIG = EngineConfig(device="cpu", dtype="fp32", threads=2, max_batch_tokens=256)
 SECONDS = 20.0
@@ -94,9 +95,29 @@ def test_a_batch_alone_has_the_same_answers_on_all_cores(tmp_path):
     host.close()
 
 
+def test_a_batch_alone_uses_the_cores_of_workers_that_are_threads(tmp_path):
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    checkpoint = Checkpoint.open(save_checkpoint(tmp_path / "large", num_hidden_layers=1, **large))
+    config = EngineConfig(threads=2, device="cpu", dtype="fp32")
+    workers = load_workers(checkpoint, config, Stats(), gpu=0, isolated=False)
+    runner, _ = workers.runners
+    lone = runner.device_runner._lone
+    prompts, options = batch(64, 50, 1)
+    assert lone.count == 1
+    expected = runner.run(prompts, options)
+
+    workers.use_all_cores()
+    workers.share.set_alone(True)
+
+    assert lone.count == 2
+    for row, one in zip(runner.run(prompts, options), expected, strict=True):
+        assert_close(row, one, roundings=encoder_roundings(checkpoint.folder, torch.float32))
+    workers.close()
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_only_batches_of_several_workers_share_cores(host, count):
-    workers = Workers(host.info, [object()] * count, host=host)
+    workers = Workers(host.info, [object()] * count, host=host, share=host.share)
 
     workers.use_all_cores()
 
