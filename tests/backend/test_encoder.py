@@ -224,6 +224,8 @@ def test_closing_stops_the_engine_s_thread(small_bert):
     assert set(threading.enumerate()) == before
     with pytest.raises(EngineError):
         encoder.embed(TEXTS)
+    # again does nothing
+    encoder.close()
 
 
 def test_closing_waits_for_what_runs(small_bert, rng, roundings):

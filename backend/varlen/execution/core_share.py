@@ -26,6 +26,7 @@ class CoreShare:
         os.ftruncate(self.file, 1)
         self.byte = np.frombuffer(mmap.mmap(self.file, 1), np.uint8)
         self.is_on = False
+        self._is_open = True
 
     @property
     def is_alone(self) -> bool:
@@ -37,7 +38,9 @@ class CoreShare:
         self.byte[0] = alone and self.is_on
 
     def close(self) -> None:
-        """Release the memory of this process once no thread reads it."""
-        # a thread that comes late may still read it
-        del self.byte
-        os.close(self.file)
+        """Release the memory of this process once no thread reads it; once is enough."""
+        if self._is_open:
+            self._is_open = False
+            # a thread that comes late may still read it
+            del self.byte
+            os.close(self.file)
