@@ -254,7 +254,7 @@ def test_a_request_that_is_alone_is_compared_with_the_fastest_peer_of_its_precis
     assert figures["lone_3_fp32_vs_fp32_peer"] == 3.0 / 6.0
     assert figures["lone_3_int8_vs_int8_peer"] is None
     assert figures["lost"] == 4
-    (table,) = [each for each in report.tables(rows) if "alone" in each.title]
+    (table,) = [each for each in report.tables(rows) if "one by one" in each.title]
     assert table.lines[0] == [OURS_FP32, "3.0 (2.0-4.0)"]
 
 
@@ -299,8 +299,8 @@ def test_a_curve_has_the_loads_that_were_not_given_up_in_a_color_of_its_own():
 
     expected = [(5.0, 5.0), (20.0, 20.0), (52.0, 26.0)]
     assert picture.curve(rows, UNIFORM.label, OURS, "served") == expected
-    assert set(picture.colors()) == set(SYSTEMS)
-    assert len(set(picture.colors().values())) == len(SYSTEMS)
+    assert set(picture.COLORS) == set(SYSTEMS)
+    assert len(set(picture.COLORS.values())) == len(SYSTEMS)
 
 
 def fetched(text):

@@ -350,6 +350,7 @@ class GroupMemory:
     def _release(self, block_ids: list[int]) -> list[int]:
         """Release a block table; return the blocks that are unused now."""
         if not self.copies:
+            # then no source of a copy is kept
             return self.blocks.release(block_ids)
         # a step that fails runs again with its copies, so their sources stay as they are
         sources = set(self.copies.values())

@@ -131,11 +131,11 @@ def _ints(*numbers: int) -> Tensor:
 # What to compile, the longest first. A function is compiled by one of them only.
 UNITS: Mapping[str, Callable[[], None]] = {
     "attention": partial(_in_both_dtypes, _attention, "attend"),
-    "attention over blocks": partial(_in_both_dtypes, _paged, "append", "attend_blocks"),
     "attention with distances": partial(_in_both_dtypes, _attention_with_distances),
-    "int8 products": _int8,
+    "attention over blocks": partial(_in_both_dtypes, _paged, "append", "attend_blocks"),
     "choices of tokens": _choices,
     "products": partial(_in_both_dtypes, _panels, "multiply"),
+    "int8 products": _int8,
     "norms and activations": _rows,
 }
 

@@ -68,26 +68,28 @@ def grid_figures(results: Sequence[EncoderResult]) -> dict[str, Cell]:
 
     Ours in fp32 over transformers, and over the fastest peer in fp32 at each length.
     """
-    figures: dict[str, Cell] = {}
-    for size in GRID_BATCHES:
-        over: dict[str, list[float]] = {"vs_transformers": [], "vs_best_peer": []}
-        for workload in dict.fromkeys(result.workload for result in results):
-            here = [r for r in results if r.workload == workload and r.system.precision == "fp32"]
-            if not workload.startswith(f"{size}x"):
-                continue
-            ours = fastest(result for result in here if result.system.is_ours)
-            peers = [result for result in here if not result.system.is_ours]
-            transformers = (each for each in peers if each.system.engine == "transformers")
-            for key, peer in (
-                ("vs_transformers", fastest(transformers)),
-                ("vs_best_peer", fastest(peers)),
-            ):
-                if (found := speed_ratio(ours, peer)) is not None:
-                    over[key].append(float(found))
-        for key, ratios in over.items():
-            mean = round(statistics.geometric_mean(ratios), 4) if ratios else None
-            figures[f"batch_{size}_{key}"] = mean
-    return figures
+    engines = {"vs_transformers": "transformers", "vs_best_peer": ""}
+    return {
+        f"batch_{size}_{key}": _grid_ratio(results, size, engine)
+        for size in GRID_BATCHES
+        for key, engine in engines.items()
+    }
+
+
+def _grid_ratio(results: Sequence[EncoderResult], size: int, engine: str) -> float | None:
+    """Return ours over the fastest peer, or the fastest of one engine, at a size."""
+    fp32 = [result for result in results if result.system.precision == "fp32"]
+    ratios = []
+    for workload in dict.fromkeys(result.workload for result in fp32):
+        if not workload.startswith(f"{size}x"):
+            continue
+        here = [result for result in fp32 if result.workload == workload]
+        ours = fastest(result for result in here if result.system.is_ours)
+        peers = (result for result in here if not result.system.is_ours)
+        peer = fastest(each for each in peers if engine in {"", each.system.engine})
+        ratios.append(speed_ratio(ours, peer))
+    found = [ratio for ratio in ratios if ratio is not None]
+    return round(statistics.geometric_mean(found), 4) if found else None
 
 
 def _by_precision(results: Sequence[EncoderResult], prefix: str) -> dict[str, Cell]:

@@ -86,7 +86,7 @@ def main(
         settings = Settings(
             model=model,
             systems=chosen_systems(only or _DEFAULT_SYSTEMS[kind], quick=quick),
-            mixes=_mixes("lone" if lone else lengths, trace, model),
+            mixes=_lone_mixes(model) if lone else _mixes(lengths, trace, model),
             seconds=seconds or _SECONDS[kind][quick],
             turns=paired or (1 if quick else 3 if lone else 2),
             quick=quick,
@@ -115,8 +115,10 @@ def main(
         else:
             load_test.compare()
     rows = load_test.rows
-    find = lone_figures if lone else overload_figures if overload else bench_figures
-    figures = find(rows, settings.mixes)
+    if lone:
+        figures = lone_figures(rows, settings.mixes)
+    else:
+        figures = overload_figures(rows) if overload else bench_figures(rows, settings.mixes)
     bench.show(*report.tables(rows), *report.notes(rows))
     csv = bench.output or Path(mkdtemp(prefix="varlen-serving-"), "serving.csv")
     page = csv.with_name(f"{csv.stem}{kind and '-'}{kind}.html")
@@ -127,10 +129,12 @@ def main(
         raise typer.Exit(1)
 
 
+def _lone_mixes(model: Path) -> list[Mix]:
+    return lone_mixes(Checkpoint.open(model).position_limit)
+
+
 def _mixes(lengths: str, trace: Path | None, model: Path) -> list[Mix]:
     limit = Checkpoint.open(model).position_limit
-    if lengths == "lone":
-        return lone_mixes(limit)
     if trace is not None:
         return [trace_mix(trace, limit)]
     return [named_mix(name.strip(), limit) for name in lengths.split(",") if name.strip()]

@@ -34,7 +34,7 @@ def bench_figures(rows: Sequence[Row], mixes: Sequence[Mix]) -> dict[str, Cell]:
     return figures
 
 
-def overload_figures(rows: Sequence[Row], _mixes: Sequence[Mix] = ()) -> dict[str, Cell]:
+def overload_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     """Return the keys of the BENCH line of an overload: the worst of each figure."""
     loads = [row for row in rows if row.kind == "overload"]
     return {

@@ -42,9 +42,9 @@ _PANELS = (("served/s", "served"), ("mean latency, ms", "mean_ms"), ("p99 latenc
 _LONGEST_MS = 5000.0
 
 
-def colors() -> dict[str, str]:
-    """Return the color of each system."""
-    found = dict(_COLORS)
+def _peer_colors() -> dict[str, str]:
+    """Return the color of each of the strongest peers."""
+    found: dict[str, str] = {}
     for engine, hue in _HUES.items():
         names = [system.name for system in SYSTEMS.values() if system.engine == engine]
         for name, lightness in zip(
@@ -53,6 +53,9 @@ def colors() -> dict[str, str]:
             parts = colorsys.hls_to_rgb(hue, float(lightness), 0.75)
             found[name] = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
     return found
+
+
+COLORS = {**_COLORS, **_peer_colors()}
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -112,7 +115,7 @@ def _finish_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) ->
 
 def _style(system: ServedSystem) -> dict[str, Any]:
     return {
-        "color": colors()[system.name],
+        "color": COLORS[system.name],
         "linewidth": 2.6 if system.name == OURS else 1.4,
         "linestyle": "-" if system.is_ours else "--",
         "marker": "o" if system.is_ours else "s",

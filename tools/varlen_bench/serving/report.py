@@ -126,7 +126,7 @@ def _lone(rows: Sequence[Row]) -> Table:
                 "n/a" if middle is None else f"{middle:.1f} ({min(values):.1f}-{max(values):.1f})"
             )
         lines.append(line)
-    return Table("Milliseconds of a request that is alone, p50", ("system", *labels), lines)
+    return Table("Requests one by one: p50 latency in ms", ("system", *labels), lines)
 
 
 def _with_quartiles(ratios: Sequence[float]) -> tuple[str, str]:
