@@ -130,12 +130,12 @@ def _ints(*numbers: int) -> Tensor:
 
 # What to compile, the longest first. A function is compiled by one of them only.
 UNITS: Mapping[str, Callable[[], None]] = {
-    "attention": partial(_in_both_dtypes, _attention, "attend"),
     "attention with distances": partial(_in_both_dtypes, _attention_with_distances),
     "attention over blocks": partial(_in_both_dtypes, _paged, "append", "attend_blocks"),
+    "attention": partial(_in_both_dtypes, _attention, "attend"),
     "choices of tokens": _choices,
-    "products": partial(_in_both_dtypes, _panels, "multiply"),
     "int8 products": _int8,
+    "products": partial(_in_both_dtypes, _panels, "multiply"),
     "norms and activations": _rows,
 }
 
