@@ -1,11 +1,15 @@
-"""Calls of clients and the gateway fail when the process of their model is killed."""
+"""Calls of clients and the gateway fail when the process of their model is killed.
+
+A process that is killed while it holds a lock in shared memory ends server 2.51 too: about one kill in ten of a model
+that streams (decision 0048). Tests of what a server does that goes on start another server then.
+"""
 
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,6 @@ from .serving import (
     add_model,
     load,
     metrics,
-    remove_shared_memory,
     shared_memory,
     stub_of,
     unload,
@@ -41,14 +44,15 @@ ROWS = np.full((256, 500), 7)
 PROMPT = [5, 6, 7]
 LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 4000}
 ENDED = "the process of {}_0 has ended or does not respond: unload and load the model, or restart the server"
+# what server 2.51 prints when it ends with a killed process
+SERVER_ENDED = "boost::interprocess::lock_exception"
+SERVERS = 6
 Call = Callable[[Client], object]
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
-) -> Iterator[LocalServer]:
-    """A server with an encoder and a model that generates."""
+def repository(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """A model repository with an encoder and a model that generates."""
     folder = tmp_path_factory.mktemp("killed")
     decoder = save_checkpoint(
         folder / "gpt2", "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096
@@ -56,29 +60,36 @@ def server(
     repository = folder / "repository"
     add_model(repository, ENCODER, checkpoints["slow"])
     add_model(repository, DECODER, decoder, task="generate")
+    return repository
+
+
+@contextmanager
+def running_server(repository: Path) -> Iterator[LocalServer]:
+    """Run a server, and remove the shared memory that its killed processes leave."""
     arguments = ["--model-control-mode=explicit", "--exit-timeout-secs=2"]
-    with LocalServer(repository, arguments=arguments) as running:
-        running.wait_ready()
-        yield running
-        running.stop(timeout=5)
+    with LocalServer(repository, arguments=arguments) as server:
+        server.wait_ready()
+        yield server
+        server.stop(timeout=5)
+    remove_unused()
 
 
-@pytest.fixture
-def loaded(server: LocalServer) -> Iterator[Callable[[str], int]]:
-    """Return a function that loads a model, and returns the process id of its stub."""
-    models: list[str] = []
-    regions: list[Path] = []
+def run_with_a_server_that_goes_on(repository: Path, run: Callable[[LocalServer], None]) -> None:
+    """Run a test, again with another server if its server ends with a killed process."""
+    for _ in range(SERVERS):
+        with running_server(repository) as server:
+            try:
+                return run(server)
+            except Exception:
+                if SERVER_ENDED not in server.log():
+                    raise
+    pytest.fail(f"{SERVERS} servers ended")
 
-    def start(model: str) -> int:
-        assert load(server, model) is None
-        models.append(model)
-        regions.extend(shared_memory(server.pid))
-        return stub_of(server, model)
 
-    yield start
-    for model in models:
-        unload(server, model)
-    remove_shared_memory(regions)
+def load_process(server: LocalServer, model: str) -> int:
+    """Load a model, and return the process id of its stub."""
+    assert load(server, model) is None
+    return stub_of(server, model)
 
 
 def _embed(client: Client) -> object:
@@ -98,9 +109,13 @@ CALLS: dict[Call, str] = {_embed: ENCODER, _generate: DECODER, _stream: DECODER}
 
 
 def test_calls_of_killed_processes_fail_until_the_models_are_loaded_again(
-    server: LocalServer, loaded: Callable[[str], int]
+    repository: Path,
 ) -> None:
-    stubs = [loaded(model) for model in (ENCODER, DECODER)]
+    run_with_a_server_that_goes_on(repository, _calls_fail_until_the_models_are_loaded_again)
+
+
+def _calls_fail_until_the_models_are_loaded_again(server: LocalServer) -> None:
+    stubs = [load_process(server, model) for model in (ENCODER, DECODER)]
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(2 * len(CALLS)))
         clients = [
@@ -132,16 +147,19 @@ def test_calls_of_killed_processes_fail_until_the_models_are_loaded_again(
 
         for model in (ENCODER, DECODER):
             unload(server, model)
-            loaded(model)
+            load_process(server, model)
         for _, _, client in clients:
             assert client.tokenize(["word3"])
 
 
-def test_a_slow_call_of_a_process_that_runs_is_answered(
-    server: LocalServer, loaded: Callable[[str], int]
-) -> None:
+def test_a_slow_call_of_a_process_that_runs_is_answered(repository: Path) -> None:
+    with running_server(repository) as server:
+        _slow_calls_are_answered(server)
+
+
+def _slow_calls_are_answered(server: LocalServer) -> None:
     for model in (ENCODER, DECODER):
-        loaded(model)
+        load_process(server, model)
     before = {model: _counted(server, model) for model in (ENCODER, DECODER)}
     for url in (server.grpc_url, server.http_url):
         with (
@@ -157,10 +175,12 @@ def test_a_slow_call_of_a_process_that_runs_is_answered(
         assert after == before[model]
 
 
-def test_the_gateway_fails_requests_of_a_killed_process(
-    server: LocalServer, loaded: Callable[[str], int]
-) -> None:
-    stubs = [loaded(model) for model in (ENCODER, DECODER)]
+def test_the_gateway_fails_requests_of_a_killed_process(repository: Path) -> None:
+    run_with_a_server_that_goes_on(repository, _the_gateway_fails_requests)
+
+
+def _the_gateway_fails_requests(server: LocalServer) -> None:
+    stubs = [load_process(server, model) for model in (ENCODER, DECODER)]
     settings = GatewaySettings(url=server.grpc_url, watch_seconds=WATCH_SECONDS)
     with (
         ThreadPoolExecutor(2) as pool,
