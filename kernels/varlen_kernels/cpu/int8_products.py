@@ -50,9 +50,15 @@ class Int8Product:
     kernel: Int8Kernel
     levels: int
 
-    def quantize(self, weight: Tensor, bias: Tensor | None, outliers: Tensor) -> Int8Weight:
+    def quantize(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        outliers: Tensor,
+        codes: Tensor | None = None,
+    ) -> Int8Weight:
         """Return `quantize_weight`, with its codes in the layout that the op reads."""
-        layer = quantize_weight(weight, bias, outliers, self.levels)
+        layer = quantize_weight(weight, bias, outliers, self.levels, codes)
         if self.kernel == "linear_int8_panels":
             return layer._replace(codes=pack_panels(layer.codes))
         if self.kernel == "linear_int8_packed":

@@ -20,7 +20,8 @@ OUTLIERS = 4
 FULL_LEVELS = 255
 REDUCED_LEVELS = 127
 
-_LARGEST_CODE = 127
+# of a weight, and its negative the smallest
+LARGEST_CODE = 127
 # Keeps the inverse finite for tokens whose values are all equal.
 SMALLEST_SCALE = 1e-30
 
@@ -61,8 +62,34 @@ class Int8Rows(NamedTuple):
     factors: Tensor
 
 
+def weight_scale(weight: Tensor, outliers: Tensor) -> Tensor:
+    """Return the value of one step of a code, `[features]` fp32: the largest weight is `LARGEST_CODE` steps.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        outliers: `[OUTLIERS]` int64, rows of the weight that get no codes.
+    """
+    largest = weight.index_fill(0, outliers, 0).abs().amax(0)
+    return (largest / LARGEST_CODE).clamp_min(SMALLEST_SCALE)
+
+
+def nearest_codes(weight: Tensor, outliers: Tensor) -> Tensor:
+    """Return the codes of a weight that are nearest to it, `[hidden, features]` int8.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        outliers: `[OUTLIERS]` int64, rows of the weight that get code 0.
+    """
+    codes = (weight / weight_scale(weight, outliers)).round_()
+    return codes.index_fill_(0, outliers, 0).to(torch.int8)
+
+
 def quantize_weight(
-    weight: Tensor, bias: Tensor | None, outliers: Tensor, levels: int
+    weight: Tensor,
+    bias: Tensor | None,
+    outliers: Tensor,
+    levels: int,
+    codes: Tensor | None = None,
 ) -> Int8Weight:
     """Return a weight and a bias in the form that `linear_int8` takes.
 
@@ -71,10 +98,12 @@ def quantize_weight(
         bias: `[features]` fp32.
         outliers: `[OUTLIERS]` int64, ascending columns of the input.
         levels: largest code of a token.
+        codes: `[hidden, features]` int8, the weight in steps of `weight_scale`, 0 in the rows of outliers; the nearest
+            codes if None.
     """
-    inner = weight.index_fill(0, outliers, 0)
-    scale = (inner.abs().amax(0) / _LARGEST_CODE).clamp_min(SMALLEST_SCALE)
-    codes = (inner / scale).round().to(torch.int8).t().contiguous().t()
+    scale = weight_scale(weight, outliers)
+    codes = nearest_codes(weight, outliers) if codes is None else codes
+    codes = codes.t().contiguous().t()
     sums = codes.sum(0, dtype=torch.int32) * scale
     bias = torch.zeros_like(sums) if bias is None else bias
     fp32_rows = torch.cat([sums[None], bias[None], weight[outliers]])

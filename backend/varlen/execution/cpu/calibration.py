@@ -1,15 +1,21 @@
 """Calibration of int8, and the file that stores it with a checkpoint.
 
-It says which columns stay in fp32, the error of each layer, and the quality of the whole model. `int8_model` computes
-it, when a model is loaded or earlier.
+It has the columns that stay in fp32 and the codes of each layer, its error, and the quality of the whole model.
+`int8_model` computes it, when a model is loaded or earlier.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from varlen.errors import CheckpointError
 from varlen.execution.cpu.quality import Quality, check_number, read_quality
@@ -17,9 +23,11 @@ from varlen.execution.cpu.quantization import linear_weights
 from varlen.program.program import Program
 from varlen_kernels.reference.linear_int8 import OUTLIERS
 
-FILE = "int8.json"
-# To be increased when the columns are chosen in another way, or the file has other fields.
-_VERSION = 2
+FILE = "int8.safetensors"
+# To be increased when codes are chosen in another way, or the file has other fields.
+_VERSION = 3
+# Name of the fields in the file's header.
+_FIELDS = "calibration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +35,14 @@ class LayerCalibration:
     """One linear layer.
 
     Attributes:
-        outliers: columns of its input that stay in fp32, ascending.
         error: error of its output in int8, relative to the output (root mean squares).
+        outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
+        codes: `[hidden, features]` int8, the codes of its weight, see `quantize_weight`.
     """
 
-    outliers: tuple[int, ...]
     error: float
+    outliers: Tensor = field(compare=False)
+    codes: Tensor = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +70,27 @@ class Calibration:
             OSError: the folder cannot be written.
         """
         path = folder / name
+        tensors = {
+            f"{number}.{part}": getattr(layer, part).contiguous()
+            for number, layer in enumerate(self.layers)
+            for part in ("outliers", "codes")
+        }
+        fields = {
+            "version": _VERSION,
+            "checkpoint": self.checkpoint,
+            "weights": self.weights,
+            "levels": self.levels,
+            "errors": [layer.error for layer in self.layers],
+            "quality": asdict(self.quality),
+            "tensors": _hash(tensors.values()),
+        }
         # a model that is loaded meanwhile reads the old file or the new one
         temporary = folder / f".{name}.{os.getpid()}"
         try:
-            temporary.write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
+            save_file(tensors, temporary, {_FIELDS: json.dumps(fields)})
             temporary.replace(path)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
         finally:
             temporary.unlink(missing_ok=True)
         return path
@@ -77,18 +103,27 @@ class Calibration:
             CheckpointError: the file is damaged.
         """
         try:
-            fields = json.loads((folder / name).read_text())
-            if fields.pop("version") != _VERSION:
-                return None
-            layers = [
-                LayerCalibration(_checked_columns(each["outliers"]), check_number(each["error"]))
-                for each in fields.pop("layers")
-            ]
+            with safe_open(folder / name, framework="pt") as file:
+                fields = json.loads(file.metadata()[_FIELDS])
+                if fields.pop("version") != _VERSION:
+                    return None
+                errors = [check_number(error) for error in fields.pop("errors")]
+                parts = [
+                    [file.get_tensor(f"{number}.{part}") for part in ("outliers", "codes")]
+                    for number in range(len(errors))
+                ]
+            if _hash(tensor for both in parts for tensor in both) != fields.pop("tensors"):
+                raise ValueError("its tensors do not have its hash")
+            layers = tuple(
+                LayerCalibration(error, _checked_columns(outliers), codes)
+                for error, (outliers, codes) in zip(errors, parts, strict=True)
+            )
             quality = read_quality(fields.pop("quality"))
-            return cls(layers=tuple(layers), quality=quality, **fields)
+            return cls(layers=layers, quality=quality, **fields)
         except FileNotFoundError:
             return None
         except (
+            SafetensorError,
             OSError,
             ValueError,
             KeyError,
@@ -104,15 +139,27 @@ class Calibration:
 
 
 def weights_hash(programs: Sequence[Program]) -> str:
-    """Return a hash of the first row of each linear layer's weight, in hexadecimal digits."""
+    """Return a hash of the weights of all linear layers, in hexadecimal digits."""
+    return _hash(weight for weight, _ in linear_weights(programs).values())
+
+
+def _hash(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
-    for weight, _ in linear_weights(programs).values():
-        digest.update(weight[0].numpy().tobytes())
+    for tensor in tensors:
+        # in the order of memory, without a copy
+        array = tensor.numpy()
+        rows = np.ascontiguousarray(array.T if array.flags.f_contiguous else array)
+        digest.update(rows.data)
     return digest.hexdigest()
 
 
-def _checked_columns(columns: Sequence[int]) -> tuple[int, ...]:
-    are_columns = all(type(column) is int and column >= 0 for column in columns)
-    if not are_columns or len(set(columns)) != OUTLIERS or sorted(columns) != list(columns):
-        raise ValueError(f"outliers are {columns}; allowed: {OUTLIERS} ascending columns")
-    return tuple(columns)
+def _checked_columns(columns: Tensor) -> Tensor:
+    is_ascending = bool((columns.diff() > 0).all())
+    if (
+        columns.shape != (OUTLIERS,)
+        or columns.dtype != torch.int64
+        or not is_ascending
+        or columns[0] < 0
+    ):
+        raise ValueError(f"outliers are {columns.tolist()}; allowed: {OUTLIERS} ascending columns")
+    return columns

@@ -14,11 +14,12 @@ import torch
 
 from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.cpu.calibration import Calibration, LayerCalibration, weights_hash
+from varlen.execution.cpu.calibration import FILE, Calibration, LayerCalibration, weights_hash
 from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.layer_inputs import find_outliers, measure_errors
+from varlen.execution.cpu.layer_inputs import choose_codes, measure_errors
 from varlen.execution.cpu.quality import Quality
 from varlen.execution.cpu.quantization import (
+    LayerCodes,
     LayerKey,
     QuantizedLayer,
     linear_weights,
@@ -40,9 +41,8 @@ _Answer = TypeVar("_Answer")
 MAX_LAYER_ERROR = 0.05
 # A text in two calibrates, the other measures quality, which needs several.
 LEAST_TEXTS = 8
-# Random tokens reach columns that texts of one language do not.
-_RANDOM_PROMPTS = 8
-_RANDOM_TOKENS = 32
+# Lengths of prompts of random tokens, which reach columns that texts of one language do not.
+_RANDOM_TOKENS = (32, 64, 128, 256) * 2
 
 
 class CalibratedModel(Protocol[_Answer]):
@@ -96,7 +96,7 @@ def to_int8(
     """
     check_int8()
     calibration, source = _calibration(model, cache)
-    layers = quantize_layers(programs, _outliers(model, calibration))
+    layers = quantize_layers(programs, _codes(model, calibration))
     _log.info(
         "int8: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
         len(layers),
@@ -133,8 +133,8 @@ def calibrate(model: CalibratedModel[_Answer], texts: Sequence[str]) -> Calibrat
     def run_seen(kernels: object) -> None:
         deque(model.run(model.programs, kernels, seen), 0)
 
-    outliers = find_outliers(model.programs, run_seen)
-    layers = quantize_layers(model.programs, outliers)
+    codes = choose_codes(model.programs, run_seen)
+    layers = quantize_layers(model.programs, codes)
     errors = measure_errors(layers, run_seen)
     used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR}
     answers = partial(model.run, kernels=cpu, prompts=held_out)
@@ -142,7 +142,7 @@ def calibrate(model: CalibratedModel[_Answer], texts: Sequence[str]) -> Calibrat
         checkpoint_hash(model.checkpoint.folder),
         weights_hash(model.programs),
         _levels(),
-        tuple(LayerCalibration(tuple(outliers[key].tolist()), errors[key]) for key in layers),
+        tuple(LayerCalibration(errors[key], *codes[key]) for key in layers),
         model.compare(answers(_use_int8(model.programs, used)), answers(model.programs), held_out),
     )
 
@@ -180,9 +180,9 @@ def _token_ids(model: CalibratedModel[_Answer], texts: Sequence[str]) -> list[In
 
 
 def _random_ids(model: CalibratedModel[_Answer]) -> list[Int32Array]:
-    shape = _RANDOM_PROMPTS, min(_RANDOM_TOKENS, model.longest)
-    numbers = np.random.default_rng(0)
-    return list(numbers.integers(0, model.checkpoint.vocab_size, shape, dtype=np.int32))
+    draw, most = np.random.default_rng(0), model.checkpoint.vocab_size
+    lengths = (min(tokens, model.longest) for tokens in _RANDOM_TOKENS)
+    return [draw.integers(0, most, length, dtype=np.int32) for length in lengths]
 
 
 def _use_int8(
@@ -200,7 +200,8 @@ def _calibration(model: CalibratedModel[_Answer], cache: Path | None) -> tuple[C
     hashes = checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
     if stored := _stored(model, hashes):
         return stored, "stored with the checkpoint"
-    name = f"int8-{digest_of({'hashes': ' '.join(hashes), 'levels': str(_levels())})[:32]}.json"
+    digest = digest_of({"hashes": " ".join(hashes), "levels": str(_levels())})
+    name = f"int8-{digest[:32]}.safetensors"
     if cache is not None:
         # a damaged file is measured and written again
         with suppress(CheckpointError):
@@ -244,27 +245,25 @@ def _stored(model: CalibratedModel[_Answer], hashes: tuple[str, str]) -> Calibra
         return None
     if not _fits(stored, model):
         raise CheckpointError(
-            "int8.json does not fit the checkpoint's layers; remove it, or write it again with"
+            f"{FILE} does not fit the checkpoint's layers; remove it, or write it again with"
             " `python -m varlen_tools.quantize`"
         )
     return stored
 
 
 def _fits(calibration: Calibration, model: CalibratedModel[_Answer]) -> bool:
-    """Return whether a calibration has as many layers as a model, and no columns beyond."""
+    """Return whether a calibration has the layers of a model, and no columns beyond."""
     weights = linear_weights(model.programs).values()
     return len(calibration.layers) == len(weights) and all(
-        layer.outliers[-1] < len(weight)
+        layer.codes.shape == weight.shape and layer.outliers[-1] < len(weight)
         for layer, (weight, _) in zip(calibration.layers, weights, strict=True)
     )
 
 
-def _outliers(
-    model: CalibratedModel[_Answer], calibration: Calibration
-) -> dict[LayerKey, torch.Tensor]:
-    """Return the outliers of the layers that run in int8."""
+def _codes(model: CalibratedModel[_Answer], calibration: Calibration) -> dict[LayerKey, LayerCodes]:
+    """Return the codes of the layers that run in int8."""
     return {
-        key: torch.tensor(layer.outliers)
+        key: LayerCodes(layer.outliers, layer.codes)
         for key, layer in zip(linear_weights(model.programs), calibration.layers, strict=True)
         if layer.error <= MAX_LAYER_ERROR
     }

@@ -1,23 +1,33 @@
-"""Outliers and errors of linear layers, from the inputs that they have in fp32.
+"""Codes and errors of linear layers, from the inputs that they have in fp32.
 
-The model runs over a few texts twice: once for the largest value of each column of each layer's input, once for the
+The model runs over a few texts several times: for the inputs of as many layers as memory allows, and once for the
 error of each layer in int8.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor, maximum
 
-from varlen.execution.cpu.quantization import LayerKey, QuantizedLayer, layer_key, linear_weights
+from varlen.execution.cpu.quantization import (
+    LayerCodes,
+    LayerKey,
+    QuantizedLayer,
+    layer_key,
+    linear_weights,
+)
+from varlen.execution.cpu.rounding import rounded_codes
 from varlen.program.program import Program
 from varlen_kernels import cpu
-from varlen_kernels.reference.linear_int8 import OUTLIERS
+from varlen_kernels.reference.linear_int8 import OUTLIERS, nearest_codes
 
 # Gets weight, input, bias and output of a layer.
 Observe = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 # Runs the model with these kernels.
 Run = Callable[[object], None]
+
+# Sums of products of columns that are held at a time, in elements of fp32: 256 MiB.
+_MOST_SUMS = 2**26
 
 
 class ObservingKernels:
@@ -38,26 +48,65 @@ class ObservingKernels:
         return result
 
 
-def find_outliers(programs: Sequence[Program], run: Run) -> dict[LayerKey, Tensor]:
-    """Return the columns of each layer's input with the largest values.
+def choose_codes(programs: Sequence[Program], run: Run) -> dict[LayerKey, LayerCodes]:
+    """Return the outliers and the codes of each layer for inputs like those of these texts.
+
+    The columns with the largest values are the outliers. Layers with too many columns get the nearest codes.
 
     Args:
         programs: programs in fp32 on the CPU.
         run: runs them over texts.
+    """
+    weights = linear_weights(programs)
+    chosen: dict[LayerKey, LayerCodes] = {}
+    for group in _groups({key: len(weight) for key, (weight, _) in weights.items()}):
+        for key, (largest, gram) in _observed(group, run).items():
+            weight, _ = weights[key]
+            outliers = largest.topk(OUTLIERS).indices.sort().values
+            codes = None if gram is None else rounded_codes(weight, outliers, gram)
+            chosen[key] = LayerCodes(
+                outliers, nearest_codes(weight, outliers) if codes is None else codes
+            )
+    return {key: chosen[key] for key in weights}
+
+
+def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:
+    """Divide layers into groups whose sums of products fit into memory, by the columns of their inputs."""
+    groups: list[list[LayerKey]] = []
+    room = 0
+    for key, number in columns.items():
+        size = number**2 if number**2 <= _MOST_SUMS else 0
+        if not groups or size > room:
+            groups.append([])
+            room = _MOST_SUMS
+        groups[-1].append(key)
+        room -= size
+    return groups
+
+
+def _observed(keys: Collection[LayerKey], run: Run) -> dict[LayerKey, tuple[Tensor, Tensor | None]]:
+    """Return largest values and sums of products of the columns of layers' inputs.
 
     Returns:
-        `[OUTLIERS]` int64, ascending, of each layer.
+        `[hidden]` and `[hidden, hidden]` fp32 of each layer; None instead of sums that would not fit into memory.
     """
-    largest: dict[LayerKey, Tensor] = {}
+    observed: dict[LayerKey, tuple[Tensor, Tensor | None]] = {}
 
     def observe(weight: Tensor, x: Tensor, bias: Tensor | None, _: Tensor) -> None:
-        key, most = layer_key(weight, bias), x.abs().amax(0)
-        largest[key] = maximum(largest[key], most) if key in largest else most
+        key, largest = layer_key(weight, bias), x.abs().amax(0)
+        if key not in keys:
+            return
+        if key not in observed:
+            is_small = x.shape[1] ** 2 <= _MOST_SUMS
+            observed[key] = largest, x.t() @ x if is_small else None
+        else:
+            before, gram = observed[key]
+            if gram is not None:
+                gram.addmm_(x.t(), x)
+            observed[key] = maximum(before, largest), gram
 
     run(ObservingKernels(observe))
-    return {
-        key: largest[key].topk(OUTLIERS).indices.sort().values for key in linear_weights(programs)
-    }
+    return observed
 
 
 def measure_errors(layers: Mapping[LayerKey, QuantizedLayer], run: Run) -> dict[LayerKey, float]:

@@ -5,7 +5,7 @@ docs/operating/int8.md describes the arithmetic and its quality.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -36,6 +36,18 @@ class QuantizedLayer:
         return result
 
 
+class LayerCodes(NamedTuple):
+    """The codes of a linear layer's weight.
+
+    Attributes:
+        outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
+        codes: `[hidden, features]` int8, see `quantize_weight`.
+    """
+
+    outliers: Tensor
+    codes: Tensor
+
+
 def layer_key(weight: object, bias: object) -> LayerKey:
     """Return the key of a linear layer; layers may share a weight."""
     return id(weight), id(bias)
@@ -56,20 +68,20 @@ def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, 
 
 
 def quantize_layers(
-    programs: Sequence[Program], outliers: Mapping[LayerKey, Tensor]
+    programs: Sequence[Program], codes: Mapping[LayerKey, LayerCodes]
 ) -> dict[LayerKey, QuantizedLayer]:
     """Return the int8 form of linear layers.
 
     Args:
         programs: programs with these layers in fp32 on the CPU.
-        outliers: `[OUTLIERS]` int64 of each layer.
+        codes: the codes of each layer.
     """
     from varlen_kernels.cpu.int8_products import choose_product
 
     product, layers = choose_product(), linear_weights(programs)
     return {
-        key: QuantizedLayer(product.kernel, product.quantize(*layers[key], columns))
-        for key, columns in outliers.items()
+        key: QuantizedLayer(product.kernel, product.quantize(*layers[key], *chosen))
+        for key, chosen in codes.items()
     }
 
 

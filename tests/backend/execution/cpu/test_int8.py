@@ -9,23 +9,26 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.execution.cpu import int8_model, quality
-from varlen.execution.cpu.calibration import (
-    FILE,
-    Calibration,
-    LayerCalibration,
-    weights_hash,
-)
+from varlen.execution.cpu.calibration import FILE, Calibration, weights_hash
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
-from varlen.execution.cpu.layer_inputs import find_outliers
+from varlen.execution.cpu.layer_inputs import choose_codes
 from varlen.execution.cpu.linear_paths import paths_of
 from varlen.execution.cpu.quality import VectorQuality, compare_vectors
-from varlen.execution.cpu.quantization import layer_key, linear_weights, quantize_layers, use_int8
+from varlen.execution.cpu.quantization import (
+    LayerCodes,
+    layer_key,
+    linear_weights,
+    quantize_layers,
+    use_int8,
+)
 from varlen.execution.device import choose_dtype
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
@@ -34,7 +37,7 @@ from varlen.program.recorder import Recorder
 from varlen_kernels.cpu import int8_products
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.cpu.int8_tile import panel_levels
-from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS
+from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS, nearest_codes
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
 PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
@@ -67,6 +70,27 @@ def load_fp32(checkpoint):
     return CalibratedEncoder(encoder, checkpoint)
 
 
+def codes_of(weight):
+    outliers = torch.arange(OUTLIERS)
+    return LayerCodes(outliers, nearest_codes(weight, outliers))
+
+
+def change_fields(path, change):
+    """Change fields of a stored calibration."""
+    with safe_open(path, framework="pt") as file:
+        fields = json.loads(file.metadata()["calibration"]) | change
+    save_file(load_file(path), path, {"calibration": json.dumps(fields)})
+
+
+def change_codes(path, change):
+    """Change the codes of the first layer of a stored calibration, but not the hash of all codes."""
+    with safe_open(path, framework="pt") as file:
+        fields = file.metadata()
+    tensors = load_file(path)
+    tensors["0.codes"] = change(tensors["0.codes"])
+    save_file(tensors, path, fields)
+
+
 def cosines(vectors, expected):
     norms = np.linalg.norm(vectors, axis=-1) * np.linalg.norm(expected, axis=-1)
     return (vectors * expected).sum(-1) / norms
@@ -93,9 +117,9 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     monkeypatch.setattr(int8_products, "choose_product", lambda: product)
     program, weights = linear_program(hidden=400, features=240)
     before = program.weight_bytes
-    outliers = {layer_key(weight(), None): torch.arange(OUTLIERS) for weight in weights[:1]}
+    codes = {layer_key(weight(), None): codes_of(weight()) for weight in weights[:1]}
 
-    program = use_int8(program, quantize_layers([program], outliers))
+    program = use_int8(program, quantize_layers([program], codes))
 
     assert [op.kernel for op in program.ops] == [product.kernel, "linear"]
     assert program.ops[0].operands[1].levels == product.levels
@@ -108,8 +132,8 @@ def recorded_layers(follow):
     ops = Recorder()
     x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.ones(8, 8)
     program = ops.finish(*follow(ops, x, ops.linear(x, weight, None)))
-    outliers = {layer_key(weight, None): torch.arange(OUTLIERS)}
-    return [op.kernel for op in use_int8(program, quantize_layers([program], outliers)).ops]
+    codes = {layer_key(weight, None): codes_of(weight)}
+    return [op.kernel for op in use_int8(program, quantize_layers([program], codes)).ops]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +164,9 @@ def test_layers_that_share_a_weight_keep_their_biases():
     x = ops.input("x", ("tokens", 8), torch.float32)
     weight, biases = torch.ones(8, 8), [torch.zeros(8), torch.ones(8)]
     program = ops.finish(ops.linear(ops.linear(x, weight, biases[0]), weight, biases[1]))
-    outliers = {layer_key(weight, bias): torch.arange(OUTLIERS) for bias in biases}
+    codes = {layer_key(weight, bias): codes_of(weight) for bias in biases}
 
-    program = use_int8(program, quantize_layers([program], outliers))
+    program = use_int8(program, quantize_layers([program], codes))
 
     for op, bias in zip(program.ops, biases, strict=True):
         _, layer = op.operands
@@ -157,11 +181,11 @@ def test_the_largest_columns_are_the_outliers(folder):
     model = CalibratedEncoder(encoder, checkpoint)
     prompts = model.prompts([np.arange(9, dtype=np.int32)])
 
-    outliers = find_outliers(
+    codes = choose_codes(
         model.programs, lambda kernels: [*model.run(model.programs, kernels, prompts)]
     )
 
-    assert next(iter(outliers.values())).tolist() == large
+    assert next(iter(codes.values())).outliers.tolist() == large
 
 
 def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoint):
@@ -245,7 +269,7 @@ def test_few_texts_leave_the_quality_to_random_tokens(folder):
 
     measured = int8_model.calibrate(load_fp32(checkpoint), TEXTS[:4]).quality
 
-    assert measured.texts == int8_model._RANDOM_PROMPTS
+    assert measured.texts == len(int8_model._RANDOM_TOKENS)
     assert -1 <= measured.spearman <= 1
 
 
@@ -253,16 +277,16 @@ def test_the_hash_of_weights_changes_with_one_of_them(folder):
     checkpoint = Checkpoint.open(folder)
     programs = load_fp32(checkpoint).programs
     before = weights_hash(programs)
-    (weight, _), *_ = linear_weights(programs).values()
+    *_, (weight, _) = linear_weights(programs).values()
 
-    weight[0, 3] += 1
+    weight[-1, 3] += 1
 
     assert weights_hash(programs) != before
 
 
 def test_a_calibration_that_cannot_be_saved_leaves_the_old_one(folder, calibration, monkeypatch):
     path = calibration.save(folder)
-    before = path.read_text()
+    before = path.read_bytes()
 
     def fail(self, target):
         raise OSError("no space")
@@ -271,7 +295,7 @@ def test_a_calibration_that_cannot_be_saved_leaves_the_old_one(folder, calibrati
     with pytest.raises(OSError, match="no space"):
         replace(calibration, levels=3).save(folder)
 
-    assert path.read_text() == before
+    assert path.read_bytes() == before
     assert not list(folder.glob(".int8*"))
 
 
@@ -281,7 +305,11 @@ def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, cali
     path = calibration.save(folder)
 
     assert path == folder / FILE
-    assert Calibration.load(folder) == calibration
+    stored = Calibration.load(folder)
+    assert stored == calibration
+    for layer, expected in zip(stored.layers, calibration.layers, strict=True):
+        assert torch.equal(layer.outliers, expected.outliers)
+        assert torch.equal(layer.codes, expected.codes)
     assert cosines(embeddings(folder, "int8"), measured).min() > 0.99
     assert "measured in" in caplog.messages[0]
     assert "(6 texts), stored with the checkpoint" in caplog.text
@@ -300,14 +328,18 @@ def test_a_second_load_reads_the_calibration_from_the_cache(folder, tmp_path, ca
         return caplog.text
 
     assert "(8 texts), measured in" in load()
-    (file,) = cache.glob("int8-*.json")
-    written = file.read_text()
+    (file,) = cache.glob("int8-*.safetensors")
+    written = file.read_bytes()
     assert "(8 texts), from the cache" in load()
 
-    for damaged in ("{", json.dumps(json.loads(written) | {"layers": []})):
-        file.write_text(damaged)
+    for damage in (
+        lambda: file.write_bytes(b"{"),
+        lambda: change_fields(file, {"errors": []}),
+        lambda: change_codes(file, lambda codes: -codes),
+    ):
+        damage()
         assert "(8 texts), measured in" in load()
-        assert file.read_text() == written
+        assert file.read_bytes() == written
 
 
 def test_without_measuring_no_calibration_is_cached(folder, tmp_path):
@@ -333,8 +365,7 @@ def test_a_calibration_that_does_not_fit_is_measured_again(
     folder, calibration, caplog, change, message
 ):
     caplog.set_level(logging.INFO)
-    path = calibration.save(folder)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_fields(calibration.save(folder), change)
 
     embeddings(folder, "int8")
 
@@ -343,8 +374,7 @@ def test_a_calibration_that_does_not_fit_is_measured_again(
 
 
 def test_a_calibration_of_another_version_is_ignored(folder, calibration):
-    path = calibration.save(folder)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+    change_fields(calibration.save(folder), {"version": 0})
 
     assert Calibration.load(folder) is None
 
@@ -352,12 +382,12 @@ def test_a_calibration_of_another_version_is_ignored(folder, calibration):
 @pytest.mark.parametrize(
     "change",
     [
-        {"layers": [{"outliers": [1, 2], "error": 0.1}]},
-        {"layers": [{"outliers": [4, 3, 2, 1], "error": 0.1}]},
-        {"layers": [{"error": 0.1}]},
-        {"layers": [{"outliers": [0.1, 1, 2, 3], "error": 0.1}]},
-        {"layers": [{"outliers": [0, 1, 2, float("inf")], "error": 0.1}]},
-        {"layers": [{"outliers": [0, 1, 2, 3], "error": 10**400}]},
+        {"errors": [0.1]},
+        {"errors": [0.1] * 9},
+        {"errors": {"0": 0.1}},
+        {"errors": [float("inf")] * 8},
+        {"errors": [10**400] * 8},
+        {"tensors": "another"},
         {"quality": {"texts": 3}},
         {"quality": {"texts": 3, "cosine_mean": float("nan"), "cosine_min": 1, "spearman": 1}},
         {"quality": {"texts": 3, "cosine_mean": "1", "cosine_min": 1, "spearman": 1}},
@@ -365,12 +395,12 @@ def test_a_calibration_of_another_version_is_ignored(folder, calibration):
         {"unknown": 1},
     ],
     ids=[
-        "two",
-        "order",
-        "missing",
-        "fraction",
+        "few-errors",
+        "many-errors",
+        "no-list",
         "infinite",
         "huge",
+        "hash",
         "quality",
         "nan",
         "text",
@@ -379,35 +409,56 @@ def test_a_calibration_of_another_version_is_ignored(folder, calibration):
     ],
 )
 def test_a_damaged_calibration_is_refused(folder, calibration, change):
-    path = calibration.save(folder)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_fields(calibration.save(folder), change)
 
-    with pytest.raises(CheckpointError, match=r"int8.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"int8.safetensors cannot be read"):
         embeddings(folder, "int8")
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "[" * 100_000], ids=["empty", "list", "cut", "nested"]
+    "outliers",
+    [torch.tensor([1, 2]), torch.tensor([4, 3, 2, 1]), torch.tensor([0.1, 1, 2, 3])],
+    ids=["two", "order", "fraction"],
 )
-def test_a_calibration_that_is_no_object_is_refused(folder, text):
-    (folder / FILE).write_text(text)
+def test_a_calibration_without_ascending_columns_is_refused(folder, calibration, outliers):
+    layers = tuple(replace(layer, outliers=outliers.clone()) for layer in calibration.layers)
+    replace(calibration, layers=layers).save(folder)
 
-    with pytest.raises(CheckpointError, match=r"int8.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"allowed: 4 ascending columns"):
         Calibration.load(folder)
 
 
-def test_a_calibration_with_columns_past_the_input_is_refused(folder, calibration):
-    layers = [LayerCalibration((0, 1, 2, 9999), 0.1) for _ in calibration.layers]
-    damaged = Calibration(
-        calibration.checkpoint,
-        calibration.weights,
-        calibration.levels,
-        tuple(layers),
-        VectorQuality(8, 1, 1, 1),
-    )
-    damaged.save(folder)
+@pytest.mark.parametrize(
+    "fields", [None, {}, {"calibration": "[]"}, {"calibration": "[" * 100_000}]
+)
+def test_a_calibration_without_fields_is_refused(folder, fields):
+    save_file({"0.codes": torch.ones(2, 2)}, folder / FILE, fields)
 
-    with pytest.raises(CheckpointError, match=r"int8.json does not fit the checkpoint's layers"):
+    with pytest.raises(CheckpointError, match=r"int8.safetensors cannot be read"):
+        Calibration.load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", bytes(99)], ids=["empty", "cut", "zeros"])
+def test_a_calibration_in_another_format_is_refused(folder, content):
+    (folder / FILE).write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"int8.safetensors cannot be read"):
+        Calibration.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"outliers": torch.tensor([0, 1, 2, 9999])}, {"codes": torch.ones(3, 3, dtype=torch.int8)}],
+    ids=["columns", "shape"],
+)
+def test_a_calibration_of_other_layers_is_refused(folder, calibration, change):
+    layers = tuple(
+        replace(layer, **{name: each.clone() for name, each in change.items()})
+        for layer in calibration.layers
+    )
+    replace(calibration, layers=layers).save(folder)
+
+    with pytest.raises(CheckpointError, match=r"does not fit the checkpoint's layers"):
         embeddings(folder, "int8")
 
 

@@ -1,0 +1,78 @@
+"""Codes of a weight whose errors cancel out on the inputs that its layer has.
+
+The nearest codes make the smallest error of each weight. The error of a layer's output is smaller where the error of
+one column is made good by the columns after it, as far as the inputs of both go together.
+Source: LDLQ, Chee et al. 2023, arXiv:2307.13304, section 3; the same codes as GPTQ, Frantar et al. 2022,
+arXiv:2210.17323, without an inverse. Columns are taken in the order of their inputs' size, as GPTQ's `act_order` does.
+"""
+
+import torch
+from torch import Tensor
+
+from varlen_kernels.reference.linear_int8 import LARGEST_CODE, weight_scale
+
+# Of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
+_DAMPING = 0.01
+# Columns of the input whose errors reach the columns after them in one product.
+_BLOCK = 64
+# Output features at a time, which bounds the memory.
+_FEATURES = 4096
+
+
+def rounded_codes(weight: Tensor, outliers: Tensor, gram: Tensor) -> Tensor | None:
+    """Return codes for `quantize_weight`, `[hidden, features]` int8; 0 in the rows of outliers.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
+        gram: `[hidden, hidden]`, sums over tokens of the products of two columns of the input.
+
+    Returns:
+        None if inputs are not finite.
+    """
+    is_kept = torch.ones(len(weight), dtype=torch.bool).index_fill(0, outliers, value=False)
+    columns = is_kept.nonzero()[:, 0]
+    columns = columns[gram.diagonal()[columns].argsort(descending=True)]
+    feedback = _feedback(gram[columns][:, columns])
+    if feedback is None:
+        return None
+    scale = weight_scale(weight, outliers)
+    codes = torch.zeros(weight.shape, dtype=torch.int8)
+    for first in range(0, weight.shape[1], _FEATURES):
+        part = slice(first, first + _FEATURES)
+        codes[columns, part] = _codes(weight[columns, part], scale[part], feedback)
+    return codes
+
+
+def _feedback(gram: Tensor) -> Tensor | None:
+    """Return how much of the error of a column each column after it takes over, `[hidden, hidden]` fp32.
+
+    The gram matrix is U D U' with a diagonal D and this upper triangle U, whose diagonal is 1.
+    """
+    gram = gram.double()
+    gram.diagonal().add_(_DAMPING * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
+    # from the last column to the first, the lower triangle becomes the upper one
+    lower, failed = torch.linalg.cholesky_ex(gram.flip(0, 1))
+    upper = lower.flip(0, 1)
+    return None if failed else (upper / upper.diagonal()).float()
+
+
+def _codes(weight: Tensor, scale: Tensor, feedback: Tensor) -> Tensor:
+    """Return the codes of a weight, column of the input by column.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        scale: `[features]` fp32.
+        feedback: `[hidden, hidden]` fp32.
+    """
+    hidden = len(weight)
+    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
+    for first in range(0, hidden, _BLOCK):
+        last = min(first + _BLOCK, hidden)
+        goals = weight[first:last] + feedback[:first, first:last].t() @ errors[:first]
+        for column in range(first, last):
+            code = (goals[column - first] / scale).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+            codes[column] = code
+            errors[column] = weight[column] - code * scale
+            goals[column - first + 1 :].addr_(feedback[column, column + 1 : last], errors[column])
+    return codes.to(torch.int8)

@@ -1,0 +1,135 @@
+"""Codes of weights whose errors cancel out: GPTQ with an inverse as the oracle, and errors on inputs."""
+
+import pytest
+import torch
+
+from varlen.execution.cpu import layer_inputs
+from varlen.execution.cpu.layer_inputs import choose_codes
+from varlen.execution.cpu.rounding import rounded_codes
+from varlen.program.recorder import Recorder
+from varlen_kernels import cpu
+from varlen_kernels.reference.linear_int8 import OUTLIERS, nearest_codes, weight_scale
+
+
+@pytest.fixture
+def numbers():
+    return torch.Generator().manual_seed(0)
+
+
+def related_inputs(tokens, hidden, numbers):
+    """Return inputs whose columns go together, in a few directions."""
+    directions = torch.randn(max(hidden // 8, 1), hidden, generator=numbers)
+    few = torch.randn(tokens, len(directions), generator=numbers)
+    return few @ directions + 0.1 * torch.randn(tokens, hidden, generator=numbers)
+
+
+def error(weight, outliers, codes, x):
+    restored = codes * weight_scale(weight, outliers)
+    restored[outliers] = weight[outliers]
+    return float((x @ (restored - weight)).square().sum())
+
+
+def gptq_codes(weight, outliers, gram):
+    """Return the codes of GPTQ as its paper has them: an inverse, and its Cholesky factor."""
+    kept = [column for column in range(len(weight)) if column not in outliers.tolist()]
+    kept.sort(key=lambda column: -float(gram[column, column]))
+    rest, scale = weight[kept].double(), weight_scale(weight, outliers).double()
+    inner = gram[kept][:, kept].double()
+    inner += 0.01 * inner.diagonal().mean() * torch.eye(len(kept))
+    inverse = torch.linalg.cholesky(torch.linalg.inv(inner), upper=True)
+    codes = torch.zeros(weight.shape, dtype=torch.int8)
+    for place, column in enumerate(kept):
+        code = (rest[place] / scale).round().clamp(-127, 127)
+        codes[column] = code
+        lost = (rest[place] - code * scale) / inverse[place, place]
+        rest[place + 1 :] -= inverse[place, place + 1 :, None] * lost
+    return codes
+
+
+@pytest.mark.parametrize("hidden, features", [(8, 3), (100, 40), (150, 5)])
+def test_codes_are_those_of_gptq(numbers, hidden, features):
+    weight = torch.randn(hidden, features, generator=numbers)
+    x = related_inputs(300, hidden, numbers)
+    outliers = torch.arange(1, 1 + OUTLIERS)
+
+    codes = rounded_codes(weight, outliers, x.t() @ x)
+
+    # fp32 decides another way where a value is almost half way between two codes
+    assert (codes == gptq_codes(weight, outliers, x.t() @ x)).float().mean() > 0.98
+    assert not codes[outliers].any()
+
+
+def test_errors_on_the_inputs_are_smaller_than_those_of_the_nearest_codes(numbers):
+    weight, outliers = torch.randn(96, 70, generator=numbers), torch.arange(OUTLIERS)
+    x = related_inputs(600, 96, numbers)
+    seen, others = x[:400], x[400:]
+
+    codes = rounded_codes(weight, outliers, seen.t() @ seen)
+
+    nearest = nearest_codes(weight, outliers)
+    for inputs in (seen, others):
+        assert error(weight, outliers, codes, inputs) < 0.5 * error(
+            weight, outliers, nearest, inputs
+        )
+
+
+def test_columns_that_never_go_together_get_the_nearest_codes(numbers):
+    weight, outliers = torch.randn(30, 9, generator=numbers), torch.arange(OUTLIERS)
+    gram = torch.diag(torch.rand(30, generator=numbers))
+
+    assert torch.equal(rounded_codes(weight, outliers, gram), nearest_codes(weight, outliers))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30])
+def test_columns_without_values_have_codes(numbers, value):
+    weight, outliers = torch.randn(20, 9, generator=numbers), torch.arange(OUTLIERS)
+
+    codes = rounded_codes(weight, outliers, torch.full((20, 20), value))
+
+    assert codes.abs().max() <= 127
+
+
+def test_many_features_have_the_codes_that_they_have_alone(numbers, monkeypatch):
+    monkeypatch.setattr("varlen.execution.cpu.rounding._FEATURES", 4)
+    weight, outliers = torch.randn(40, 10, generator=numbers), torch.arange(OUTLIERS)
+    x = related_inputs(100, 40, numbers)
+    gram = x.t() @ x
+
+    alone = [rounded_codes(weight[:, i : i + 1], outliers, gram) for i in range(10)]
+
+    assert torch.equal(rounded_codes(weight, outliers, gram), torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("most, is_rounded", [(2**20, True), (1600, True), (1599, False)])
+def test_layers_are_observed_as_memory_allows(numbers, monkeypatch, most, is_rounded):
+    monkeypatch.setattr(layer_inputs, "_MOST_SUMS", most)
+    weights = [torch.randn(40, 40, generator=numbers) for _ in range(3)]
+    ops = Recorder()
+    hidden = ops.input("x", ("tokens", 40), torch.float32)
+    for weight in weights:
+        hidden = ops.linear(hidden, weight, None)
+    program = ops.finish(hidden)
+    x = related_inputs(200, 40, numbers)
+    runs = []
+
+    def run(kernels):
+        runs.append(kernels)
+        values = x
+        for weight in weights:
+            values = kernels.linear(values, weight)
+
+    codes = choose_codes([program], run)
+
+    assert len(runs) == (3 if most == 1600 else 1)
+    inputs = x
+    for weight, chosen in zip(weights, codes.values(), strict=True):
+        expected = rounded_codes(weight, chosen.outliers, inputs.t() @ inputs)
+        nearest = nearest_codes(weight, chosen.outliers)
+        assert torch.equal(chosen.codes, expected if is_rounded else nearest)
+        inputs = cpu.linear(inputs, weight)
+
+
+def test_inputs_that_are_not_finite_leave_the_nearest_codes(numbers):
+    weight, outliers = torch.randn(20, 9, generator=numbers), torch.arange(OUTLIERS)
+
+    assert rounded_codes(weight, outliers, torch.full((20, 20), torch.nan)) is None
