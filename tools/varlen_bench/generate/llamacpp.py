@@ -97,7 +97,7 @@ def load_llamacpp(
 
 
 def _fill(batch: Any, active: list[_Sequence], most: int) -> list[tuple[_Sequence, int]]:
-    """Fill a batch, and return the sequences that get a token, with the rows of their logits."""
+    """Fill a batch, and return sequences that get a token, with their rows of logits."""
     outputs, row = [], 0
     # sequences that decode have one token
     for sequence in sorted(active, key=lambda each: len(each.waiting) > 1):

@@ -31,7 +31,9 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     if family not in ("gpt2", "llama"):
         raise ValueError(f"model_type is {family!r}; allowed: gpt2, llama")
     writer: Any = gguf.GGUFWriter(path, family)
-    layers = _add_gpt2_fields(writer, config) if family == "gpt2" else _add_llama_fields(writer, config)
+    layers = (
+        _add_gpt2_fields(writer, config) if family == "gpt2" else _add_llama_fields(writer, config)
+    )
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
