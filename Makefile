@@ -132,7 +132,7 @@ $(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
 bench-generate: setup ## Compare generation with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
-	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-vllm/stamp
+	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-vllm/stamp $(VENV)/peers-llamacpp/stamp
 	$(BIN)/python -m varlen_bench.generate $(BENCH)
 
 bench-beam: setup ## Compare beam search with its peers on this machine; appends to docs/benchmarks

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from varlen_bench.compare.passes import Answer, Requests, drive_iterations
 from varlen_bench.compare.results import Result
-from varlen_bench.generate import engines, limit, stepped
+from varlen_bench.compare.stepping import step_in_thread
+from varlen_bench.generate import engines, limit, llamacpp, stepped
 from varlen_bench.generate.__main__ import app
 from varlen_bench.generate.engines import figures
 from varlen_bench.generate.report import Step, bench_figures, csv_rows, tables
@@ -26,6 +28,7 @@ from varlen_bench.peers.checkpoints import (
     save_random_decoder,
 )
 from varlen_bench.peers.engines import Cores
+from varlen_bench.peers.gguf_files import write_gguf
 
 from .conftest import read_csv
 
@@ -265,6 +268,122 @@ def test_vllm_runs_in_steps_in_the_process_of_the_worker(tmp_path, monkeypatch):
     assert [answer.tokens for answer in answers] == [[2, 2, 2], [1]]
     assert (fake.arguments.dtype, fake.arguments.enable_prefix_caching) == ("bfloat16", False)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+class FakeLlama:
+    """Package llama_cpp: the next token is the sum of all tokens before it, up to 4."""
+
+    def __init__(self):
+        self.cache, self.logits, self.steps = {}, {}, []
+
+    def llama_context_default_params(self):
+        self.options = SimpleNamespace()
+        return self.options
+
+    def llama_init_from_model(self, model, options):
+        return "context"
+
+    llama_get_memory = llama_model_get_vocab = staticmethod(lambda of: of)
+    llama_vocab_n_tokens = staticmethod(lambda vocabulary: 5)
+
+    def llama_batch_init(self, tokens, embeddings, sequences):
+        lists = {name: [0] * tokens for name in ("token", "pos", "n_seq_id", "logits")}
+        return SimpleNamespace(seq_id=[[0] for _ in range(tokens)], **lists)
+
+    def llama_decode(self, context, batch):
+        self.logits = {}
+        self.steps.append(batch.n_tokens)
+        for row in range(batch.n_tokens):
+            (place,) = batch.seq_id[row]
+            tokens = self.cache.setdefault(place, [])
+            assert (batch.pos[row], batch.n_seq_id[row]) == (len(tokens), 1)
+            tokens.append(batch.token[row])
+            if batch.logits[row]:
+                self.logits[row] = np.eye(5, dtype=np.float32)[sum(tokens) % 5]
+        return 0
+
+    def llama_get_logits_ith(self, context, row):
+        return self.logits[row]
+
+    def llama_memory_seq_rm(self, memory, place, first, last):
+        assert (first, last) == (-1, -1)
+        del self.cache[place]
+
+
+def test_llamacpp_runs_prompts_in_parts_beside_sequences_that_decode(tmp_path, monkeypatch):
+    fake = FakeLlama()
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    monkeypatch.setattr(llamacpp, "_load_model", lambda *about: "model")
+    (tmp_path / "config.json").write_text('{"n_positions": 32}')
+    prompts, limits = [[1], [2, 1, 1, 1, 1, 1, 1], [3, 3]], [4, 2, 3]
+    expected = []
+    for prompt, count in zip(prompts, limits, strict=True):
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(sum(tokens) % 5)
+        expected.append(tokens[len(prompt) :])
+
+    def load():
+        return llamacpp.load_llamacpp(tmp_path, "fp32", Cores(1, 2), running=2, step_tokens=4)
+
+    submit = step_in_thread(load)
+    answers = drive_iterations(submit, Requests.at_once("", prompts, limits))
+
+    assert [answer.tokens for answer in answers] == expected
+    assert max(fake.steps) <= 4
+    assert fake.cache == {}
+    assert (fake.options.n_ctx, fake.options.n_seq_max) == (64, 2)
+    assert fake.options.n_threads == fake.options.n_threads_batch == 2
+
+
+class FakeGguf:
+    """Package gguf: names stay, and what is written is kept."""
+
+    MODEL_ARCH = SimpleNamespace(GPT2="gpt2", LLAMA="llama")
+    LlamaFileType = SimpleNamespace(ALL_F32=0)
+
+    def GGUFWriter(self, path, family):  # noqa: N802  # as the package has it
+        self.fields, self.tensors = {}, {}
+        return self
+
+    def get_tensor_name_map(self, kind, layers):
+        self.layers = layers
+        return self
+
+    def get_name(self, name, try_suffixes):
+        return name
+
+    def add_tensor(self, name, weight):
+        self.tensors[name] = weight
+
+    def __getattr__(self, name):
+        if name.startswith("add_"):
+            return lambda value: self.fields.update({name.removeprefix("add_"): value})
+        return lambda: None
+
+
+def test_weights_for_llamacpp_have_its_order_of_values(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", fake := FakeGguf())
+    shape = LlamaShape("", 16, 2, 4, key_heads=2, features=24, positions=32, vocabulary=300)
+    save_random_decoder(shape, tmp_path / "llama")
+    save_random_decoder(TINY, tmp_path / "gpt2")
+
+    write_gguf(tmp_path / "llama", tmp_path / "llama.gguf")
+
+    query = "model.layers.1.self_attn.q_proj.weight"
+    stored = load_file(tmp_path / "llama/model.safetensors")
+    assert fake.tensors.keys() == stored.keys()
+    # the values that rotary positions turn together are i and i + 2 of a head of 4
+    for head in range(4):
+        rows = stored[query][4 * head : 4 * head + 4]
+        assert np.array_equal(fake.tensors[query][4 * head : 4 * head + 4], rows[[0, 2, 1, 3]])
+    assert (fake.layers, fake.fields["head_count_kv"], fake.fields["vocab_size"]) == (2, 2, 300)
+
+    write_gguf(tmp_path / "gpt2", tmp_path / "gpt2.gguf")
+
+    first = "transformer.h.0.mlp.c_fc.weight"
+    stored = load_file(tmp_path / "gpt2/model.safetensors")
+    assert np.array_equal(fake.tensors[first], stored[first].T)
 
 
 TINY = GeneratorShape("tiny", hidden=16, layers=1, heads=2, positions=256, vocabulary=300)

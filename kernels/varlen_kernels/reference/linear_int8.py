@@ -63,7 +63,9 @@ class Int8Rows(NamedTuple):
 
 
 def weight_scale(weight: Tensor, outliers: Tensor) -> Tensor:
-    """Return the value of one step of a code, `[features]` fp32: the largest weight is `LARGEST_CODE` steps.
+    """Return the value of one step of a code, `[features]` fp32.
+
+    The largest weight of a feature is `LARGEST_CODE` steps.
 
     Args:
         weight: `[hidden, features]` fp32.

@@ -1,4 +1,4 @@
-"""The worker process of a system that generates: five engines.
+"""The worker process of a system that generates: six engines.
 
 A process imports only the libraries of its engine.
 """
@@ -27,6 +27,7 @@ from varlen_bench.compare.passes import (
 from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.compare.systems import System
 from varlen_bench.compare.worker import starter
+from varlen_bench.generate.llamacpp import load_llamacpp
 from varlen_bench.generate.stepped import load_openvino, load_vllm
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
@@ -55,7 +56,8 @@ def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
         return _varlen(checkpoint, system.precision, cores)
     if system.engine == "transformers":
         return _transformers_continuous(checkpoint, cores)
-    load = load_vllm if system.engine == "vllm" else load_openvino
+    loaders = {"vllm": load_vllm, "llamacpp": load_llamacpp, "openvino-genai": load_openvino}
+    load = loaders[system.engine]
     limits = {"running": _RUNNING, "step_tokens": _STEP_TOKENS}
     return step_in_thread(partial(load, checkpoint, system.precision, cores, **limits))
 

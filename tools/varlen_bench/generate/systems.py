@@ -21,6 +21,9 @@ SYSTEMS = by_name(
     System("openvino-fp32", "openvino-genai", "fp32", "engine"),
     System("openvino-bf16", "openvino-genai", "bf16", "engine"),
     System("openvino-int8", "openvino-genai", "int8", "engine"),
+    System("llamacpp-fp32", "llamacpp", "fp32", "engine"),
+    System("llamacpp-bf16", "llamacpp", "bf16", "engine"),
+    System("llamacpp-int8", "llamacpp", "int8", "engine"),
     System("vllm-fp32", "vllm", "fp32", "engine"),
     System("vllm-bf16", "vllm", "bf16", "engine"),
 )

@@ -19,7 +19,14 @@ from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.pooling import PoolingMode, pool_padded, pool_rows
 
 EngineName = Literal[
-    "varlen", "transformers", "onnxruntime", "ctranslate2", "openvino", "openvino-genai", "vllm"
+    "varlen",
+    "transformers",
+    "onnxruntime",
+    "ctranslate2",
+    "openvino",
+    "openvino-genai",
+    "vllm",
+    "llamacpp",
 ]
 # int8-blocks: 8-bit weights with a scale for each block of them, and int8 products.
 Precision = Literal["fp32", "bf16", "int8", "int8-blocks"]

@@ -8,7 +8,11 @@ from varlen_bench.peers.engines import EngineName
 
 _ROOT = Path(__file__).parents[3]
 # `make bench-generate` makes each from the requirements of this name, beside this file.
-_ENVIRONMENTS: dict[EngineName, str] = {"openvino-genai": "openvino", "vllm": "vllm"}
+_ENVIRONMENTS: dict[EngineName, str] = {
+    "openvino-genai": "openvino",
+    "vllm": "vllm",
+    "llamacpp": "llamacpp",
+}
 
 
 def interpreter(engine: EngineName) -> Path | None:

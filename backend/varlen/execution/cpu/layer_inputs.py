@@ -49,7 +49,7 @@ class ObservingKernels:
 
 
 def choose_codes(programs: Sequence[Program], run: Run) -> dict[LayerKey, LayerCodes]:
-    """Return the outliers and the codes of each layer for inputs like those of these texts.
+    """Return the outliers and the codes of each layer, for inputs of these texts.
 
     The columns with the largest values are the outliers. Layers with too many columns get the nearest codes.
 
@@ -71,7 +71,11 @@ def choose_codes(programs: Sequence[Program], run: Run) -> dict[LayerKey, LayerC
 
 
 def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:
-    """Divide layers into groups whose sums of products fit into memory, by the columns of their inputs."""
+    """Divide layers into groups whose sums of products fit into memory.
+
+    Args:
+        columns: number of columns of each layer's input.
+    """
     groups: list[list[LayerKey]] = []
     room = 0
     for key, number in columns.items():

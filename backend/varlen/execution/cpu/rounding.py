@@ -1,9 +1,9 @@
 """Codes of a weight whose errors cancel out on the inputs that its layer has.
 
-The nearest codes make the smallest error of each weight. The error of a layer's output is smaller where the error of
-one column is made good by the columns after it, as far as the inputs of both go together.
+The nearest codes make the smallest error of each weight. The error of a layer's output is smaller if later columns
+correct the error of earlier ones, which they can where the inputs of both go together.
 Source: LDLQ, Chee et al. 2023, arXiv:2307.13304, section 3; the same codes as GPTQ, Frantar et al. 2022,
-arXiv:2210.17323, without an inverse. Columns are taken in the order of their inputs' size, as GPTQ's `act_order` does.
+arXiv:2210.17323, without an inverse. Columns with large inputs come first, as with GPTQ's `act_order`.
 """
 
 import torch
@@ -45,9 +45,12 @@ def rounded_codes(weight: Tensor, outliers: Tensor, gram: Tensor) -> Tensor | No
 
 
 def _feedback(gram: Tensor) -> Tensor | None:
-    """Return how much of the error of a column each column after it takes over, `[hidden, hidden]` fp32.
+    """Return the share of a column's error that each later column corrects.
 
     The gram matrix is U D U' with a diagonal D and this upper triangle U, whose diagonal is 1.
+
+    Returns:
+        `[hidden, hidden]` fp32; None if the gram matrix is not finite.
     """
     gram = gram.double()
     gram.diagonal().add_(_DAMPING * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)

@@ -83,7 +83,7 @@ def change_fields(path, change):
 
 
 def change_codes(path, change):
-    """Change the codes of the first layer of a stored calibration, but not the hash of all codes."""
+    """Change the codes of the first layer of a stored calibration, not the hash."""
     with safe_open(path, framework="pt") as file:
         fields = file.metadata()
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Codes of weights whose errors cancel out: GPTQ with an inverse as the oracle, and errors on inputs."""
+"""Codes of weights whose errors cancel out, beside GPTQ with an inverse."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def error(weight, outliers, codes, x):
 
 
 def gptq_codes(weight, outliers, gram):
-    """Return the codes of GPTQ as its paper has them: an inverse, and its Cholesky factor."""
+    """Return GPTQ's codes as in its paper, by the Cholesky factor of an inverse."""
     kept = [column for column in range(len(weight)) if column not in outliers.tolist()]
     kept.sort(key=lambda column: -float(gram[column, column]))
     rest, scale = weight[kept].double(), weight_scale(weight, outliers).double()
