@@ -11,7 +11,7 @@ from varlen.errors import ConfigError
 from varlen.parameter import FLAG, parameter_field, parameters_of, unknown_parameter
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
 
-DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8"]
+DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
@@ -56,9 +56,10 @@ class EngineConfig:
     dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU: linear layers run in int8, the rest in fp32.",
-        when="Set `int8` for the highest throughput on a CPU, `fp32` to compare answers with those"
-        " of another system.",
+        " and fp32 on a CPU. fp16 needs a GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
+        " in fp32. int4 has weights of 4 bits, for models that generate.",
+        when="Set `int8` for the highest throughput on a CPU, `int4` for the shortest steps of few sequences and the"
+        " least memory, `fp32` to compare answers with those of another system.",
         choices=get_args(DType),
     )
     threads: int = parameter_field(

@@ -271,7 +271,7 @@ def test_vllm_runs_in_steps_in_the_process_of_the_worker(tmp_path, monkeypatch):
 
 
 class FakeLlama:
-    """Package llama_cpp: the next token is the sum of all tokens before it, up to 4."""
+    """Package llama_cpp: the next token is the sum of all before it, below 5."""
 
     def __init__(self):
         self.cache, self.logits, self.steps = {}, {}, []

@@ -6,7 +6,7 @@ calibrated then, on built-in texts; the file saves that time, and may come from 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -18,6 +18,7 @@ from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
+from varlen.execution.cpu.quantization import BITS, WeightBits
 from varlen.execution.step_program import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
@@ -35,20 +36,24 @@ def main(
             " Every second one measures the quality. Default: built-in English texts."
         ),
     ] = None,
+    dtype: Annotated[
+        Literal["int8", "int4"], typer.Option(help="Dtype of the model's weights.")
+    ] = "int8",
 ) -> None:
-    """Calibrate a model for int8, measure the quality, and store both."""
+    """Calibrate a model for int8 or int4, measure the quality, and store both."""
     try:
-        check_int8()
+        bits = BITS[dtype]
+        check_int8(bits)
         lines = TEXTS if texts is None else read_texts(texts)
         model = find_source(source, {})
         checkpoint = model.open_checkpoint()
-        calibration = _calibrate(checkpoint, model.config.task or checkpoint.task, lines)
+        calibration = _calibrate(checkpoint, model.config.task or checkpoint.task, lines, bits)
         path = calibration.save(checkpoint.folder)
     except (VarlenError, OSError) as error:
         typer.secho(f"quantize: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
     Console().print(_table(calibration))
-    typer.echo(f"{path} is written; a model with dtype int8 reads it")
+    typer.echo(f"{path} is written; a model with dtype {dtype} reads it")
 
 
 def read_texts(path: Path) -> list[str]:
@@ -68,29 +73,35 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _calibrate(checkpoint: Checkpoint, task: Task, texts: Sequence[str]) -> Calibration:
+def _calibrate(
+    checkpoint: Checkpoint, task: Task, texts: Sequence[str], bits: WeightBits
+) -> Calibration:
     """Return the calibration of a checkpoint for a task that generates, or for the others."""
     parts = checkpoint, torch.float32, torch.device("cpu")
     if task not in ITERATIVE_TASKS:
         checkpoint.check_task("embed")
+        if bits == 4:
+            raise ConfigError(f'the task is "{task}"; int4 is for generate and translate')
         return calibrate(CalibratedEncoder(load_encoder(*parts), checkpoint), texts)
     checkpoint.check_task(task)
     load = load_decoder if task == "generate" else load_encoder_decoder
     programs = record_steps(load(*parts), CALIBRATION_KV)
-    return calibrate(CalibratedDecoder(programs, checkpoint), texts)
+    return calibrate(CalibratedDecoder(programs, checkpoint), texts, bits)
 
 
 def _table(calibration: Calibration) -> Table:
     errors = [layer.error for layer in calibration.layers]
-    kept = [index for index, error in enumerate(errors) if error > MAX_LAYER_ERROR]
+    kept = [
+        index for index, error in enumerate(errors) if error > MAX_LAYER_ERROR[calibration.bits]
+    ]
     rows = {
         **calibration.quality.rows,
         "activations": f"0 to {calibration.levels}",
-        "linear layers in int8": f"{len(errors) - len(kept)} of {len(errors)}",
+        f"linear layers in int{calibration.bits}": f"{len(errors) - len(kept)} of {len(errors)}",
         "layers kept in fp32": ", ".join(map(str, kept)) or "none",
         "largest error of a layer": f"{max(errors, default=0):.4f}",
     }
-    return Table("", ("int8", ""), [*rows.items()])
+    return Table("", (f"int{calibration.bits}", ""), [*rows.items()])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     # of the activations
     "int8": torch.float32,
+    "int4": torch.float32,
 }
 
 
@@ -57,23 +58,23 @@ def choose_device(name: Device, index: int = 0) -> torch.device:
 def check_dtype(name: DType, device: Device) -> None:
     """Raise ConfigError if the setting `device` excludes a dtype; `auto` excludes none.
 
-    A CPU has no fast arithmetic for fp16, and a GPU no int8 linear layers here.
+    A CPU has no fast arithmetic for fp16, and a GPU no linear layers in int8 or int4 here.
     """
     if name == "fp16" and device == "cpu":
         raise ConfigError(
-            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8'
+            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8, int4'
         )
-    if name == "int8" and device == "cuda":
+    if name in ("int8", "int4") and device == "cuda":
         raise ConfigError(
-            'dtype is "int8", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
+            f'dtype is "{name}", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
         )
 
 
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 
-    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 it is
-    fp32, the dtype of all but linear layers.
+    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 and int4 it
+    is fp32, the dtype of all but linear layers.
 
     Raises:
         ConfigError: see `check_dtype`.

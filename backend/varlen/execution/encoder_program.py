@@ -7,9 +7,11 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
+from varlen.errors import ConfigError
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
-from varlen.execution.cpu.int8_model import int8_product, to_int8
+from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
+from varlen.execution.cpu.quantization import product_of
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
@@ -56,8 +58,13 @@ def load_program(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
-        ConfigError: the device does not run the dtype.
+        ConfigError: the device or the task does not run the dtype.
     """
+    if config.dtype == "int4":
+        raise ConfigError(
+            f'dtype is "int4", which the tasks generate and translate have, and the task is "{task}";'
+            " allowed: auto, fp32, bf16, int8"
+        )
     dtype = choose_dtype(config.dtype, device)
     encoder = load_encoder(checkpoint, dtype, device)
     ops = Recorder(
@@ -88,7 +95,7 @@ def load_program(
         cache = cache_folder(config.cache_folder) if seconds else None
         calibrated = CalibratedEncoder(encoder, checkpoint)
         (program,), name = to_int8(calibrated, [program], cache), "int8"
-        fields["int8"] = int8_product()
+        fields["int8"] = product_of(8).kernel
     # packed weights have no address
     weight_bytes = program.weight_bytes
     if device.type == "cpu":

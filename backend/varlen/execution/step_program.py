@@ -9,8 +9,9 @@ import torch
 from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.cpu.int8_model import int8_product, to_int8
+from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import STEP_ROWS, choose_paths
+from varlen.execution.cpu.quantization import BITS, product_of
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
@@ -78,11 +79,11 @@ def load_programs(
     )
     programs = record_steps(model, kv, new_recorder)
     fields, name = dict(cost_fields(checkpoint, device)), str(dtype).removeprefix("torch.")
-    if config.dtype == "int8":
+    if bits := BITS.get(config.dtype):
         calibrated = CalibratedDecoder(record_steps(model, CALIBRATION_KV), checkpoint)
         cache = cache_folder(config.cache_folder) if config.warmup_seconds else None
-        programs, name = to_int8(calibrated, programs, cache), "int8"
-        fields["int8"] = int8_product()
+        programs, name = to_int8(calibrated, programs, cache, bits), config.dtype
+        fields["int8"] = product_of(bits).kernel
         del calibrated
     # packed weights replace those that it holds
     del model

@@ -12,6 +12,8 @@ from torch import Tensor
 from varlen_kernels import Activation, reference
 from varlen_kernels.cpu.compiled_ops import has_numba
 from varlen_kernels.cpu.int8_ops import (
+    linear_int4_panels,
+    linear_int4_panels_activate,
     linear_int8,
     linear_int8_packed,
     linear_int8_panels,

@@ -4,7 +4,7 @@ A rule names what a function gets, and how its work is split.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +19,7 @@ Shapes: TypeAlias = Sequence[tuple[Any, ...]]
 DTYPES: Mapping[str, torch.dtype] = {
     "f": torch.float32,
     "b": torch.int8,
+    "u": torch.uint8,
     "i": torch.int32,
     "l": torch.int64,
 }
@@ -98,14 +99,15 @@ def _multiply(kind: Callable[[Attributes], int]) -> CallRule:
     )
 
 
-def _multiply_int8(kind: Callable[[Attributes], int]) -> CallRule:
+def _multiply_int8(kind: Callable[[Attributes], int], *, bits: Literal[8, 4] = 8) -> CallRule:
     # after the tensors of its weight, `Int8Weight` has the largest code
     tensors = (0, 1, 2, 3, 4, -1)
     return CallRule(
-        "multiply_int8",
+        f"multiply_int{bits}",
         tensors,
-        "fbfflf",
-        _int8_panels,
+        "fbfflf" if bits == 8 else "fufflf",
+        # a byte has two codes of 4 bits
+        _int8_panels if bits == 8 else _panels,
         lambda attributes, shapes: (*shapes[5], kind(attributes)),
     )
 
@@ -185,6 +187,8 @@ RULES: Mapping[str, tuple[CallRule, ...]] = {
     "linear_panels_activate": (_multiply(_kind),),
     "linear_int8_panels": (_multiply_int8(_no_kind),),
     "linear_int8_panels_activate": (_multiply_int8(_kind),),
+    "linear_int4_panels": (_multiply_int8(_no_kind, bits=4),),
+    "linear_int4_panels_activate": (_multiply_int8(_kind, bits=4),),
     "layer_norm": (_norm(0, None, 1, 2, -1, -1),),
     "add_layer_norm": (_norm(0, 1, 2, 3, -1, -1),),
     "residual_layer_norm": (_norm(0, 1, 2, 3, -2, -1),),

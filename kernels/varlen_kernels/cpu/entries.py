@@ -45,6 +45,7 @@ def _reader(number_type: Any, pointee: Any) -> Any:
 _fp32_at = _reader(types.float32, ir.FloatType())
 _fp64_at = _reader(types.float64, ir.DoubleType())
 _int8_at = _reader(types.int8, ir.IntType(8))
+_uint8_at = _reader(types.uint8, ir.IntType(8))
 _int32_at = _reader(types.int32, ir.IntType(32))
 _int64_at = _reader(types.int64, _SIZE)
 
@@ -123,6 +124,23 @@ def _multiply_int8(arguments: int, first: int, last: int) -> None:
         last,
         _matrix(arguments, 0),
         carray(_int8_at(_number(arguments, 3)), shape),
+        _row(arguments, 2),
+        _matrix(arguments, 3),
+        _long_ids(arguments, 4),
+        _number(arguments, 18),
+        _number(arguments, 19),
+        _matrix(arguments, 5),
+    )
+
+
+def _multiply_int4(arguments: int, first: int, last: int) -> None:
+    """Run a product with weights of 4 bits; arguments are as for int8."""
+    shape = (_number(arguments, 4), _number(arguments, 5))
+    multiply_int8_units(
+        first,
+        last,
+        _matrix(arguments, 0),
+        carray(_uint8_at(_number(arguments, 3)), shape),
         _row(arguments, 2),
         _matrix(arguments, 3),
         _long_ids(arguments, 4),
@@ -267,6 +285,7 @@ def _rotate(arguments: int, first: int, last: int) -> None:
 _FUNCTIONS: dict[str, Callable[[Any, Any, Any], None]] = {
     "multiply": _multiply,
     "multiply_int8": _multiply_int8,
+    "multiply_int4": _multiply_int4,
     "norm": _norm,
     "activate": _activate,
     "gather": _gather,

@@ -37,3 +37,15 @@ def linear_int8_panels_activate(
     from varlen_kernels.cpu.int8_panels import multiply_panels
 
     return multiply_panels(x, layer, kind=kind, out=out)
+
+
+def linear_int4_panels(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
+    """Return `linear_int8` of codes of 4 bits that `int8_tile.pack_halves` made."""
+    return linear_int8_panels(x, layer, out=out)
+
+
+def linear_int4_panels_activate(
+    x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of `linear_int4_panels`."""
+    return linear_int8_panels_activate(x, layer, kind=kind, out=out)

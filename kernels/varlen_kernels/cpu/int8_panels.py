@@ -48,7 +48,7 @@ def multiply_panels(
 
     Args:
         x, kind: see the reference.
-        layer: weight and bias; `int8_tile.pack_panels` made the codes.
+        layer: weight and bias; `int8_tile.pack_panels` or `pack_halves` made the codes.
     """
     if out is None:
         out = torch.empty(len(x), layer.scale.shape[0])
@@ -132,7 +132,7 @@ def multiply_int8_units(
     first_unit,
     last_unit,
     x,  # [tokens, hidden]
-    panels,  # see int8_tile.pack_panels
+    panels,  # see int8_tile.pack_panels and pack_halves
     scale,  # [1, features]
     fp32_rows,  # [2 + OUTLIERS, features]
     outliers,  # [OUTLIERS], ascending

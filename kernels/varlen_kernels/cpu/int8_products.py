@@ -16,17 +16,19 @@ from torch import Tensor
 from varlen_kernels.cpu import int8_ops
 from varlen_kernels.cpu.calls import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
-from varlen_kernels.cpu.int8_tile import pack_panels, panel_levels
+from varlen_kernels.cpu.int8_tile import pack_halves, pack_panels, panel_levels
 from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
     OUTLIERS,
     REDUCED_LEVELS,
     Int8Weight,
+    WeightCodes,
     quantize_weight,
 )
 
 Int8Kernel: TypeAlias = Literal["linear_int8_panels", "linear_int8", "linear_int8_packed"]
+Int4Kernel: TypeAlias = Literal["linear_int4_panels"]
 # Row codes and packed codes to sums.
 _Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,14 +42,14 @@ _LEAST_GAIN: Mapping[Int8Kernel, float] = {"linear_int8_packed": 1.15}
 
 @dataclass(frozen=True, slots=True)
 class Int8Product:
-    """The fastest int8 linear layer on this CPU.
+    """A linear layer in int8 on this CPU.
 
     Attributes:
         kernel: name of the op.
         levels: largest code of a token that never saturates.
     """
 
-    kernel: Int8Kernel
+    kernel: Int8Kernel | Int4Kernel
     levels: int
 
     def quantize(
@@ -55,10 +57,12 @@ class Int8Product:
         weight: Tensor,
         bias: Tensor | None,
         outliers: Tensor,
-        codes: Tensor | None = None,
+        chosen: WeightCodes | None = None,
     ) -> Int8Weight:
         """Return `quantize_weight`, with its codes in the layout that the op reads."""
-        layer = quantize_weight(weight, bias, outliers, self.levels, codes)
+        layer = quantize_weight(weight, bias, outliers, self.levels, chosen)
+        if self.kernel == "linear_int4_panels":
+            return layer._replace(codes=pack_halves(layer.codes))
         if self.kernel == "linear_int8_panels":
             return layer._replace(codes=pack_panels(layer.codes))
         if self.kernel == "linear_int8_packed":
@@ -86,6 +90,18 @@ def choose_product() -> Int8Product:
         return _fastest_product()
     finally:
         torch.set_num_threads(threads)
+
+
+def int4_product() -> Int8Product:
+    """Return the linear layer with weights of 4 bits.
+
+    Raises:
+        NoInt8ProductError: the CPU has neither AVX2 nor VNNI.
+    """
+    levels = panel_levels()
+    if not levels:
+        raise NoInt8ProductError("products with weights of 4 bits need AVX2 or VNNI")
+    return Int8Product("linear_int4_panels", levels)
 
 
 def _fastest_product() -> Int8Product:

@@ -7,6 +7,8 @@ of codes and adds fours of products to sums of 32 bits, exactly.
 With AVX2 it is 4 rows by 16 features in 16 registers. An instruction multiplies 32 pairs and adds twos of products in
 16 bits, which is exact for row codes of 7 bits: 2 · 127 · 127 is less than 2 ** 15. Another one adds these sums in 32
 bits.
+
+Codes of 4 bits are two in a byte, and become bytes in registers: memory gives half as many of them.
 """
 
 from collections.abc import Sequence
@@ -68,12 +70,32 @@ def pack_panels(codes: Tensor) -> Tensor:
     Returns:
         `[features / TILE_FEATURES, hidden * TILE_FEATURES]` int8, both rounded up with zeros.
     """
+    return _panels(codes, _DEPTH).flatten(1)
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits in the order in which `multiply_tile` reads them.
+
+    A byte has the codes of two columns, `_DEPTH` apart, plus 8: the first in its lower half.
+
+    Args:
+        codes: `[hidden, features]` int8, from -8 to 7.
+
+    Returns:
+        `[features / TILE_FEATURES, hidden * TILE_FEATURES / 2]` uint8, both rounded up with codes 0.
+    """
+    panels = (_panels(codes, 2 * _DEPTH) + 8).to(torch.uint8)
+    return (panels[:, ::2] | panels[:, 1::2] << 4).flatten(1)
+
+
+def _panels(codes: Tensor, multiple: int) -> Tensor:
+    """Return codes by panel, by `_DEPTH` columns, with zeros up to a multiple of columns."""
     hidden, features = codes.shape
-    panels, steps = -(-features // TILE_FEATURES), -(-hidden // _DEPTH)
-    padded = torch.zeros(steps * _DEPTH, panels * TILE_FEATURES, dtype=torch.int8)
+    panels, columns = -(-features // TILE_FEATURES), -(-hidden // multiple) * multiple
+    padded = torch.zeros(columns, panels * TILE_FEATURES, dtype=torch.int8)
     padded[:hidden, :features] = codes
-    parts = padded.view(steps, _DEPTH, panels, TILE_FEATURES).permute(2, 0, 3, 1)
-    return parts.reshape(panels, -1)
+    parts = padded.view(-1, _DEPTH, panels, TILE_FEATURES).permute(2, 0, 3, 1)
+    return parts.reshape(panels, len(padded) // _DEPTH, -1)
 
 
 def _multiply(count: int) -> Any:
@@ -100,10 +122,19 @@ def _multiply(count: int) -> Any:
             ]
             for total in (each for of_row in totals for each in of_row):
                 builder.store(ir.Constant(_SUMS, None), total)
+            # of 4 bits, two in a byte
+            halves = (0, 1) if panels_type.dtype == types.uint8 else ()
             with cgutils.for_range(builder, steps) as loop:
                 first = builder.mul(loop.index, step_bytes)
-                column = builder.mul(loop.index, ir.Constant(_SIZE, _DEPTH))
-                _add_products(builder, rows, column, weights, first, totals)
+                factors = _load_factors(builder, weights, first)
+                step_columns = ir.Constant(_SIZE, _DEPTH * max(1, len(halves)))
+                column = builder.mul(loop.index, step_columns)
+                if not halves:
+                    _add_products(builder, rows, column, factors, totals)
+                for half in halves:
+                    codes = [_half_of_bytes(builder, factor, half) for factor in factors]
+                    place = builder.add(column, ir.Constant(_SIZE, _DEPTH * half))
+                    _add_products(builder, rows, place, codes, totals)
             for i, of_row in enumerate(totals):
                 address = row_address(sums_type, to_sums, zero, i)
                 for j, total in enumerate(of_row):
@@ -119,17 +150,37 @@ def _multiply(count: int) -> Any:
 
 
 # multiply_tile(codes, row, panels, panel, sums) writes the products of TILE_ROWS rows of codes, from `row` on, with a
-# panel of `pack_panels`: `[TILE_ROWS, TILE_FEATURES]` fp32. Codes are `[rows, columns]` uint8, with at least as many
-# columns as the panel. multiply_row and multiply_pair are for one and two rows.
+# panel of `pack_panels` or `pack_halves`: `[TILE_ROWS, TILE_FEATURES]` fp32. Codes are `[rows, columns]` uint8, with at
+# least as many columns as the panel. multiply_row and multiply_pair are for one and two rows.
 multiply_row, multiply_pair, multiply_tile = (_multiply(count) for count in (1, 2, TILE_ROWS))
+
+
+def _load_factors(builder: Any, weights: Any, first: Any) -> list[Any]:
+    """Return the vectors of a panel from an offset on, for all features of a tile."""
+    factors = []
+    for i in range(_VECTORS):
+        offset = builder.add(first, ir.Constant(_SIZE, 4 * _WIDTH * i))
+        factors.append(builder.load(moved(builder, weights, offset, _SUMS), align=4))
+    return factors
+
+
+def _half_of_bytes(builder: Any, vector: Any, half: int) -> Any:
+    """Return the codes in one half of each byte: 0 is the lower one."""
+    kind = ir.VectorType(_BYTE, 4 * _WIDTH)
+
+    def splat_byte(number: int) -> Any:
+        return ir.Constant(kind, [number] * kind.count)
+
+    both = builder.bitcast(vector, kind)
+    one = builder.lshr(both, splat_byte(4)) if half else builder.and_(both, splat_byte(15))
+    return builder.bitcast(builder.sub(one, splat_byte(8)), _SUMS)
 
 
 def _add_products(
     builder: Any,
     rows: Sequence[Any],
     column: Any,
-    weights: Any,
-    first: Any,
+    factors: Sequence[Any],
     totals: Sequence[Sequence[Any]],
 ) -> None:
     """Add the products of four columns to the sums.
@@ -138,14 +189,9 @@ def _add_products(
         builder: writes instructions.
         rows: addresses of the rows of codes.
         column: the first of the columns.
-        weights: address of the panel.
-        first: offset of the columns' weights in the panel.
+        factors: vectors of the columns' weights, for all features of a tile.
         totals: address of each vector of sums, by row.
     """
-    factors = []
-    for i in range(_VECTORS):
-        offset = builder.add(first, ir.Constant(_SIZE, 4 * _WIDTH * i))
-        factors.append(builder.load(moved(builder, weights, offset, _SUMS), align=4))
     for address, of_row in zip(rows, totals, strict=True):
         four = builder.load(moved(builder, address, column, _INT), align=1)
         repeated = _repeat(builder, four, _WIDTH)

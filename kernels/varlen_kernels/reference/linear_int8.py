@@ -1,8 +1,8 @@
 """Linear layers in int8, in plain torch: the specification of `linear_int8`.
 
-Weights have one scale per output feature and are symmetric around 0. Each token has a scale and an offset of its own,
-so its answer never depends on other tokens. A few columns of the input, the outliers, are much larger than the others
-and would take most of the codes; they are multiplied in fp32.
+Weights have one scale per output feature and are symmetric around 0; their codes have 8 or 4 bits. Each token has a
+scale and an offset of its own, so its answer never depends on other tokens. A few columns of the input, the outliers,
+are much larger than the others and would take most of the codes; they are multiplied in fp32.
 Source: columns in higher precision, Dettmers et al. 2022, arXiv:2208.07339; a scale per token, Yao et al. 2022,
 arXiv:2206.01861. docs/operating/int8.md has measurements.
 """
@@ -20,18 +20,28 @@ OUTLIERS = 4
 FULL_LEVELS = 255
 REDUCED_LEVELS = 127
 
-# of a weight, and its negative the smallest
-LARGEST_CODE = 127
 # Keeps the inverse finite for tokens whose values are all equal.
 SMALLEST_SCALE = 1e-30
+
+
+class WeightCodes(NamedTuple):
+    """The codes of a weight.
+
+    Attributes:
+        scale: `[features]` fp32, the value of one step of a code.
+        codes: `[hidden, features]` int8, 0 in the rows of outliers.
+    """
+
+    scale: Tensor
+    codes: Tensor
 
 
 class Int8Weight(NamedTuple):
     """A linear layer's weight and bias for `linear_int8`.
 
     Attributes:
-        codes: `[hidden, features]` int8, from -127 to 127, 0 in the rows of outliers. Columns are contiguous: products
-            of codes read both factors along `hidden`.
+        codes: `[hidden, features]` int8, 0 in the rows of outliers. Columns are contiguous: products of codes read both
+            factors along `hidden`.
         scale: `[features]` fp32, the value of one step of a code.
         fp32_rows: `[2 + OUTLIERS, features]` fp32: the sum of the weights that the codes stand for, the bias, and the
             weights of each outlier.
@@ -62,28 +72,25 @@ class Int8Rows(NamedTuple):
     factors: Tensor
 
 
-def weight_scale(weight: Tensor, outliers: Tensor) -> Tensor:
-    """Return the value of one step of a code, `[features]` fp32.
-
-    The largest weight of a feature is `LARGEST_CODE` steps.
-
-    Args:
-        weight: `[hidden, features]` fp32.
-        outliers: `[OUTLIERS]` int64, rows of the weight that get no codes.
-    """
-    largest = weight.index_fill(0, outliers, 0).abs().amax(0)
-    return (largest / LARGEST_CODE).clamp_min(SMALLEST_SCALE)
+def largest_code(bits: int) -> int:
+    """Return the largest code of a weight; its negative is the smallest."""
+    return int(2 ** (bits - 1)) - 1
 
 
-def nearest_codes(weight: Tensor, outliers: Tensor) -> Tensor:
-    """Return the codes of a weight that are nearest to it, `[hidden, features]` int8.
+def nearest_codes(weight: Tensor, outliers: Tensor, bits: int = 8) -> WeightCodes:
+    """Return the codes that are nearest to a weight.
+
+    The largest weight of a feature has the largest code.
 
     Args:
         weight: `[hidden, features]` fp32.
         outliers: `[OUTLIERS]` int64, rows of the weight that get code 0.
+        bits: 8 or 4.
     """
-    codes = (weight / weight_scale(weight, outliers)).round_()
-    return codes.index_fill_(0, outliers, 0).to(torch.int8)
+    largest = weight.index_fill(0, outliers, 0).abs().amax(0)
+    scale = (largest / largest_code(bits)).clamp_min(SMALLEST_SCALE)
+    codes = (weight / scale).round_().index_fill_(0, outliers, 0)
+    return WeightCodes(scale, codes.to(torch.int8))
 
 
 def quantize_weight(
@@ -91,7 +98,7 @@ def quantize_weight(
     bias: Tensor | None,
     outliers: Tensor,
     levels: int,
-    codes: Tensor | None = None,
+    chosen: WeightCodes | None = None,
 ) -> Int8Weight:
     """Return a weight and a bias in the form that `linear_int8` takes.
 
@@ -100,11 +107,9 @@ def quantize_weight(
         bias: `[features]` fp32.
         outliers: `[OUTLIERS]` int64, ascending columns of the input.
         levels: largest code of a token.
-        codes: `[hidden, features]` int8, the weight in steps of `weight_scale`, 0 in the rows of outliers; the nearest
-            codes if None.
+        chosen: codes of the weight; the nearest ones of 8 bits if None.
     """
-    scale = weight_scale(weight, outliers)
-    codes = nearest_codes(weight, outliers) if codes is None else codes
+    scale, codes = nearest_codes(weight, outliers) if chosen is None else chosen
     codes = codes.t().contiguous().t()
     sums = codes.sum(0, dtype=torch.int32) * scale
     bias = torch.zeros_like(sums) if bias is None else bias

@@ -15,7 +15,7 @@ from tests.checkpoints import pooling_files, save_checkpoint
 from tests.server.clients import AnswerError, texts
 from tests.server.serving import add_model, load, unload
 from varlen.errors import ConfigError
-from varlen.execution.cpu.calibration import FILE
+from varlen.execution.cpu.calibration import file_name
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import calibrate, check_int8
@@ -88,7 +88,7 @@ def damaged(campaign: Campaign, report: Report, seconds: float) -> None:
             elif chance.random() < 0.15:
                 _damage_cache(chance, campaign, report, loader, intact, name)
             elif calibrated is not None and chance.random() < 0.15:
-                copy, how = _damaged_copy(chance, campaign, calibrated, only=FILE)
+                copy, how = _damaged_copy(chance, campaign, calibrated, only=file_name(8))
                 end = loader.load(copy, {**_FIXED, "dtype": "int8"})
                 _add(report, name, "load_int8", how, end)
             else:

@@ -7,14 +7,16 @@ from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
 from varlen_kernels.cpu import int8_panels, int8_products, int8_torch
 from varlen_kernels.cpu.int8_products import Int8Product
-from varlen_kernels.cpu.int8_tile import panel_levels
+from varlen_kernels.cpu.int8_tile import TILE_FEATURES, panel_levels
 from varlen_kernels.cpu.threads import using_cores
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
     OUTLIERS,
     REDUCED_LEVELS,
+    WeightCodes,
     linear_int8,
     linear_int8_activate,
+    nearest_codes,
     quantize_rows,
     quantize_weight,
 )
@@ -46,8 +48,17 @@ PRODUCTS = pytest.mark.parametrize(
         "linear_int8",
         "linear_int8_packed",
         pytest.param("linear_int8_panels", marks=NEEDS_PANELS),
+        pytest.param("linear_int4_panels", marks=NEEDS_PANELS),
     ],
 )
+
+
+def codes(kernel, weight, outliers):
+    return nearest_codes(weight, outliers, 4 if "int4" in kernel else 8)
+
+
+def most_levels(kernel):
+    return panel_levels() if kernel == "linear_int4_panels" else int8_products._levels(kernel)
 
 
 @LEVELS
@@ -99,16 +110,19 @@ def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, s
 @pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, is_full):
-    levels = int8_products._levels(kernel) if is_full else REDUCED_LEVELS
+    levels = most_levels(kernel) if is_full else REDUCED_LEVELS
     weight, bias, outliers = layer(hidden, features)
     x = inputs(tokens, hidden, outliers)
-    packed = Int8Product(kernel, levels).quantize(weight, bias, outliers)
+    packed = Int8Product(kernel, levels).quantize(
+        weight, bias, outliers, codes(kernel, weight, outliers)
+    )
     out = torch.full((tokens, features), torch.nan)
 
     actual = getattr(cpu, kernel)(x, packed, out=out)
 
     assert actual is out
-    expected = linear_int8(x, quantize_weight(weight, bias, outliers, levels))
+    chosen = codes(kernel, weight, outliers)
+    expected = linear_int8(x, quantize_weight(weight, bias, outliers, levels, chosen))
     # codes are the same; the offset of signed ones adds a product of this size
     size = (x.abs().max() * weight.abs().max() * hidden).item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=8 * EPS * size)
@@ -118,8 +132,8 @@ def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, 
 def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
     weight, bias, outliers = layer(100, 33)
     x, op = inputs(40, 100, outliers), getattr(cpu, kernel)
-    product = Int8Product(kernel, int8_products._levels(kernel))
-    packed = product.quantize(weight, bias, outliers)
+    product = Int8Product(kernel, most_levels(kernel))
+    packed = product.quantize(weight, bias, outliers, codes(kernel, weight, outliers))
 
     together = op(x, packed)
 
@@ -130,7 +144,9 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
 
 @PRODUCTS
 def test_no_tokens_give_no_rows(kernel):
-    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*layer(8, 3))
+    weight, bias, outliers = layer(8, 3)
+    chosen = codes(kernel, weight, outliers)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers, chosen)
 
     actual = getattr(cpu, kernel)(torch.empty(0, 8), packed)
 
@@ -140,14 +156,17 @@ def test_no_tokens_give_no_rows(kernel):
 @NEEDS_PANELS
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
-def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden, features):
+@pytest.mark.parametrize("kernel", ["linear_int8_panels", "linear_int4_panels"])
+def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden, features, kernel):
     weights = layer(hidden, features)
-    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
-    out = torch.full((tokens, features), torch.nan)
+    chosen = codes(kernel, weights[0], weights[-1])
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*weights, chosen)
+    x, out = inputs(tokens, hidden, weights[-1]), torch.full((tokens, features), torch.nan)
 
-    assert cpu.linear_int8_panels_activate(x, packed, kind=kind, out=out) is out
+    assert getattr(cpu, f"{kernel}_activate")(x, packed, kind=kind, out=out) is out
 
-    check(out, linear_int8_activate(x, quantize_weight(*weights, PANELS.levels), kind=kind))
+    quantized = quantize_weight(*weights, REDUCED_LEVELS, chosen)
+    check(out, linear_int8_activate(x, quantized, kind=kind))
 
 
 @NEEDS_PANELS
@@ -164,6 +183,23 @@ def test_threads_give_the_bits_of_one(monkeypatch, tokens):
     for call, result in zip(calls, expected, strict=True):
         with using_cores(3):
             assert torch.equal(call(torch.full((tokens, 70), torch.nan)), result)
+
+
+@NEEDS_PANELS
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_panels_of_4_bits_have_every_code(tokens):
+    numbers = torch.arange(-8, 8, dtype=torch.int8)
+    # each code in each column of the input, for some feature
+    every = torch.stack([numbers.roll(column) for column in range(37)])
+    chosen = WeightCodes(torch.ones(16), every.index_fill(0, torch.arange(OUTLIERS), 0))
+    weight, outliers = torch.zeros(37, 16), torch.arange(OUTLIERS)
+    x = rand(tokens, 37)
+
+    packed = int8_products.int4_product().quantize(weight, None, outliers, chosen)
+
+    quantized = quantize_weight(weight, None, outliers, PANELS.levels, chosen)
+    assert packed.codes.nbytes == 40 * TILE_FEATURES // 2
+    check(cpu.linear_int4_panels(x, packed), linear_int8(x, quantized))
 
 
 @NEEDS_PANELS
@@ -185,8 +221,9 @@ def test_panels_of_extreme_codes_are_exact(tokens):
 def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value):
     weight, bias, outliers = layer(hidden, 33)
     x, op = inputs(9, hidden, outliers), getattr(cpu, kernel)
-    quantized = quantize_weight(weight, bias, outliers, REDUCED_LEVELS)
-    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers)
+    chosen = codes(kernel, weight, outliers)
+    quantized = quantize_weight(weight, bias, outliers, REDUCED_LEVELS, chosen)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers, chosen)
     expected = op(x, packed)
     # an outlier; the first and the last of the others
     inner = [column for column in range(hidden) if column not in outliers.tolist()]
@@ -204,7 +241,9 @@ def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value
 
 @PRODUCTS
 def test_no_rows_have_no_products(kernel):
-    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*layer(20, 7))
+    weight, bias, outliers = layer(20, 7)
+    chosen = codes(kernel, weight, outliers)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers, chosen)
 
     assert getattr(cpu, kernel)(torch.empty(0, 20), packed).shape == (0, 7)
 
@@ -212,7 +251,8 @@ def test_no_rows_have_no_products(kernel):
 @PRODUCTS
 def test_a_row_has_the_same_bits_in_every_batch(kernel):
     weight, bias, outliers = layer(200, 70)
-    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers)
+    chosen = codes(kernel, weight, outliers)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers, chosen)
     x, op = inputs(41, 200, outliers), getattr(cpu, kernel)
 
     together = op(x, packed)

@@ -45,7 +45,7 @@ def load_llamacpp(
 ) -> tuple[Add, Step]:
     """Return the functions of llama.cpp's library that add a request and run a step.
 
-    int8 is Q8_0, 8-bit weights with a scale for each block of 32. Keys and values are fp16, its default.
+    int8 and int4 are Q8_0 and Q4_0, weights with a scale for each block of 32. Keys and values are fp16, its default.
 
     Args:
         running: most requests that run at the same time.
@@ -124,6 +124,7 @@ def _load_model(llama: Any, checkpoint: Path, precision: Precision, folder: Path
         "fp32": llama.LLAMA_FTYPE_ALL_F32,
         "bf16": llama.LLAMA_FTYPE_MOSTLY_BF16,
         "int8": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+        "int4": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
     }
     path = folder / "model.gguf"
     write_gguf(checkpoint, path)

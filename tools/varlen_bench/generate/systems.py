@@ -10,6 +10,7 @@ SYSTEMS = by_name(
     System(OURS, "varlen", "fp32", "engine"),
     System("varlen-bf16", "varlen", "bf16", "engine"),
     System("varlen-int8", "varlen", "int8", "engine"),
+    System("varlen-int4", "varlen", "int4", "engine"),
     System(REQUEST_LEVEL, "varlen", "fp32", "arrival"),
     System("transformers-fp32-arrival", "transformers", "fp32", "arrival"),
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted"),
@@ -24,6 +25,7 @@ SYSTEMS = by_name(
     System("llamacpp-fp32", "llamacpp", "fp32", "engine"),
     System("llamacpp-bf16", "llamacpp", "bf16", "engine"),
     System("llamacpp-int8", "llamacpp", "int8", "engine"),
+    System("llamacpp-int4", "llamacpp", "int4", "engine"),
     System("vllm-fp32", "vllm", "fp32", "engine"),
     System("vllm-bf16", "vllm", "bf16", "engine"),
 )

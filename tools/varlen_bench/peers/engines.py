@@ -29,7 +29,7 @@ EngineName = Literal[
     "llamacpp",
 ]
 # int8-blocks: 8-bit weights with a scale for each block of them, and int8 products.
-Precision = Literal["fp32", "bf16", "int8", "int8-blocks"]
+Precision = Literal["fp32", "bf16", "int8", "int8-blocks", "int4"]
 # Longest measurement of our costs and linear layers.
 _WARMUP_SECONDS = 10
 # Longest sequence of the workloads, in tokens.

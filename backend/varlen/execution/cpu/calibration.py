@@ -19,15 +19,20 @@ from torch import Tensor
 
 from varlen.errors import CheckpointError
 from varlen.execution.cpu.quality import Quality, check_number, read_quality
-from varlen.execution.cpu.quantization import linear_weights
+from varlen.execution.cpu.quantization import WeightBits, linear_weights
 from varlen.program.program import Program
 from varlen_kernels.reference.linear_int8 import OUTLIERS
 
-FILE = "int8.safetensors"
 # To be increased when codes are chosen in another way, or the file has other fields.
 _VERSION = 3
 # Name of the fields in the file's header.
 _FIELDS = "calibration"
+_PARTS = ("outliers", "scale", "codes")
+
+
+def file_name(bits: WeightBits) -> str:
+    """Return the name of the file that is stored with a checkpoint."""
+    return f"int{bits}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +42,13 @@ class LayerCalibration:
     Attributes:
         error: error of its output in int8, relative to the output (root mean squares).
         outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
-        codes: `[hidden, features]` int8, the codes of its weight, see `quantize_weight`.
+        scale: `[features]` fp32, the value of one step of a code.
+        codes: `[hidden, features]` int8, the codes of its weight.
     """
 
     error: float
     outliers: Tensor = field(compare=False)
+    scale: Tensor = field(compare=False)
     codes: Tensor = field(compare=False)
 
 
@@ -52,6 +59,7 @@ class Calibration:
     Attributes:
         checkpoint: hash of the checkpoint's architecture, see `fingerprint.checkpoint_hash`.
         weights: hash of the weights, see `weights_hash`.
+        bits: number of bits of a code of a weight.
         levels: largest code of a token on the CPU that measured errors and quality.
         layers: the linear layers of the model, in the order in which its programs have them.
         quality: quality of the whole model.
@@ -59,26 +67,33 @@ class Calibration:
 
     checkpoint: str
     weights: str
+    bits: WeightBits
     levels: int
     layers: tuple[LayerCalibration, ...]
     quality: Quality
 
-    def save(self, folder: Path, name: str = FILE) -> Path:
+    def save(self, folder: Path, name: str | None = None) -> Path:
         """Write the file into a folder and return its path.
+
+        Args:
+            folder: folder of the checkpoint, or another with another name.
+            name: name of the file; by default the one for a checkpoint.
 
         Raises:
             OSError: the folder cannot be written.
         """
+        name = name or file_name(self.bits)
         path = folder / name
         tensors = {
             f"{number}.{part}": getattr(layer, part).contiguous()
             for number, layer in enumerate(self.layers)
-            for part in ("outliers", "codes")
+            for part in _PARTS
         }
         fields = {
             "version": _VERSION,
             "checkpoint": self.checkpoint,
             "weights": self.weights,
+            "bits": self.bits,
             "levels": self.levels,
             "errors": [layer.error for layer in self.layers],
             "quality": asdict(self.quality),
@@ -96,7 +111,7 @@ class Calibration:
         return path
 
     @classmethod
-    def load(cls, folder: Path, name: str = FILE) -> "Calibration | None":
+    def load(cls, folder: Path, name: str = file_name(8)) -> "Calibration | None":
         """Return the calibration stored in a folder, if it has this version.
 
         Raises:
@@ -109,14 +124,14 @@ class Calibration:
                     return None
                 errors = [check_number(error) for error in fields.pop("errors")]
                 parts = [
-                    [file.get_tensor(f"{number}.{part}") for part in ("outliers", "codes")]
+                    [file.get_tensor(f"{number}.{part}") for part in _PARTS]
                     for number in range(len(errors))
                 ]
-            if _hash(tensor for both in parts for tensor in both) != fields.pop("tensors"):
+            if _hash(tensor for layer in parts for tensor in layer) != fields.pop("tensors"):
                 raise ValueError("its tensors do not have its hash")
             layers = tuple(
-                LayerCalibration(error, _checked_columns(outliers), codes)
-                for error, (outliers, codes) in zip(errors, parts, strict=True)
+                LayerCalibration(error, _checked_columns(outliers), scale, codes)
+                for error, (outliers, scale, codes) in zip(errors, parts, strict=True)
             )
             quality = read_quality(fields.pop("quality"))
             return cls(layers=layers, quality=quality, **fields)

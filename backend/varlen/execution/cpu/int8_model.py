@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,12 @@ import torch
 
 from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.cpu.calibration import FILE, Calibration, LayerCalibration, weights_hash
+from varlen.execution.cpu.calibration import (
+    Calibration,
+    LayerCalibration,
+    file_name,
+    weights_hash,
+)
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.layer_inputs import choose_codes, measure_errors
 from varlen.execution.cpu.quality import Quality
@@ -22,7 +27,9 @@ from varlen.execution.cpu.quantization import (
     LayerCodes,
     LayerKey,
     QuantizedLayer,
+    WeightBits,
     linear_weights,
+    product_of,
     quantize_layers,
     use_int8,
 )
@@ -33,12 +40,14 @@ from varlen.program.program import Program
 from varlen.request.request import Int32Array, Prompt
 from varlen_kernels import cpu
 from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+from varlen_kernels.reference.linear_int8 import WeightCodes
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
-# A layer whose error is larger stays in fp32. Errors of usual layers are between 0.004 and 0.03.
-MAX_LAYER_ERROR = 0.05
+# By the bits of a weight's codes: a layer whose error is larger stays in fp32. Errors of usual layers are between 0.004
+# and 0.03, and between 0.05 and 0.15 with 4 bits.
+MAX_LAYER_ERROR: Mapping[WeightBits, float] = {8: 0.05, 4: 0.25}
 # A text in two calibrates, the other measures quality, which needs several.
 LEAST_TEXTS = 8
 # Lengths of prompts of random tokens, which reach columns that texts of one language do not.
@@ -81,7 +90,10 @@ class CalibratedModel(Protocol[_Answer]):
 
 
 def to_int8(
-    model: CalibratedModel[_Answer], programs: Sequence[Program], cache: Path | None = None
+    model: CalibratedModel[_Answer],
+    programs: Sequence[Program],
+    cache: Path | None = None,
+    bits: WeightBits = 8,
 ) -> tuple[Program, ...]:
     """Return programs with the layers of a model in int8; others stay in fp32.
 
@@ -89,16 +101,18 @@ def to_int8(
         model: the model that they were recorded from, in fp32 on the CPU.
         programs: programs of its layers, perhaps with others.
         cache: folder of measured calibrations; None measures at each load.
+        bits: number of bits of a code of a weight.
 
     Raises:
         CheckpointError: the stored calibration is damaged.
         ConfigError: see `check_int8`.
     """
-    check_int8()
-    calibration, source = _calibration(model, cache)
-    layers = quantize_layers(programs, _codes(model, calibration))
+    check_int8(bits)
+    calibration, source = _calibration(model, cache, bits)
+    layers = quantize_layers(programs, _codes(model, calibration), bits)
     _log.info(
-        "int8: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
+        "int%d: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
+        bits,
         len(layers),
         len(calibration.layers),
         model.name,
@@ -108,19 +122,23 @@ def to_int8(
     )
     if not calibration.quality.is_high:
         _log.warning(
-            "int8 changes the answers of this checkpoint: %s; use fp32 or bf16 where that matters",
+            "int%d changes the answers of this checkpoint: %s; use fp32 or bf16 where that matters",
+            bits,
             calibration.quality,
         )
     return _use_int8(programs, layers)
 
 
 @torch.inference_mode()
-def calibrate(model: CalibratedModel[_Answer], texts: Sequence[str]) -> Calibration:
+def calibrate(
+    model: CalibratedModel[_Answer], texts: Sequence[str], bits: WeightBits = 8
+) -> Calibration:
     """Return the calibration of a model on this CPU.
 
     Args:
         model: model in fp32 on the CPU.
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
+        bits: number of bits of a code of a weight.
     """
     known, random = _token_ids(model, texts), _random_ids(model)
     with compiling():
@@ -133,43 +151,40 @@ def calibrate(model: CalibratedModel[_Answer], texts: Sequence[str]) -> Calibrat
     def run_seen(kernels: object) -> None:
         deque(model.run(model.programs, kernels, seen), 0)
 
-    codes = choose_codes(model.programs, run_seen)
-    layers = quantize_layers(model.programs, codes)
+    codes = choose_codes(model.programs, run_seen, bits)
+    layers = quantize_layers(model.programs, codes, bits)
     errors = measure_errors(layers, run_seen)
-    used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR}
+    used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR[bits]}
     answers = partial(model.run, kernels=cpu, prompts=held_out)
     return Calibration(
         checkpoint_hash(model.checkpoint.folder),
         weights_hash(model.programs),
-        _levels(),
-        tuple(LayerCalibration(errors[key], *codes[key]) for key in layers),
+        bits,
+        product_of(bits).levels,
+        tuple(
+            LayerCalibration(errors[key], outliers, *chosen)
+            for key, (outliers, chosen) in codes.items()
+        ),
         model.compare(answers(_use_int8(model.programs, used)), answers(model.programs), held_out),
     )
 
 
-def check_int8() -> None:
+def check_int8(bits: WeightBits = 8) -> None:
     """Raise ConfigError if numba or an exact product of codes is missing."""
     if not has_numba():
         raise ConfigError(
-            'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
+            f'dtype is "int{bits}", whose ops numba compiles, and it cannot be used here;'
             " allowed: auto, fp32, bf16"
         )
     # numba loads in half a second
-    from varlen_kernels.cpu.int8_products import NoInt8ProductError, choose_product
+    from varlen_kernels.cpu.int8_products import NoInt8ProductError
 
     try:
-        choose_product()
+        product_of(bits)
     except NoInt8ProductError as error:
         raise ConfigError(
-            f'dtype is "int8", which cannot be used here: {error}; allowed: auto, fp32, bf16'
+            f'dtype is "int{bits}", which cannot be used here: {error}; allowed: auto, fp32, bf16'
         ) from None
-
-
-def int8_product() -> str:
-    """Return the name of the op that runs int8 layers on this CPU."""
-    from varlen_kernels.cpu.int8_products import choose_product
-
-    return choose_product().kernel
 
 
 def _token_ids(model: CalibratedModel[_Answer], texts: Sequence[str]) -> list[Int32Array]:
@@ -191,17 +206,19 @@ def _use_int8(
     return tuple(use_int8(program, layers) for program in programs)
 
 
-def _calibration(model: CalibratedModel[_Answer], cache: Path | None) -> tuple[Calibration, str]:
+def _calibration(
+    model: CalibratedModel[_Answer], cache: Path | None, bits: WeightBits
+) -> tuple[Calibration, str]:
     """Return the calibration of a model, and where it comes from.
 
     Raises:
         CheckpointError: the stored calibration is damaged.
     """
     hashes = checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
-    if stored := _stored(model, hashes):
+    if stored := _stored(model, hashes, bits):
         return stored, "stored with the checkpoint"
-    digest = digest_of({"hashes": " ".join(hashes), "levels": str(_levels())})
-    name = f"int8-{digest[:32]}.safetensors"
+    digest = digest_of({"hashes": " ".join(hashes), "levels": str(product_of(bits).levels)})
+    name = f"int{bits}-{digest[:32]}.safetensors"
     if cache is not None:
         # a damaged file is measured and written again
         with suppress(CheckpointError):
@@ -209,7 +226,7 @@ def _calibration(model: CalibratedModel[_Answer], cache: Path | None) -> tuple[C
             if cached is not None and _fits(cached, model):
                 return cached, "from the cache"
     began = time.monotonic()
-    measured = calibrate(model, TEXTS)
+    measured = calibrate(model, TEXTS, bits)
     if cache is not None:
         try:
             cache.mkdir(parents=True, exist_ok=True)
@@ -219,33 +236,37 @@ def _calibration(model: CalibratedModel[_Answer], cache: Path | None) -> tuple[C
     return measured, f"measured in {time.monotonic() - began:.1f} s"
 
 
-def _stored(model: CalibratedModel[_Answer], hashes: tuple[str, str]) -> Calibration | None:
+def _stored(
+    model: CalibratedModel[_Answer], hashes: tuple[str, str], bits: WeightBits
+) -> Calibration | None:
     """Return the calibration stored with a checkpoint, or None if none fits.
 
     Args:
         model: the model.
         hashes: its architecture and its weights.
+        bits: number of bits of a code of a weight.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    stored = Calibration.load(model.checkpoint.folder)
+    name, levels = file_name(bits), product_of(bits).levels
+    stored = Calibration.load(model.checkpoint.folder, name)
     if stored is None:
         return None
     if (stored.checkpoint, stored.weights) != hashes:
         _log.warning("the stored calibration is of another checkpoint or task; measuring it again")
         return None
-    if stored.levels != _levels():
+    if stored.levels != levels:
         _log.info(
             "the stored calibration is of a CPU with activations from 0 to %d, this one needs %d;"
             " measuring it again",
             stored.levels,
-            _levels(),
+            levels,
         )
         return None
     if not _fits(stored, model):
         raise CheckpointError(
-            f"{FILE} does not fit the checkpoint's layers; remove it, or write it again with"
+            f"{name} does not fit the checkpoint's layers; remove it, or write it again with"
             " `python -m varlen_tools.quantize`"
         )
     return stored
@@ -255,7 +276,9 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer]) -> bool:
     """Return whether a calibration has the layers of a model, and no columns beyond."""
     weights = linear_weights(model.programs).values()
     return len(calibration.layers) == len(weights) and all(
-        layer.codes.shape == weight.shape and layer.outliers[-1] < len(weight)
+        layer.codes.shape == weight.shape
+        and layer.scale.shape == weight.shape[1:]
+        and layer.outliers[-1] < len(weight)
         for layer, (weight, _) in zip(calibration.layers, weights, strict=True)
     )
 
@@ -263,14 +286,7 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer]) -> bool:
 def _codes(model: CalibratedModel[_Answer], calibration: Calibration) -> dict[LayerKey, LayerCodes]:
     """Return the codes of the layers that run in int8."""
     return {
-        key: LayerCodes(layer.outliers, layer.codes)
+        key: LayerCodes(layer.outliers, WeightCodes(layer.scale, layer.codes))
         for key, layer in zip(linear_weights(model.programs), calibration.layers, strict=True)
-        if layer.error <= MAX_LAYER_ERROR
+        if layer.error <= MAX_LAYER_ERROR[calibration.bits]
     }
-
-
-def _levels() -> int:
-    # numba loads in half a second
-    from varlen_kernels.cpu.int8_products import choose_product
-
-    return choose_product().levels

@@ -12,6 +12,7 @@ from varlen.program.program import Op, Program, Value
 _FUSED: Mapping[str, str] = {
     "linear_panels": "linear_panels_activate",
     "linear_int8_panels": "linear_int8_panels_activate",
+    "linear_int4_panels": "linear_int4_panels_activate",
 }
 
 

@@ -13,6 +13,7 @@ from varlen.execution.cpu.quantization import (
     LayerCodes,
     LayerKey,
     QuantizedLayer,
+    WeightBits,
     layer_key,
     linear_weights,
 )
@@ -48,7 +49,9 @@ class ObservingKernels:
         return result
 
 
-def choose_codes(programs: Sequence[Program], run: Run) -> dict[LayerKey, LayerCodes]:
+def choose_codes(
+    programs: Sequence[Program], run: Run, bits: WeightBits = 8
+) -> dict[LayerKey, LayerCodes]:
     """Return the outliers and the codes of each layer, for inputs of these texts.
 
     The columns with the largest values are the outliers. Layers with too many columns get the nearest codes.
@@ -56,6 +59,7 @@ def choose_codes(programs: Sequence[Program], run: Run) -> dict[LayerKey, LayerC
     Args:
         programs: programs in fp32 on the CPU.
         run: runs them over texts.
+        bits: number of bits of a code.
     """
     weights = linear_weights(programs)
     chosen: dict[LayerKey, LayerCodes] = {}
@@ -63,10 +67,10 @@ def choose_codes(programs: Sequence[Program], run: Run) -> dict[LayerKey, LayerC
         for key, (largest, gram) in _observed(group, run).items():
             weight, _ = weights[key]
             outliers = largest.topk(OUTLIERS).indices.sort().values
-            codes = None if gram is None else rounded_codes(weight, outliers, gram)
-            chosen[key] = LayerCodes(
-                outliers, nearest_codes(weight, outliers) if codes is None else codes
-            )
+            codes = None if gram is None else rounded_codes(weight, outliers, gram, bits)
+            if codes is None:
+                codes = nearest_codes(weight, outliers, bits)
+            chosen[key] = LayerCodes(outliers, codes)
     return {key: chosen[key] for key in weights}
 
 

@@ -87,7 +87,7 @@ class LogitQuality:
         return {
             "KL divergence from fp32, mean": f"{self.kl_mean:.5f}",
             "same best token": f"{self.same_best:.2%}",
-            "perplexity in int8": f"{self.perplexity:.3f}",
+            "perplexity": f"{self.perplexity:.3f}",
             "perplexity in fp32": f"{self.fp32_perplexity:.3f}",
             "texts": str(self.texts),
         }

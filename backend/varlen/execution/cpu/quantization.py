@@ -5,14 +5,22 @@ docs/operating/int8.md describes the arithmetic and its quality.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
-from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
+from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight, WeightCodes
+
+if TYPE_CHECKING:
+    from varlen_kernels.cpu.int8_products import Int8Product
+
+# Bits of a code of a weight. The codes of a token have as many as the CPU multiplies exactly.
+WeightBits: TypeAlias = Literal[8, 4]
+# By the setting `dtype`.
+BITS: Mapping[str, WeightBits] = {"int8": 8, "int4": 4}
 
 # Ids of a layer's weight and bias.
 LayerKey: TypeAlias = tuple[int, int]
@@ -41,11 +49,11 @@ class LayerCodes(NamedTuple):
 
     Attributes:
         outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
-        codes: `[hidden, features]` int8, see `quantize_weight`.
+        chosen: codes of the others.
     """
 
     outliers: Tensor
-    codes: Tensor
+    chosen: WeightCodes
 
 
 def layer_key(weight: object, bias: object) -> LayerKey:
@@ -68,21 +76,32 @@ def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, 
 
 
 def quantize_layers(
-    programs: Sequence[Program], codes: Mapping[LayerKey, LayerCodes]
+    programs: Sequence[Program], codes: Mapping[LayerKey, LayerCodes], bits: WeightBits = 8
 ) -> dict[LayerKey, QuantizedLayer]:
     """Return the int8 form of linear layers.
 
     Args:
         programs: programs with these layers in fp32 on the CPU.
         codes: the codes of each layer.
+        bits: number of bits of a code.
     """
-    from varlen_kernels.cpu.int8_products import choose_product
-
-    product, layers = choose_product(), linear_weights(programs)
+    product, layers = product_of(bits), linear_weights(programs)
     return {
         key: QuantizedLayer(product.kernel, product.quantize(*layers[key], *chosen))
         for key, chosen in codes.items()
     }
+
+
+def product_of(bits: WeightBits) -> "Int8Product":
+    """Return the linear layer that runs weights with codes of this number of bits.
+
+    Raises:
+        NoInt8ProductError: this CPU has none.
+    """
+    # numba loads in half a second
+    from varlen_kernels.cpu import int8_products
+
+    return int8_products.choose_product() if bits == 8 else int8_products.int4_product()
 
 
 def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:

@@ -6,10 +6,13 @@ Source: LDLQ, Chee et al. 2023, arXiv:2307.13304, section 3; the same codes as G
 arXiv:2210.17323, without an inverse. Columns with large inputs come first, as with GPTQ's `act_order`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from varlen_kernels.reference.linear_int8 import LARGEST_CODE, weight_scale
+from varlen.execution.cpu.quantization import WeightBits
+from varlen_kernels.reference.linear_int8 import WeightCodes, largest_code, nearest_codes
 
 # Of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
 _DAMPING = 0.01
@@ -17,15 +20,20 @@ _DAMPING = 0.01
 _BLOCK = 64
 # Output features at a time, which bounds the memory.
 _FEATURES = 4096
+# Candidates for the scale of codes of 4 bits, by the scale of the nearest codes: smaller ones cut the largest weights.
+_SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
-def rounded_codes(weight: Tensor, outliers: Tensor, gram: Tensor) -> Tensor | None:
-    """Return codes for `quantize_weight`, `[hidden, features]` int8; 0 in the rows of outliers.
+def rounded_codes(
+    weight: Tensor, outliers: Tensor, gram: Tensor, bits: WeightBits = 8
+) -> WeightCodes | None:
+    """Return codes for `quantize_weight`.
 
     Args:
         weight: `[hidden, features]` fp32.
         outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
         gram: `[hidden, hidden]`, sums over tokens of the products of two columns of the input.
+        bits: number of bits of a code.
 
     Returns:
         None if inputs are not finite.
@@ -36,12 +44,39 @@ def rounded_codes(weight: Tensor, outliers: Tensor, gram: Tensor) -> Tensor | No
     feedback = _feedback(gram[columns][:, columns])
     if feedback is None:
         return None
-    scale = weight_scale(weight, outliers)
+    # 4 bits are too few for the largest weights of a feature and for the others
+    factors = _SCALES if bits == 4 else _SCALES[:1]
+    scale = nearest_codes(weight, outliers, bits).scale
+    sizes = gram.diagonal()[columns]
     codes = torch.zeros(weight.shape, dtype=torch.int8)
     for first in range(0, weight.shape[1], _FEATURES):
         part = slice(first, first + _FEATURES)
-        codes[columns, part] = _codes(weight[columns, part], scale[part], feedback)
-    return codes
+        inner = weight[columns, part]
+        scale[part] = _best_scale(inner, scale[part], sizes, factors, bits)
+        codes[columns, part] = _codes(inner, scale[part], feedback, bits)
+    return WeightCodes(scale, codes)
+
+
+def _best_scale(
+    weight: Tensor, scale: Tensor, sizes: Tensor, factors: Sequence[float], bits: WeightBits
+) -> Tensor:
+    """Return the scale of each feature whose nearest codes have the smallest error.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        scale: `[features]` fp32.
+        sizes: `[hidden]`, mean squares of the columns of the input, in any unit.
+        factors: candidates, by `scale`.
+        bits: number of bits of a code.
+    """
+    largest = largest_code(bits)
+    candidates = [scale * factor for factor in factors]
+    errors = [
+        sizes @ ((weight / each).round_().clamp_(-largest, largest) * each - weight).square_()
+        for each in candidates
+    ]
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    return torch.stack(candidates).gather(0, best)[0]
 
 
 def _feedback(gram: Tensor) -> Tensor | None:
@@ -60,21 +95,22 @@ def _feedback(gram: Tensor) -> Tensor | None:
     return None if failed else (upper / upper.diagonal()).float()
 
 
-def _codes(weight: Tensor, scale: Tensor, feedback: Tensor) -> Tensor:
+def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) -> Tensor:
     """Return the codes of a weight, column of the input by column.
 
     Args:
         weight: `[hidden, features]` fp32.
         scale: `[features]` fp32.
         feedback: `[hidden, hidden]` fp32.
+        bits: number of bits of a code.
     """
-    hidden = len(weight)
+    hidden, largest = len(weight), largest_code(bits)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     for first in range(0, hidden, _BLOCK):
         last = min(first + _BLOCK, hidden)
         goals = weight[first:last] + feedback[:first, first:last].t() @ errors[:first]
         for column in range(first, last):
-            code = (goals[column - first] / scale).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+            code = (goals[column - first] / scale).round_().clamp_(-largest, largest)
             codes[column] = code
             errors[column] = weight[column] - code * scale
             goals[column - first + 1 :].addr_(feedback[column, column + 1 : last], errors[column])

@@ -16,7 +16,7 @@ from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.execution.cpu import int8_model, quality
-from varlen.execution.cpu.calibration import FILE, Calibration, weights_hash
+from varlen.execution.cpu.calibration import Calibration, file_name, weights_hash
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.layer_inputs import choose_codes
@@ -234,7 +234,7 @@ def test_a_vector_does_not_depend_on_other_texts(folder):
 
 
 def test_layers_with_large_errors_stay_in_fp32(folder, monkeypatch, caplog):
-    monkeypatch.setattr(int8_model, "MAX_LAYER_ERROR", 0.0)
+    monkeypatch.setattr(int8_model, "MAX_LAYER_ERROR", {8: 0.0})
     caplog.set_level(logging.INFO)
 
     np.testing.assert_allclose(
@@ -304,11 +304,12 @@ def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, cali
     measured = embeddings(folder, "int8")
     path = calibration.save(folder)
 
-    assert path == folder / FILE
+    assert path == folder / "int8.safetensors"
     stored = Calibration.load(folder)
     assert stored == calibration
     for layer, expected in zip(stored.layers, calibration.layers, strict=True):
         assert torch.equal(layer.outliers, expected.outliers)
+        assert torch.equal(layer.scale, expected.scale)
         assert torch.equal(layer.codes, expected.codes)
     assert cosines(embeddings(folder, "int8"), measured).min() > 0.99
     assert "measured in" in caplog.messages[0]
@@ -432,7 +433,7 @@ def test_a_calibration_without_ascending_columns_is_refused(folder, calibration,
     "fields", [None, {}, {"calibration": "[]"}, {"calibration": "[" * 100_000}]
 )
 def test_a_calibration_without_fields_is_refused(folder, fields):
-    save_file({"0.codes": torch.ones(2, 2)}, folder / FILE, fields)
+    save_file({"0.codes": torch.ones(2, 2)}, folder / file_name(8), fields)
 
     with pytest.raises(CheckpointError, match=r"int8.safetensors cannot be read"):
         Calibration.load(folder)
@@ -440,7 +441,7 @@ def test_a_calibration_without_fields_is_refused(folder, fields):
 
 @pytest.mark.parametrize("content", [b"", b"{", bytes(99)], ids=["empty", "cut", "zeros"])
 def test_a_calibration_in_another_format_is_refused(folder, content):
-    (folder / FILE).write_bytes(content)
+    (folder / file_name(8)).write_bytes(content)
 
     with pytest.raises(CheckpointError, match=r"int8.safetensors cannot be read"):
         Calibration.load(folder)
@@ -448,8 +449,12 @@ def test_a_calibration_in_another_format_is_refused(folder, content):
 
 @pytest.mark.parametrize(
     "change",
-    [{"outliers": torch.tensor([0, 1, 2, 9999])}, {"codes": torch.ones(3, 3, dtype=torch.int8)}],
-    ids=["columns", "shape"],
+    [
+        {"outliers": torch.tensor([0, 1, 2, 9999])},
+        {"codes": torch.ones(3, 3, dtype=torch.int8)},
+        {"scale": torch.ones(3)},
+    ],
+    ids=["columns", "codes", "scale"],
 )
 def test_a_calibration_of_other_layers_is_refused(folder, calibration, change):
     layers = tuple(
@@ -480,11 +485,19 @@ def test_the_built_in_texts_differ_and_have_many_lengths():
     assert max(words) > 100
 
 
-def test_int8_is_for_cpus():
-    assert choose_dtype("int8", torch.device("cpu")) is torch.float32
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_int8_and_int4_are_for_cpus(dtype):
+    assert choose_dtype(dtype, torch.device("cpu")) is torch.float32
 
-    with pytest.raises(ConfigError, match='dtype is "int8", which needs a CPU'):
-        choose_dtype("int8", torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=f'dtype is "{dtype}", which needs a CPU'):
+        choose_dtype(dtype, torch.device("cuda", 0))
+
+
+def test_encoders_have_no_int4(folder):
+    with pytest.raises(
+        ConfigError, match='dtype is "int4", which the tasks generate and translate'
+    ):
+        embeddings(folder, "int4")
 
 
 def test_int8_needs_numba(monkeypatch):

@@ -14,6 +14,7 @@ from varlen.execution.cpu.calibration import Calibration
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.quality import LogitQuality, compare_logits
+from varlen.execution.cpu.quantization import BITS
 from varlen.execution.step_program import record_steps
 from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint_folder import Checkpoint
@@ -69,11 +70,12 @@ def answers_of(generator, prompts):
     return [answer.token_ids for answer in answers], scores
 
 
-def test_logits_are_close_to_fp32(folder):
+@pytest.mark.parametrize("bits, largest", [(8, 0.1), (4, 0.5)])
+def test_logits_are_close_to_fp32(folder, bits, largest):
     model = calibrated(folder)
     prompts = model.prompts([np.array(prompt[:60], np.int32) for prompt in PROMPTS])
 
-    int8 = int8_model.to_int8(model, model.programs)
+    int8 = int8_model.to_int8(model, model.programs, bits=bits)
 
     kernels = int8_model.cpu
     for actual, expected in zip(
@@ -81,19 +83,20 @@ def test_logits_are_close_to_fp32(folder):
     ):
         centered = expected - expected.mean(1, keepdim=True)
         error = (actual - expected).square().mean().sqrt() / centered.square().mean().sqrt()
-        assert error < 0.1
+        assert error < largest
 
 
-def test_all_layers_run_in_int8_and_tables_stay_in_fp32(folder):
-    runner = runner_of(folder)
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_all_layers_run_in_it_and_tables_stay_in_fp32(folder, dtype):
+    runner = runner_of(folder, dtype)
 
     ops = [op for program in runner.programs for op in program.ops]
     assert {op.kernel for op in ops if op.kernel.startswith("linear")} <= {
-        name for name in dir(int8_model.cpu) if name.startswith("linear_int8")
+        name for name in dir(int8_model.cpu) if name.startswith(f"linear_{dtype}")
     }
     tables = [op.operands[1] for op in ops if op.kernel == "embed"]
     assert {table.dtype for table in tables} == {torch.float32}
-    assert runner.info.dtype == "int8"
+    assert runner.info.dtype == dtype
     assert runner.weight_bytes < runner_of(folder, "fp32").weight_bytes
     runner.close()
 
@@ -112,12 +115,13 @@ def test_an_answer_does_not_depend_on_other_sequences(folder):
             assert actual == pytest.approx(expected, abs=0.02)
 
 
-def test_a_process_gives_the_answers_of_this_one(folder, tmp_path):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_process_gives_the_answers_of_this_one(folder, tmp_path, dtype):
     prompts = [prompt[:30] for prompt in PROMPTS]
     stored = shutil.copytree(folder, tmp_path / "stored")
     # the process does not have the texts of this test
-    int8_model.calibrate(calibrated(stored), TEXTS[:12]).save(stored)
-    config = EngineConfig(dtype="int8", **SETTINGS, **STEPS)
+    int8_model.calibrate(calibrated(stored), TEXTS[:12], BITS[dtype]).save(stored)
+    config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
     answers = []
     for isolated in (False, True):
         service = GenerationService.load(stored, config, Stats(), isolated=isolated)
@@ -157,7 +161,7 @@ def test_a_stored_calibration_is_read_and_one_of_another_task_is_not(
 
 
 def test_layers_with_large_errors_stay_in_fp32(gpt2, monkeypatch):
-    monkeypatch.setattr(int8_model, "MAX_LAYER_ERROR", 0.0)
+    monkeypatch.setattr(int8_model, "MAX_LAYER_ERROR", {8: 0.0})
 
     runner = runner_of(gpt2)
 
@@ -198,7 +202,7 @@ def test_tokens_that_are_never_chosen_do_not_keep_the_output_layer_in_fp32(make_
 
     calibration = int8_model.calibrate(model, TEXTS[:12])
 
-    assert max(layer.error for layer in calibration.layers) < int8_model.MAX_LAYER_ERROR
+    assert max(layer.error for layer in calibration.layers) < int8_model.MAX_LAYER_ERROR[8]
     assert np.isfinite(calibration.quality.kl_mean)
 
 
