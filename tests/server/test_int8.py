@@ -1,4 +1,4 @@
-"""Models that generate in int8 behind the server answer as in process."""
+"""Models that generate in int8 and int4 behind the server answer as in process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,10 @@ from varlen_tools.local_server import LocalServer
 from .serving import add_model
 
 KINDS = {"translator": "MarianMTModel", "writer": "GPT2LMHeadModel"}
-SETTINGS = {"dtype": "int8", "device": "cpu"}
+SETTINGS = {
+    "translator": {"dtype": "int8", "device": "cpu"},
+    "writer": {"dtype": "int4", "device": "cpu"},
+}
 TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789")
 SEARCH = {"max_tokens": 20, "num_beams": 3}
 
@@ -32,7 +35,7 @@ def server(
     """A server with both models, which it calibrates."""
     folder = tmp_path_factory.mktemp("int8")
     for name, checkpoint in checkpoints.items():
-        add_model(folder, name, checkpoint, **SETTINGS)
+        add_model(folder, name, checkpoint, **SETTINGS[name])
     with LocalServer(folder) as running:
         running.wait_ready()
         yield running
@@ -44,10 +47,11 @@ def test_answers_are_those_of_the_model_in_process(
 ) -> None:
     with Client(server.grpc_url, name) as client:
         served = [client.generate(text, **SEARCH) for text in TEXTS]
-    with Generator.from_pretrained(checkpoints[name], **SETTINGS) as generator:
+    with Generator.from_pretrained(checkpoints[name], **SETTINGS[name]) as generator:
         expected = generator.generate(TEXTS, **SEARCH)
 
     assert [answer.token_ids for answer in served] == [each.token_ids for each in expected]
     assert f"the {'encoder and ' if name == 'translator' else ''}decoder, activations" in (
         server.log()
     )
+    assert f"in {SETTINGS[name]['dtype']} on" in server.log()

@@ -29,15 +29,26 @@ def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "MarianMTModel"])
-def test_a_model_that_generates_is_calibrated_too(tmp_path, kind):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_model_that_generates_is_calibrated_too(tmp_path, kind, dtype):
     checkpoint = save_checkpoint(tmp_path / "model", kind)
 
-    result = run_command(main, checkpoint)
+    result = run_command(main, checkpoint, "--dtype", dtype)
 
     assert result.exit_code == 0, result.output
-    quality = Calibration.load(checkpoint).quality
-    assert f"{quality.kl_mean:.5f}" in result.output
+    stored = Calibration.load(checkpoint, f"{dtype}.safetensors")
+    assert f"{stored.quality.kl_mean:.5f}" in result.output
     assert "none" in result.output
+    largest = max(int(layer.codes.abs().max()) for layer in stored.layers)
+    assert largest == {"int8": 127, "int4": 7}[dtype]
+
+
+def test_an_encoder_has_no_weights_of_4_bits(checkpoint):
+    result = run_command(main, checkpoint, "--dtype", "int4")
+
+    assert result.exit_code == 2
+    assert 'the task is "embed"; int4 is for generate and translate' in result.output
+    assert not list(checkpoint.glob("int*.safetensors"))
 
 
 @pytest.mark.parametrize(

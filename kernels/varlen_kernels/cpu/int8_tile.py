@@ -156,7 +156,7 @@ multiply_row, multiply_pair, multiply_tile = (_multiply(count) for count in (1, 
 
 
 def _load_factors(builder: Any, weights: Any, first: Any) -> list[Any]:
-    """Return the vectors of a panel from an offset on, for all features of a tile."""
+    """Return vectors of a panel from an offset on, for a tile's features."""
     factors = []
     for i in range(_VECTORS):
         offset = builder.add(first, ir.Constant(_SIZE, 4 * _WIDTH * i))
