@@ -93,23 +93,18 @@ def _panels(dtype: torch.dtype) -> None:
 
 
 def _int8() -> None:
-    from varlen_kernels.cpu.int8_products import NoInt8ProductError, choose_product
+    from varlen_kernels.cpu.int8_products import (
+        NoInt8ProductError,
+        choose_product,
+        int4_product,
+    )
+    from varlen_kernels.reference.linear_int8 import OUTLIERS, nearest_codes
 
-    _entries("multiply_int8")
+    _entries("multiply_int8", "multiply_int4")
+    weight, outliers = torch.zeros(16, 16), torch.arange(OUTLIERS)
     try:
         # runs each of them
         choose_product()
-    except NoInt8ProductError as error:
-        print(error, file=sys.stderr)
-
-
-def _int4() -> None:
-    from varlen_kernels.cpu.int8_products import NoInt8ProductError, int4_product
-    from varlen_kernels.reference.linear_int8 import OUTLIERS, nearest_codes
-
-    _entries("multiply_int4")
-    weight, outliers = torch.zeros(16, 16), torch.arange(OUTLIERS)
-    try:
         chosen = nearest_codes(weight, outliers, bits=4)
         layer = int4_product().quantize(weight, None, outliers, chosen)
         cpu.linear_int4_panels(torch.zeros(1, 16), layer)
@@ -149,7 +144,6 @@ UNITS: Mapping[str, Callable[[], None]] = {
     "attention": partial(_in_both_dtypes, _attention, "attend"),
     "choices of tokens": _choices,
     "int8 products": _int8,
-    "products of 4 bits": _int4,
     "products": partial(_in_both_dtypes, _panels, "multiply"),
     "norms and activations": _rows,
 }
