@@ -223,7 +223,7 @@ def _calibration(
         # a damaged file is measured and written again
         with suppress(CheckpointError):
             cached = Calibration.load(cache, name)
-            if cached is not None and _fits(cached, model):
+            if cached is not None and _fits(cached, model, bits):
                 return cached, "from the cache"
     began = time.monotonic()
     measured = calibrate(model, TEXTS, bits)
@@ -264,7 +264,7 @@ def _stored(
             levels,
         )
         return None
-    if not _fits(stored, model):
+    if not _fits(stored, model, bits):
         raise CheckpointError(
             f"{name} does not fit the checkpoint's layers; remove it, or write it again with"
             " `python -m varlen_tools.quantize`"
@@ -272,10 +272,12 @@ def _stored(
     return stored
 
 
-def _fits(calibration: Calibration, model: CalibratedModel[_Answer]) -> bool:
+def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: WeightBits) -> bool:
     """Return whether a calibration has the layers of a model, and no columns beyond."""
     weights = linear_weights(model.programs).values()
-    return len(calibration.layers) == len(weights) and all(
+    if calibration.bits != bits or len(calibration.layers) != len(weights):
+        return False
+    return all(
         layer.codes.shape == weight.shape
         and layer.scale.shape == weight.shape[1:]
         and layer.outliers[-1] < len(weight)

@@ -17,10 +17,10 @@ from varlen.execution.cpu.quantization import (
     layer_key,
     linear_weights,
 )
-from varlen.execution.cpu.rounding import rounded_codes
+from varlen.execution.cpu.rounding import TOGETHER, rounded_codes
 from varlen.program.program import Program
 from varlen_kernels import cpu
-from varlen_kernels.reference.linear_int8 import OUTLIERS, nearest_codes
+from varlen_kernels.reference.linear_int8 import OUTLIERS
 
 # Gets weight, input, bias and output of a layer.
 Observe = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
@@ -54,7 +54,7 @@ def choose_codes(
 ) -> dict[LayerKey, LayerCodes]:
     """Return the outliers and the codes of each layer, for inputs of these texts.
 
-    The columns with the largest values are the outliers. Layers with too many columns get the nearest codes.
+    The columns with the largest values are the outliers.
 
     Args:
         programs: programs in fp32 on the CPU.
@@ -64,13 +64,10 @@ def choose_codes(
     weights = linear_weights(programs)
     chosen: dict[LayerKey, LayerCodes] = {}
     for group in _groups({key: len(weight) for key, (weight, _) in weights.items()}):
-        for key, (largest, gram) in _observed(group, run).items():
+        for key, (largest, grams) in _observed(group, run).items():
             weight, _ = weights[key]
             outliers = largest.topk(OUTLIERS).indices.sort().values
-            codes = None if gram is None else rounded_codes(weight, outliers, gram, bits)
-            if codes is None:
-                codes = nearest_codes(weight, outliers, bits)
-            chosen[key] = LayerCodes(outliers, codes)
+            chosen[key] = LayerCodes(outliers, rounded_codes(weight, outliers, grams, bits))
     return {key: chosen[key] for key in weights}
 
 
@@ -83,7 +80,7 @@ def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:
     groups: list[list[LayerKey]] = []
     room = 0
     for key, number in columns.items():
-        size = number**2 if number**2 <= _MOST_SUMS else 0
+        size = number * min(number, TOGETHER)
         if not groups or size > room:
             groups.append([])
             room = _MOST_SUMS
@@ -92,26 +89,27 @@ def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:
     return groups
 
 
-def _observed(keys: Collection[LayerKey], run: Run) -> dict[LayerKey, tuple[Tensor, Tensor | None]]:
+def _observed(keys: Collection[LayerKey], run: Run) -> dict[LayerKey, tuple[Tensor, list[Tensor]]]:
     """Return largest values and sums of products of the columns of layers' inputs.
 
     Returns:
-        `[hidden]` and `[hidden, hidden]` fp32 of each layer; None instead of sums that would not fit into memory.
+        `[hidden]` fp32 of each layer, and the sums that `rounded_codes` gets.
     """
-    observed: dict[LayerKey, tuple[Tensor, Tensor | None]] = {}
+    observed: dict[LayerKey, tuple[Tensor, list[Tensor]]] = {}
 
     def observe(weight: Tensor, x: Tensor, bias: Tensor | None, _: Tensor) -> None:
-        key, largest = layer_key(weight, bias), x.abs().amax(0)
+        key = layer_key(weight, bias)
         if key not in keys:
             return
+        largest = x.abs().amax(0)
+        parts = [x[:, first : first + TOGETHER] for first in range(0, x.shape[1], TOGETHER)]
         if key not in observed:
-            is_small = x.shape[1] ** 2 <= _MOST_SUMS
-            observed[key] = largest, x.t() @ x if is_small else None
-        else:
-            before, gram = observed[key]
-            if gram is not None:
-                gram.addmm_(x.t(), x)
-            observed[key] = maximum(before, largest), gram
+            observed[key] = largest, [part.t() @ part for part in parts]
+            return
+        before, grams = observed[key]
+        for gram, part in zip(grams, parts, strict=True):
+            gram.addmm_(part.t(), part)
+        observed[key] = maximum(before, largest), grams
 
     run(ObservingKernels(observe))
     return observed

@@ -6,7 +6,7 @@ Source: LDLQ, Chee et al. 2023, arXiv:2307.13304, section 3; the same codes as G
 arXiv:2210.17323, without an inverse. Columns with large inputs come first, as with GPTQ's `act_order`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from varlen.execution.cpu.quantization import WeightBits
 from varlen_kernels.reference.linear_int8 import WeightCodes, largest_code, nearest_codes
 
+# Columns of the input whose errors are corrected together, which bounds the memory: about half a GB.
+TOGETHER = 4096
 # Of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
 _DAMPING = 0.01
 # Columns of the input whose errors reach the columns after them in one product.
@@ -25,52 +27,52 @@ _SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
 def rounded_codes(
-    weight: Tensor, outliers: Tensor, gram: Tensor, bits: WeightBits = 8
-) -> WeightCodes | None:
+    weight: Tensor, outliers: Tensor, grams: Sequence[Tensor], bits: WeightBits = 8
+) -> WeightCodes:
     """Return codes for `quantize_weight`.
 
     Args:
         weight: `[hidden, features]` fp32.
         outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
-        gram: `[hidden, hidden]`, sums over tokens of the products of two columns of the input.
+        grams: sums over tokens of the products of two columns of the input: a matrix for every `TOGETHER` columns.
+            Columns whose sums are not finite get the nearest codes.
         bits: number of bits of a code.
-
-    Returns:
-        None if inputs are not finite.
     """
     is_kept = torch.ones(len(weight), dtype=torch.bool).index_fill(0, outliers, value=False)
-    columns = is_kept.nonzero()[:, 0]
-    columns = columns[gram.diagonal()[columns].argsort(descending=True)]
-    feedback = _feedback(gram[columns][:, columns])
-    if feedback is None:
-        return None
-    # 4 bits are too few for the largest weights of a feature and for the others
-    factors = _SCALES if bits == 4 else _SCALES[:1]
-    scale = nearest_codes(weight, outliers, bits).scale
-    sizes = gram.diagonal()[columns]
-    codes = torch.zeros(weight.shape, dtype=torch.int8)
-    for first in range(0, weight.shape[1], _FEATURES):
-        part = slice(first, first + _FEATURES)
-        inner = weight[columns, part]
-        scale[part] = _best_scale(inner, scale[part], sizes, factors, bits)
-        codes[columns, part] = _codes(inner, scale[part], feedback, bits)
+    scale, codes = nearest_codes(weight, outliers, bits)
+    if bits == 4:
+        # too few for the largest weights of a feature and for the others
+        sizes = torch.cat([gram.diagonal() for gram in grams]) * is_kept
+        for part in _features(weight):
+            scale[part] = _best_scale(weight[:, part], scale[part], sizes, bits)
+    for number, gram in enumerate(grams):
+        columns = is_kept[number * TOGETHER : (number + 1) * TOGETHER].nonzero()[:, 0]
+        columns = columns[gram.diagonal()[columns].argsort(descending=True)]
+        feedback = _feedback(gram[columns][:, columns])
+        if feedback is not None:
+            columns += number * TOGETHER
+            for part in _features(weight):
+                codes[columns, part] = _codes(weight[columns, part], scale[part], feedback, bits)
     return WeightCodes(scale, codes)
 
 
-def _best_scale(
-    weight: Tensor, scale: Tensor, sizes: Tensor, factors: Sequence[float], bits: WeightBits
-) -> Tensor:
+def _features(weight: Tensor) -> Iterator[slice]:
+    """Yield parts of the features of a weight."""
+    for first in range(0, weight.shape[1], _FEATURES):
+        yield slice(first, first + _FEATURES)
+
+
+def _best_scale(weight: Tensor, scale: Tensor, sizes: Tensor, bits: WeightBits) -> Tensor:
     """Return the scale of each feature whose nearest codes have the smallest error.
 
     Args:
         weight: `[hidden, features]` fp32.
         scale: `[features]` fp32.
         sizes: `[hidden]`, mean squares of the columns of the input, in any unit.
-        factors: candidates, by `scale`.
         bits: number of bits of a code.
     """
     largest = largest_code(bits)
-    candidates = [scale * factor for factor in factors]
+    candidates = [scale * factor for factor in _SCALES]
     errors = [
         sizes @ ((weight / each).round_().clamp_(-largest, largest) * each - weight).square_()
         for each in candidates

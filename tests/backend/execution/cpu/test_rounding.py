@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from varlen.execution.cpu import layer_inputs
+from varlen.execution.cpu import layer_inputs, rounding
 from varlen.execution.cpu.layer_inputs import choose_codes
 from varlen.execution.cpu.rounding import rounded_codes
 from varlen.program.recorder import Recorder
@@ -53,7 +53,7 @@ def test_codes_are_those_of_gptq(numbers, hidden, features, bits, largest):
     x = related_inputs(300, hidden, numbers)
     outliers = torch.arange(1, 1 + OUTLIERS)
 
-    scale, codes = rounded_codes(weight, outliers, x.t() @ x, bits)
+    scale, codes = rounded_codes(weight, outliers, [x.t() @ x], bits)
 
     expected = gptq_codes(weight, outliers, x.t() @ x, scale, largest)
     # fp32 decides another way where a value is almost half way between two codes
@@ -67,7 +67,7 @@ def test_errors_on_the_inputs_are_smaller_than_those_of_the_nearest_codes(number
     x = related_inputs(600, 96, numbers)
     seen, others = x[:400], x[400:]
 
-    codes = rounded_codes(weight, outliers, seen.t() @ seen, bits)
+    codes = rounded_codes(weight, outliers, [seen.t() @ seen], bits)
 
     nearest = nearest_codes(weight, outliers, bits)
     for inputs in (seen, others):
@@ -80,7 +80,7 @@ def test_columns_that_never_go_together_get_the_nearest_codes(numbers):
     weight, outliers = torch.randn(30, 9, generator=numbers), torch.arange(OUTLIERS)
     gram = torch.diag(torch.rand(30, generator=numbers))
 
-    chosen, nearest = rounded_codes(weight, outliers, gram), nearest_codes(weight, outliers)
+    chosen, nearest = rounded_codes(weight, outliers, [gram]), nearest_codes(weight, outliers)
     assert torch.equal(chosen.codes, nearest.codes)
     assert torch.equal(chosen.scale, nearest.scale)
 
@@ -90,7 +90,7 @@ def test_scales_of_4_bits_have_the_smallest_error_of_the_nearest_codes(numbers):
     gram = torch.diag(torch.rand(200, generator=numbers))
     x = gram.sqrt()
 
-    chosen = rounded_codes(weight, outliers, gram, 4)
+    chosen = rounded_codes(weight, outliers, [gram], 4)
 
     # of normal numbers, the largest is so far out that it costs more than it is worth
     whole = nearest_codes(weight, outliers, 4)
@@ -110,24 +110,24 @@ def test_scales_of_4_bits_have_the_smallest_error_of_the_nearest_codes(numbers):
 def test_columns_without_values_have_codes(numbers, value):
     weight, outliers = torch.randn(20, 9, generator=numbers), torch.arange(OUTLIERS)
 
-    chosen = rounded_codes(weight, outliers, torch.full((20, 20), value))
+    chosen = rounded_codes(weight, outliers, [torch.full((20, 20), value)])
 
     assert chosen.codes.abs().max() <= 127
 
 
 def test_many_features_have_the_codes_that_they_have_alone(numbers, monkeypatch):
-    monkeypatch.setattr("varlen.execution.cpu.rounding._FEATURES", 4)
+    monkeypatch.setattr(rounding, "_FEATURES", 4)
     weight, outliers = torch.randn(40, 10, generator=numbers), torch.arange(OUTLIERS)
     x = related_inputs(100, 40, numbers)
     gram = x.t() @ x
 
-    alone = [rounded_codes(weight[:, i : i + 1], outliers, gram).codes for i in range(10)]
+    alone = [rounded_codes(weight[:, i : i + 1], outliers, [gram]).codes for i in range(10)]
 
-    assert torch.equal(rounded_codes(weight, outliers, gram).codes, torch.cat(alone, 1))
+    assert torch.equal(rounded_codes(weight, outliers, [gram]).codes, torch.cat(alone, 1))
 
 
-@pytest.mark.parametrize("most, is_rounded", [(2**20, True), (1600, True), (1599, False)])
-def test_layers_are_observed_as_memory_allows(numbers, monkeypatch, most, is_rounded):
+@pytest.mark.parametrize("most, passes", [(2**20, 1), (1600, 3), (1, 3)])
+def test_layers_are_observed_as_memory_allows(numbers, monkeypatch, most, passes):
     monkeypatch.setattr(layer_inputs, "_MOST_SUMS", most)
     weights = [torch.randn(40, 40, generator=numbers) for _ in range(3)]
     ops = Recorder()
@@ -146,16 +146,41 @@ def test_layers_are_observed_as_memory_allows(numbers, monkeypatch, most, is_rou
 
     codes = choose_codes([program], run)
 
-    assert len(runs) == (3 if most == 1600 else 1)
+    assert len(runs) == passes
     inputs = x
-    for weight, chosen in zip(weights, codes.values(), strict=True):
-        expected = rounded_codes(weight, chosen.outliers, inputs.t() @ inputs)
-        nearest = nearest_codes(weight, chosen.outliers)
-        assert torch.equal(chosen.chosen.codes, (expected if is_rounded else nearest).codes)
+    for weight, (outliers, chosen) in zip(weights, codes.values(), strict=True):
+        expected = rounded_codes(weight, outliers, [inputs.t() @ inputs])
+        assert torch.equal(chosen.codes, expected.codes)
         inputs = cpu.linear(inputs, weight)
 
 
-def test_inputs_that_are_not_finite_leave_the_nearest_codes(numbers):
+def test_wide_inputs_are_corrected_in_parts(numbers, monkeypatch):
+    for module in (layer_inputs, rounding):
+        monkeypatch.setattr(module, "TOGETHER", 16)
+    weight = torch.randn(40, 9, generator=numbers)
+    ops = Recorder()
+    program = ops.finish(ops.linear(ops.input("x", ("tokens", 40), torch.float32), weight, None))
+    x = related_inputs(200, 40, numbers)
+
+    ((outliers, chosen),) = choose_codes(
+        [program], lambda kernels: kernels.linear(x, weight)
+    ).values()
+
+    for part in (slice(0, 16), slice(16, 32), slice(32, 40)):
+        is_other = torch.ones(40, dtype=torch.bool)
+        is_other[part] = False
+        others = torch.cat([outliers, is_other.nonzero()[:, 0]]).unique()
+        expected = gptq_codes(weight, others, x.t() @ x, chosen.scale, 127)
+        # columns of other parts change the damping a little
+        assert (chosen.codes[part] == expected[part]).float().mean() > 0.9
+    nearest = nearest_codes(weight, outliers)
+    assert error(weight, outliers, chosen, x) < error(weight, outliers, nearest, x)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_inputs_that_are_not_finite_leave_the_nearest_codes(numbers, bits):
     weight, outliers = torch.randn(20, 9, generator=numbers), torch.arange(OUTLIERS)
 
-    assert rounded_codes(weight, outliers, torch.full((20, 20), torch.nan)) is None
+    chosen = rounded_codes(weight, outliers, [torch.full((20, 20), torch.nan)], bits)
+
+    assert torch.equal(chosen.codes, nearest_codes(weight, outliers, bits).codes)
