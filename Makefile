@@ -114,6 +114,7 @@ docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken l
 bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
+	-@$(MAKE) --no-print-directory $(VENV)/peers-zentorch/stamp
 	$(BIN)/python -m varlen_bench.encoder $(if $(MODEL),--model $(MODEL)) $(BENCH)
 
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks

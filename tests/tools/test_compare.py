@@ -252,7 +252,9 @@ def test_an_engine_without_its_environment_keeps_a_row_that_says_how_to_make_it(
     with running(results, start, lambda process, own: None, print) as ready:
         assert not ready
 
-    assert results[0].note == "did not run: make bench-generate makes its environment"
+    assert results[0].note == (
+        "did not run: its environment is missing: make .venv/peers-vllm/stamp"
+    )
     python = tmp_path / ".venv/peers-vllm/bin/python"
     python.parent.mkdir(parents=True)
     python.touch()

@@ -27,6 +27,8 @@ SYSTEMS = by_name(
     System(BASELINE, "transformers", "fp32", "arrival", size=_FIFO_BATCH),
     *_both("transformers", "fp32"),
     *_both("transformers", "bf16"),
+    *_both("zentorch", "fp32"),
+    *_both("zentorch", "bf16"),
     *_both("onnxruntime", "fp32"),
     *_both("onnxruntime", "int8"),
     *_both("onnxruntime", "int8-blocks"),

@@ -1,4 +1,4 @@
-"""Five engines behind one function: a batch of token ids in, normalized vectors out.
+"""Six engines behind one function: a batch of token ids in, normalized vectors out.
 
 A process imports only the libraries of its engine.
 """
@@ -21,6 +21,7 @@ from varlen_bench.peers.pooling import PoolingMode, pool_padded, pool_rows
 EngineName = Literal[
     "varlen",
     "transformers",
+    "zentorch",
     "onnxruntime",
     "ctranslate2",
     "openvino",
@@ -63,6 +64,7 @@ def load(
     loaders = {
         "varlen": _varlen,
         "transformers": _transformers,
+        "zentorch": _zentorch,
         "onnxruntime": _onnxruntime,
         "ctranslate2": _ctranslate2,
         "openvino": _openvino,
@@ -110,12 +112,32 @@ def _varlen(checkpoint: Path, precision: Precision, cores: Cores, _: PoolingMode
 def _transformers(
     checkpoint: Path, precision: Precision, cores: Cores, pooling: PoolingMode
 ) -> Embed:
+    return _torch_embed(_torch_encoder(checkpoint, precision), cores, pooling)
+
+
+def _zentorch(checkpoint: Path, precision: Precision, cores: Cores, pooling: PoolingMode) -> Embed:
+    """Return transformers' encoder, compiled by AMD's backend of torch.compile."""
+    import torch
+    import zentorch  # noqa: F401  # which adds the backend
+
+    # weights become constants, which its products prepack
+    torch._inductor.config.freezing = True
+    encoder = torch.compile(_torch_encoder(checkpoint, precision), backend="zentorch", dynamic=True)
+    return _torch_embed(encoder, cores, pooling)
+
+
+def _torch_encoder(checkpoint: Path, precision: Precision) -> Any:
+    import torch
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return load_encoder(checkpoint, dtype, torch.device("cpu"), "sdpa")
+
+
+def _torch_embed(encoder: Any, cores: Cores, pooling: PoolingMode) -> Embed:
     import torch
 
     # of each thread that calls the model
     torch.set_num_threads(cores.threads)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    encoder = load_encoder(checkpoint, dtype, torch.device("cpu"), "sdpa")
 
     @torch.inference_mode()
     def embed(batch: list[list[int]]) -> Vectors:

@@ -7,11 +7,12 @@ from pathlib import Path
 from varlen_bench.peers.engines import EngineName
 
 _ROOT = Path(__file__).parents[3]
-# `make bench-generate` makes each from the requirements of this name, beside this file.
+# The benchmark's make target makes each from the requirements of this name, beside this file.
 _ENVIRONMENTS: dict[EngineName, str] = {
     "openvino-genai": "openvino",
     "vllm": "vllm",
     "llamacpp": "llamacpp",
+    "zentorch": "zentorch",
 }
 
 
@@ -26,5 +27,5 @@ def interpreter(engine: EngineName) -> Path | None:
         return None
     python = _ROOT / ".venv" / f"peers-{name}" / "bin/python"
     if not python.exists():
-        raise RuntimeError("make bench-generate makes its environment")
+        raise RuntimeError(f"its environment is missing: make .venv/peers-{name}/stamp")
     return python
