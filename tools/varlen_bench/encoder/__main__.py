@@ -48,7 +48,7 @@ def main(
     revision: command.Revision = "",
     output: command.Output = None,
 ) -> None:
-    """Compare varlen's encoder with transformers, onnxruntime, OpenVINO and CTranslate2 on this CPU."""
+    """Compare varlen's encoder with transformers, zentorch, onnxruntime, OpenVINO and CTranslate2."""
     cores = threads or machine.cpu_count()
     if quick:
         rounds, sequences, queries = min(rounds, 2), min(sequences, 24), min(queries, 96)
