@@ -1,7 +1,7 @@
 """Calls of clients and the gateway fail when the process of their model is killed.
 
 A process that is killed while it holds a lock in shared memory ends server 2.51 too: about one kill in ten of a model
-that streams (decision 0048). Tests of what a server does that goes on start another server then.
+that streams (decision 0048). Tests of a server that survives start another one then.
 """
 
 import json
@@ -74,7 +74,7 @@ def running_server(repository: Path) -> Iterator[LocalServer]:
     remove_unused()
 
 
-def run_with_a_server_that_goes_on(repository: Path, run: Callable[[LocalServer], None]) -> None:
+def run_with_a_surviving_server(repository: Path, run: Callable[[LocalServer], None]) -> None:
     """Run a test, again with another server if its server ends with a killed process."""
     for _ in range(SERVERS):
         with running_server(repository) as server:
@@ -111,7 +111,7 @@ CALLS: dict[Call, str] = {_embed: ENCODER, _generate: DECODER, _stream: DECODER}
 def test_calls_of_killed_processes_fail_until_the_models_are_loaded_again(
     repository: Path,
 ) -> None:
-    run_with_a_server_that_goes_on(repository, _calls_fail_until_the_models_are_loaded_again)
+    run_with_a_surviving_server(repository, _calls_fail_until_the_models_are_loaded_again)
 
 
 def _calls_fail_until_the_models_are_loaded_again(server: LocalServer) -> None:
@@ -176,7 +176,7 @@ def _slow_calls_are_answered(server: LocalServer) -> None:
 
 
 def test_the_gateway_fails_requests_of_a_killed_process(repository: Path) -> None:
-    run_with_a_server_that_goes_on(repository, _the_gateway_fails_requests)
+    run_with_a_surviving_server(repository, _the_gateway_fails_requests)
 
 
 def _the_gateway_fails_requests(server: LocalServer) -> None:

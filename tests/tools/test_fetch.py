@@ -233,6 +233,11 @@ def test_a_dtype_may_be_for_the_device_of_another_machine(encoder, repository):
         fetch(str(encoder), repository=repository, settings=settings, force=True)
 
 
+def test_an_encoder_with_weights_of_4_bits_is_refused(encoder, repository):
+    with pytest.raises(FetchError, match='dtype is "int4".* and the task is "embed"'):
+        fetch(str(encoder), repository=repository, settings={"dtype": "int4"})
+
+
 def test_the_committed_config_of_minilm_is_what_fetch_writes():
     written = render_config("minilm", Checkpoint.open(MINILM / "1"), EngineConfig())
 

@@ -60,6 +60,7 @@ def render_config(
     checkpoint.check_task(task)
     generates = task in ITERATIVE_TASKS
     device.check_dtype(config.dtype, config.device)
+    device.check_task_dtype(config.dtype, task)
     limit_of = model_limits.generation_limit if generates else model_limits.sequence_limit
     limit = limit_of(checkpoint, config)
     values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}

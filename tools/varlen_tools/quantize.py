@@ -19,6 +19,7 @@ from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
 from varlen.execution.cpu.quantization import BITS, WeightBits
+from varlen.execution.device import check_task_dtype
 from varlen.execution.step_program import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
@@ -47,7 +48,9 @@ def main(
         lines = TEXTS if texts is None else read_texts(texts)
         model = find_source(source, {})
         checkpoint = model.open_checkpoint()
-        calibration = _calibrate(checkpoint, model.config.task or checkpoint.task, lines, bits)
+        task = model.config.task or checkpoint.task
+        check_task_dtype(dtype, task)
+        calibration = _calibrate(checkpoint, task, lines, bits)
         path = calibration.save(checkpoint.folder)
     except (VarlenError, OSError) as error:
         typer.secho(f"quantize: {error}", err=True, fg="red")
@@ -80,8 +83,6 @@ def _calibrate(
     parts = checkpoint, torch.float32, torch.device("cpu")
     if task not in ITERATIVE_TASKS:
         checkpoint.check_task("embed")
-        if bits == 4:
-            raise ConfigError(f'the task is "{task}"; int4 is for generate and translate')
         return calibrate(CalibratedEncoder(load_encoder(*parts), checkpoint), texts)
     checkpoint.check_task(task)
     load = load_decoder if task == "generate" else load_encoder_decoder

@@ -13,6 +13,7 @@ import torch
 from varlen.config import Device, DType
 from varlen.errors import ConfigError
 from varlen.memory.out_of_memory import memory_errors
+from varlen.tasks import ITERATIVE_TASKS, Task
 
 # Memory limit of a container; "max" if there is none.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -67,6 +68,18 @@ def check_dtype(name: DType, device: Device) -> None:
     if name in ("int8", "int4") and device == "cuda":
         raise ConfigError(
             f'dtype is "{name}", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
+        )
+
+
+def check_task_dtype(name: DType, task: Task) -> None:
+    """Raise ConfigError if a task does not run a dtype.
+
+    Vectors lose too much with weights of 4 bits.
+    """
+    if name == "int4" and task not in ITERATIVE_TASKS:
+        raise ConfigError(
+            f'dtype is "int4", which the tasks generate and translate have, and the task is "{task}";'
+            " allowed: auto, fp32, bf16, int8"
         )
 
 

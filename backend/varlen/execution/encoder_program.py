@@ -7,14 +7,13 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
-from varlen.errors import ConfigError
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
 from varlen.execution.cpu.quantization import product_of
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.weight_pages import in_large_pages
-from varlen.execution.device import choose_dtype
+from varlen.execution.device import check_task_dtype, choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.models.blocks.heads import record_head
 from varlen.models.checkpoint.vector_layers import load_layers
@@ -60,11 +59,7 @@ def load_program(
         CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
         ConfigError: the device or the task does not run the dtype.
     """
-    if config.dtype == "int4":
-        raise ConfigError(
-            f'dtype is "int4", which the tasks generate and translate have, and the task is "{task}";'
-            " allowed: auto, fp32, bf16, int8"
-        )
+    check_task_dtype(config.dtype, task)
     dtype = choose_dtype(config.dtype, device)
     encoder = load_encoder(checkpoint, dtype, device)
     ops = Recorder(

@@ -115,15 +115,15 @@ def _multiply(arguments: int, first: int, last: int) -> None:
     )
 
 
-def _multiply_int8(arguments: int, first: int, last: int) -> None:
-    """Run a product in int8."""
+@numba.njit(forceinline=True)
+def _multiply_codes(arguments, first, last, codes_at):
     # x, panels, scale, fp32_rows, outliers, out; the largest code, the activation; a unit is a panel of a block of rows
     shape = (_number(arguments, 4), _number(arguments, 5))
     multiply_int8_units(
         first,
         last,
         _matrix(arguments, 0),
-        carray(_int8_at(_number(arguments, 3)), shape),
+        carray(codes_at, shape),
         _row(arguments, 2),
         _matrix(arguments, 3),
         _long_ids(arguments, 4),
@@ -131,23 +131,16 @@ def _multiply_int8(arguments: int, first: int, last: int) -> None:
         _number(arguments, 19),
         _matrix(arguments, 5),
     )
+
+
+def _multiply_int8(arguments: int, first: int, last: int) -> None:
+    """Run a product in int8."""
+    _multiply_codes(arguments, first, last, _int8_at(_number(arguments, 3)))
 
 
 def _multiply_int4(arguments: int, first: int, last: int) -> None:
-    """Run a product with weights of 4 bits; arguments are as for int8."""
-    shape = (_number(arguments, 4), _number(arguments, 5))
-    multiply_int8_units(
-        first,
-        last,
-        _matrix(arguments, 0),
-        carray(_uint8_at(_number(arguments, 3)), shape),
-        _row(arguments, 2),
-        _matrix(arguments, 3),
-        _long_ids(arguments, 4),
-        _number(arguments, 18),
-        _number(arguments, 19),
-        _matrix(arguments, 5),
-    )
+    """Run a product with weights of 4 bits."""
+    _multiply_codes(arguments, first, last, _uint8_at(_number(arguments, 3)))
 
 
 def _norm(arguments: int, first: int, last: int) -> None:

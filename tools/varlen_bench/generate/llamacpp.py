@@ -121,7 +121,6 @@ def _fill(batch: Any, active: list[_Sequence], most: int) -> list[tuple[_Sequenc
 def _load_model(llama: Any, checkpoint: Path, precision: Precision, folder: Path) -> Any:
     """Return a model with weights of this precision; the files are in memory after that."""
     kinds = {
-        "fp32": llama.LLAMA_FTYPE_ALL_F32,
         "bf16": llama.LLAMA_FTYPE_MOSTLY_BF16,
         "int8": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
         "int4": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
