@@ -26,8 +26,8 @@ def test_functions_outside_kernels_are_typed(path: Path) -> None:
 
 
 def is_compiler(decorator: ast.expr) -> bool:
-    """Return whether a decorator is Triton's or numba's, or stores numba's code."""
-    return ast.unparse(decorator).startswith(("triton.", "numba.", "stored("))
+    """Return whether a decorator is Triton's or numba's, or one of `cpu.native`."""
+    return ast.unparse(decorator).startswith(("triton.", "numba.", "inlined"))
 
 
 def arguments(function: ast.FunctionDef) -> Iterator[ast.arg]:

@@ -21,7 +21,7 @@ import varlen.program
 import varlen_kernels
 from varlen.models.checkpoint.weights import shards
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 
 # Our own packages that run a batch, and the files of theirs that count.
 _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
@@ -79,7 +79,7 @@ def library_versions(device: torch.device) -> Mapping[str, str]:
     if device.type == "cuda":
         versions["triton"] = _version("triton")
     else:
-        versions["numba"] = _version("numba") if has_numba() else "none"
+        versions["numba"] = _version("numba") if has_compiled_ops() else "none"
     return versions
 
 

@@ -49,7 +49,7 @@ def kv_size(
     Args:
         config: the settings.
         device: holds the caches.
-        dtype: dtype of the activations.
+        dtype: dtype of the activations, and of keys and values.
         heads: head layout of each layer.
         num_layers: number of layers.
         has_beams: whether most sequences are beams, which copy a block when they part.
@@ -58,8 +58,6 @@ def kv_size(
     Raises:
         ConfigError: `kv_bytes` allows no block, or the GPU cannot read blocks of this size.
     """
-    # on a CPU, fp32 is what the attention kernel reads
-    dtype = torch.float32 if device.type == "cpu" else dtype
     default = _GPU_BLOCK_TOKENS if has_beams else _BLOCK_TOKENS[device.type]
     block_size = config.kv_block_tokens or default
     if device.type == "cuda" and block_size % _GPU_BLOCK_TOKENS:

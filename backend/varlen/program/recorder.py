@@ -87,7 +87,7 @@ class Recorder(Recording):
         return self._call("linear", (x, weight, bias), (x.shape[0], weight.shape[1]), x.dtype)
 
     def activate(self, x: Value, *, kind: Activation) -> Value:
-        return self._call("activate", (x,), x.shape, x.dtype, kind=kind)
+        return self._call("activate", (x, None), x.shape, x.dtype, kind=kind)
 
     def linear_activate(
         self, x: Value, weight: Tensor, bias: Tensor | None, *, kind: Activation

@@ -1,6 +1,6 @@
 # mypy: implicit-reexport
 # ruff: noqa: F401  # the ops
-"""Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
+"""Every op on CPUs: plain torch, compiled code or oneDNN, whichever is fastest.
 
 Names and signatures match `reference`, which specifies each op.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import Activation, reference
-from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.int8_ops import (
     linear_int4_panels,
     linear_int4_panels_activate,
@@ -56,6 +56,8 @@ from varlen_kernels.reference.sampling import check_sampling
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
 _LEAST_FEATURES = 1024
+# Multiplications that take as long as one logit of a beam step, or of a choice by chance.
+_OF_SEARCHED_LOGIT, _OF_SAMPLED_LOGIT = 64, 128
 
 
 def activate(
@@ -64,10 +66,10 @@ def activate(
     """Return the activation of x + bias, see `reference.activate`."""
     if not _compiles_activation(x, kind, x.shape[1]):
         return reference.activate(x, bias, kind=kind, out=out)
-    from varlen_kernels.cpu.gelu import gelu_tanh_rows
+    from varlen_kernels.cpu.op_calls import run_op
 
     out = torch.empty_like(x) if out is None else out
-    gelu_tanh_rows(x, bias, out)
+    run_op("activate", (x, bias), [out], kind=kind)
     return out
 
 
@@ -97,10 +99,10 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
     """Return activation(gate) * up, see `reference.activate_gate`."""
     if not _compiles_activation(x, kind, x.shape[1] // 2):
         return reference.activate_gate(x, kind=kind, out=out)
-    from varlen_kernels.cpu.gelu import gelu_tanh_rows
+    from varlen_kernels.cpu.op_calls import run_op
 
     out = x.new_empty(len(x), x.shape[1] // 2) if out is None else out
-    gelu_tanh_rows(x, None, out)
+    run_op("activate_gate", (x,), [out], kind=kind)
     return out
 
 
@@ -120,23 +122,38 @@ def attention_varlen(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the attention inside each sequence, see `reference.attention_varlen`."""
-    attend = reference.attention_varlen
-    if qkv.dtype in _COMPILED_DTYPES and has_numba():
-        from varlen_kernels.cpu.attention import attend_sequences as attend
-    return attend(
-        qkv,
-        cu_seqlens,
-        bias,
-        tiles,
-        distances,
-        key_lengths,
+    if qkv.dtype not in _COMPILED_DTYPES or not has_compiled_ops():
+        return reference.attention_varlen(
+            qkv,
+            cu_seqlens,
+            bias,
+            tiles,
+            distances,
+            key_lengths,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            causal=causal,
+            window=window,
+            out=out,
+        )
+    from varlen_kernels.cpu.op_calls import run_op
+
+    kv_heads = num_kv_heads or num_heads
+    if out is None:
+        head_dim = qkv.shape[1] // (num_heads + 2 * kv_heads)
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    run_op(
+        "attention_varlen",
+        (qkv, cu_seqlens, _in_fp32(bias), None, distances, key_lengths),
+        [out],
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=kv_heads,
         scale=scale,
         causal=causal,
         window=window,
-        out=out,
     )
+    return out
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
@@ -146,13 +163,16 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         cache: `[blocks, num_kv_heads, block_size, head_dim]`, contiguous.
         sources, destinations: `[copies]` int64, block ids.
     """
-    if not has_numba() or cache.dtype != torch.float32:
+    if not has_compiled_ops() or cache.dtype not in _COMPILED_DTYPES:
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
             cache[destination] = cache[source]
         return
-    from varlen_kernels.cpu import paged as paged_cpu
+    from varlen_kernels.cpu.calls import call
 
-    paged_cpu.copy_blocks(cache, sources, destinations)
+    _, num_kv_heads, block_size, head_dim = cache.shape
+    entry = "copy_blocks" if cache.dtype == torch.float32 else "copy_blocks_bf16"
+    rows = num_kv_heads * block_size
+    call(entry, (cache, sources, destinations), (rows, head_dim), units=1)
 
 
 def append_kv(
@@ -170,9 +190,10 @@ def append_kv(
             qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
         return
-    from varlen_kernels.cpu.paged import append_tokens
+    from varlen_kernels.cpu.op_calls import run_op
 
-    append_tokens(qkv, slots, key_cache, value_cache)
+    caches = key_cache, value_cache
+    run_op("append_kv", (qkv, slots, *caches), (), num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 def attention_paged(
@@ -201,20 +222,18 @@ def attention_paged(
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
     single = _leading_ones(cu_seqlens) if _reads_blocks(qkv, key_cache) else 0
     if single:
-        from varlen_kernels.cpu.paged import attend_tokens
+        from varlen_kernels.cpu.op_calls import run_op
 
-        attend_tokens(
-            qkv[:single],
-            key_cache,
-            value_cache,
-            context_lens[:single],
-            block_ids,
-            cu_blocks,
-            bias,
+        # of one token each, so the bounds of sequences are not read
+        tables = None, context_lens[:single], block_ids, cu_blocks[: single + 1]
+        run_op(
+            "attention_paged",
+            (qkv[:single], key_cache, value_cache, *tables, _in_fp32(bias)),
+            [out[:single]],
             num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             scale=scale,
             window=window,
-            out=out[:single],
         )
     if single < len(qkv):
         reference.attention_paged(
@@ -246,12 +265,15 @@ def sample_tokens(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return one token of each row, see `reference.sample_tokens`."""
-    if not has_numba():
+    if not has_compiled_ops():
         return reference.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform, out=out)
-    from varlen_kernels.cpu.sampling import sample_rows
+    from varlen_kernels.cpu.calls import call
 
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
-    tokens = sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
+    tokens = torch.empty(len(logits), dtype=torch.int32)
+    limits = temperature, top_k, top_p, min_p, uniform
+    numbers = _OF_SAMPLED_LOGIT * logits.numel()
+    call("sample", (logits, *limits, tokens), units=len(logits), multiplications=numbers)
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -265,26 +287,47 @@ def beam_step(
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
     """Return the best continuations of each sequence, see `reference.beam_step`."""
-    if not has_numba():
+    if not has_compiled_ops():
         return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
-    from varlen_kernels.cpu.beam import step_sequences
+    from varlen_kernels.cpu.calls import call
 
     width = check_beams(logits, scores, finished, width, edits, out)
     if out is None:
         out = BeamCandidates.empty(len(scores), width, logits.device)
-    step_sequences(logits, scores, finished, edits, out)
+    if finished is None:
+        finished = torch.zeros(len(scores), dtype=torch.bool)
+    bounds, tokens, factors = _edits_of_rows(edits, len(logits))
+    call(
+        "step_beams",
+        (logits.float(), scores, finished, bounds, tokens, factors, *out),
+        units=len(scores),
+        multiplications=_OF_SEARCHED_LOGIT * logits.numel(),
+    )
     return out
+
+
+def _edits_of_rows(edits: BeamEdits | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bounds of the edits of each row, their tokens and their factors."""
+    if edits is None:
+        none = torch.empty(0)
+        return torch.zeros(rows + 1, dtype=torch.int64), none.int(), none
+    bounds = np.searchsorted(edits.rows.numpy(), np.arange(rows + 1))
+    return torch.from_numpy(bounds), edits.tokens, edits.factors
+
+
+def _in_fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
 
 
 def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
     """Return whether an activation is compiled; not by rows: a row keeps its bits."""
     is_slow = kind == "gelu_tanh" and features >= _LEAST_FEATURES
-    return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
+    return is_slow and x.dtype in _COMPILED_DTYPES and has_compiled_ops()
 
 
 def _reads_blocks(qkv: Tensor, key_cache: Tensor) -> bool:
     """Return whether the compiled ops of KV blocks take these dtypes."""
-    return qkv.dtype in _COMPILED_DTYPES and key_cache.dtype == torch.float32 and has_numba()
+    return qkv.dtype == key_cache.dtype and qkv.dtype in _COMPILED_DTYPES and has_compiled_ops()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:

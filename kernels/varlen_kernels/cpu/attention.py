@@ -7,13 +7,11 @@ the same result by itself and in a batch, to the last bit.
 Source: the specification is `reference.attention_varlen`.
 """
 
-import numba
 import numpy as np
-import torch
-from torch import Tensor
 
 from varlen_kernels.cpu.attention_distances import (
     copy_distances,
+    distance_bytes,
     make_distances,
     write_distance_scores,
 )
@@ -25,20 +23,26 @@ from varlen_kernels.cpu.attention_weights import (
     write_context,
     write_score_bias,
 )
-from varlen_kernels.cpu.lanes import LANES, as_array, load, splat, sum_of, transpose
-from varlen_kernels.cpu.stored_code import stored
-from varlen_kernels.cpu.threads import run_parts, usable_cores
-from varlen_kernels.reference.attention import Distances
+from varlen_kernels.cpu.lanes import load, splat, sum_of, transpose
+from varlen_kernels.cpu.native import (
+    aligned,
+    clear,
+    fp32_matrix,
+    fp32_vector,
+    free_memory,
+    inlined,
+    inlined_view,
+    new_memory,
+)
+from varlen_kernels.cpu.target_cpu import LANES
 
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
 _QUERY_TILE = 16
 _KEY_BLOCK = 128
-# Multiplications below which a second thread costs more than it saves.
-_LEAST_SHARED_WORK = 1 << 22
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _copy_keys_and_values(
     qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
 ):
@@ -61,7 +65,7 @@ def _copy_keys_and_values(
             transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _attend_tile(
     queries,
     count,
@@ -114,35 +118,35 @@ def _attend_tile(
                 multiply(context, row, feature, scores, keys, values, block, feature, is_first)
 
 
-@numba.njit(_nrt=False)
+@inlined
 def _attend(
     sequence,
     kv_head,
     qkv,
     cu_seqlens,
-    first_key_end,
     bias,
+    key_lengths,
     num_kv_heads,
     scale,
     is_causal,
     window,
     out,
     distances,
-    memory,
+    views,
 ):
     """Write the attention of one key head of one sequence.
 
     Args:
         distances: result of `make_distances`, filled for this head; None: compiled without them.
-        memory: result of `_allocate`, overwritten.
+        views: result of `_views`, overwritten.
     """
-    score_bias, queries, keys_values, room = memory
+    score_bias, queries, keys_values, room = views
     num_heads = bias.shape[0]
     group = num_heads // num_kv_heads
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     start = cu_seqlens[sequence]
     length = cu_seqlens[sequence + 1] - start
-    key_length = cu_seqlens[first_key_end + sequence] - start
+    key_length = key_lengths[sequence] if len(key_lengths) else length
     key_rows, panels, values = keys_values
     context, totals, top = room[1:]
     columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
@@ -182,11 +186,24 @@ def _attend(
                 write_context(context, row, total, out, to_row, column, head_dim)
 
 
-@numba.njit(forceinline=True)
-def _allocate(longest, width, needs_score_bias, keeps_keys):
+@inlined
+def _sizes(longest, width, needs_score_bias, keeps_keys):
+    """Return the sizes of the memory of `_attend`, in bytes; see `_views`."""
+    panels = (longest + LANES - 1) // LANES
+    # a vector that begins at the last distance ends LANES - 1 further
+    distances = 2 * longest + LANES if needs_score_bias else 0
+    key_rows = panels * LANES if keeps_keys else LANES
+    matrices = aligned(4 * width * key_rows), 4 * LANES * panels * width
+    tile = aligned(4 * _QUERY_TILE * width)
+    return aligned(4 * distances), matrices[0], matrices[1], tile
+
+
+@inlined_view
+def _views(memory, longest, width, needs_score_bias, keeps_keys):
     """Return the memory of `_attend` for sequences of up to `longest` tokens.
 
     Args:
+        memory: its address.
         width: features of a head, rounded up to a multiple of 16.
         needs_score_bias: whether something is added to scores, or keys are hidden.
         keeps_keys: whether rows of all keys are kept.
@@ -195,39 +212,51 @@ def _allocate(longest, width, needs_score_bias, keeps_keys):
         What is added to scores, `[1, distances]` or `[1, 0]`; rows of queries; rows of keys, panels of keys, and
         rows of values; scores, context, totals and largest scores.
     """
+    sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
     panels = (longest + LANES - 1) // LANES
-    # a vector that begins at the last distance ends LANES - 1 further
     distances = 2 * longest + LANES if needs_score_bias else 0
-    keys_values = (
-        np.empty((panels * LANES if keeps_keys else LANES, width), np.float32),
-        np.empty((panels * width, LANES), np.float32),
-        np.empty((panels * LANES, width), np.float32),
-    )
-    room = (
-        np.empty((_QUERY_TILE, _KEY_BLOCK), np.float32),
-        np.empty((_QUERY_TILE, width), np.float32),
-        np.empty((_QUERY_TILE, LANES), np.float32),
-        np.empty(_QUERY_TILE, np.float32),
-    )
-    score_bias = np.zeros((1, distances), np.float32)
-    return score_bias, np.empty((_QUERY_TILE, width), np.float32), keys_values, room
+    clear(memory, sizes[0])
+    score_bias = fp32_matrix(memory, 1, distances)
+    memory += sizes[0]
+    key_rows = fp32_matrix(memory, panels * LANES if keeps_keys else LANES, width)
+    memory += sizes[1]
+    key_panels = fp32_matrix(memory, panels * width, LANES)
+    memory += sizes[2]
+    values = fp32_matrix(memory, panels * LANES, width)
+    memory += sizes[2]
+    queries = fp32_matrix(memory, _QUERY_TILE, width)
+    context = fp32_matrix(memory + sizes[3], _QUERY_TILE, width)
+    memory += 2 * sizes[3]
+    scores = fp32_matrix(memory, _QUERY_TILE, _KEY_BLOCK)
+    memory += 4 * _QUERY_TILE * _KEY_BLOCK
+    totals = fp32_matrix(memory, _QUERY_TILE, LANES)
+    top = fp32_vector(memory + 4 * _QUERY_TILE * LANES, _QUERY_TILE)
+    return score_bias, queries, (key_rows, key_panels, values), (scores, context, totals, top)
 
 
-@stored()
+@inlined
+def _bytes(longest, width, needs_score_bias, keeps_keys):
+    """Return the size of the memory of `_views`."""
+    sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
+    fixed = 4 * _QUERY_TILE * (_KEY_BLOCK + LANES) + aligned(4 * _QUERY_TILE)
+    return sizes[0] + sizes[1] + 2 * sizes[2] + 2 * sizes[3] + fixed
+
+
+@inlined
 def attend_items(
     first_item,
     last_item,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    cu_seqlens,  # [sequences + 1], perhaps followed by the end of the keys of each
-    first_key_end,  # place of the end of the first sequence's keys
+    cu_seqlens,  # [sequences + 1]
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
+    key_lengths,  # [sequences], the keys that each reads, or [0] for all
     num_kv_heads,
     scale,
     is_causal,
     window,
     out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items, ordered by sequence.
+    """Write the attention of some items, ordered by sequence; return whether memory ran out.
 
     An item is one key head of one sequence.
     """
@@ -237,132 +266,90 @@ def attend_items(
     for item in range(first_item, last_item):
         sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-    memory = _allocate(longest, width, is_causal or window > 0 or bias.shape[1] > 0, False)
+    needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
+    memory = new_memory(_bytes(longest, width, needs_score_bias, False))
+    if memory == 0:
+        return 1
+    views = _views(memory, longest, width, needs_score_bias, False)
     for item in range(first_item, last_item):
         _attend(
             item // num_kv_heads,
             item % num_kv_heads,
             qkv,
             cu_seqlens,
-            first_key_end,
             bias,
+            key_lengths,
             num_kv_heads,
             scale,
             is_causal,
             window,
             out,
             None,
-            memory,
+            views,
         )
+    free_memory(memory)
+    return 0
 
 
-@stored()
-def _attend_items_with_distances(
+@inlined
+def attend_items_with_distances(
     first_item,
     last_item,
     tables,
     qkv,
     cu_seqlens,
-    first_key_end,
     bias,
+    key_lengths,
     num_heads,
     scale,
     is_causal,
     window,
     out,
 ):
-    """Write the attention of some items, ordered by head.
+    """Write the attention of some items, ordered by head; return whether memory ran out.
 
     An item is one head of one sequence. All sequences share the panels of a head's distances.
 
     Args:
         tables: see `make_distances`.
-        first_item, last_item, qkv, cu_seqlens, first_key_end, bias, num_heads, scale, is_causal, window, out: see
+        first_item, last_item, qkv, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out: see
             `attend_items`.
     """
     head_dim = qkv.shape[1] // (3 * num_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
-    # ends of keys follow
-    sequences = len(cu_seqlens) - 1 if first_key_end == 1 else first_key_end - 1
+    sequences = len(cu_seqlens) - 1
     longest = 0
     for item in range(first_item, last_item):
         sequence = item % sequences
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-    memory = _allocate(longest, width, is_causal or window > 0 or bias.shape[1] > 0, True)
-    distances = make_distances(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
+    own_bytes = _bytes(longest, width, needs_score_bias, True)
+    more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    memory = new_memory(own_bytes + more_bytes)
+    if memory == 0:
+        return 1
+    views = _views(memory, longest, width, needs_score_bias, True)
+    distances = make_distances(memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
     copied_head = -1
     for item in range(first_item, last_item):
         head = item // sequences
         if head != copied_head:
             copied_head = head
-            copy_distances(tables, head * head_dim, head_dim, scale, memory[1], distances)
+            copy_distances(tables, head * head_dim, head_dim, scale, views[1], distances)
         _attend(
             item % sequences,
             head,
             qkv,
             cu_seqlens,
-            first_key_end,
             bias,
+            key_lengths,
             num_heads,
             scale,
             is_causal,
             window,
             out,
             distances,
-            memory,
+            views,
         )
-
-
-def attend_sequences(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    bias: Tensor | None = None,
-    tiles: Tensor | None = None,  # noqa: ARG001  # read by GPUs
-    distances: Distances | None = None,
-    key_lengths: Tensor | None = None,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    scale: float,
-    causal: bool = False,
-    window: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the attention inside each sequence of fp32 or bf16, see `reference.attention_varlen`."""
-    kv_heads = num_kv_heads or num_heads
-    if out is None:
-        head_dim = qkv.shape[1] // (num_heads + 2 * kv_heads)
-        out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    bounds = cu_seqlens.numpy()
-    ends, first_key_end = bounds, 1
-    if key_lengths is not None:
-        ends = np.concatenate((bounds, bounds[:-1] + key_lengths.numpy()))
-        first_key_end = len(bounds)
-    arguments = (
-        as_array(qkv),
-        ends,
-        first_key_end,
-        (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
-        kv_heads,
-        np.float32(scale),
-        causal,
-        window,
-        as_array(out),
-    )
-    items = (len(bounds) - 1) * kv_heads
-    parts = [0, items]
-    cores = usable_cores()
-    if cores > 1:
-        squares = np.diff(bounds).astype(np.int64) ** 2
-        if int(squares.sum()) * qkv.shape[1] >= _LEAST_SHARED_WORK:
-            repeat = np.repeat if distances is None else np.tile
-            work = np.cumsum(repeat(squares, kv_heads))
-            parts[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
-    if distances is None:
-        run_parts(attend_items, parts, *arguments)
-        return out
-    none = qkv.new_empty(0, 0)
-    keys, queries = (none if x is None else x for x in (distances.keys, distances.queries))
-    tables = distances.rows.numpy(), as_array(keys), as_array(queries)
-    run_parts(_attend_items_with_distances, parts, tables, *arguments)
-    return out
+    free_memory(memory)
+    return 0

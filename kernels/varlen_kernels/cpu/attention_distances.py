@@ -7,16 +7,17 @@ Source: He et al. 2020, arXiv:2006.03654, section 3.1; the narrower matrix is th
 arXiv:1901.02860, appendix B.
 """
 
-import numba
 import numpy as np
 
 from varlen_kernels.cpu.attention_panels import ROWS, copy_head, multiply
-from varlen_kernels.cpu.lanes import LANES, load, splat, store, transpose
+from varlen_kernels.cpu.lanes import load, splat, store, transpose
+from varlen_kernels.cpu.native import aligned, fp32_matrix, inlined, inlined_view
+from varlen_kernels.cpu.target_cpu import LANES
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def copy_distances(tables, column, head_dim, scale, lanes, distances):
     """Write one head of both tables as panels of 16 distances, scaled.
 
@@ -31,7 +32,7 @@ def copy_distances(tables, column, head_dim, scale, lanes, distances):
     _copy_table(queries, rows, column, head_dim, scale, -1, lanes, distances[1])
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _copy_table(table, rows, column, head_dim, scale, direction, lanes, panels):
     """Write one head of a table as panels; distances ascend times `direction`."""
     width = lanes.shape[1]
@@ -46,7 +47,7 @@ def _copy_table(table, rows, column, head_dim, scale, direction, lanes, panels):
             transpose(lanes, feature, panels, panel * width + feature, splat(scale))
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def write_distance_scores(scores, queries, count, tile, key_rows, keys, block, distances):
     """Write what distances add to the scores of some queries and keys.
 
@@ -84,11 +85,28 @@ def write_distance_scores(scores, queries, count, tile, key_rows, keys, block, d
             store(scores, row, column, total)
 
 
-@numba.njit(forceinline=True)
-def make_distances(tables, longest, width, queries, keys):
+@inlined
+def _table_bytes(table, longest, width):
+    """Return the size of the panels of a table."""
+    panels = 2 * ((longest + LANES - 1) // LANES)
+    return 4 * LANES * panels * width if len(table) else 0
+
+
+@inlined
+def distance_bytes(tables, longest, width, queries, keys):
+    """Return the size of the memory of `make_distances`."""
+    _, key_table, query_table = tables
+    panels = _table_bytes(key_table, longest, width) + _table_bytes(query_table, longest, width)
+    products = aligned(4 * queries * (keys + LANES)) + 4 * LANES * 2 * LANES
+    return panels + products + 4 * LANES * LANES
+
+
+@inlined_view
+def make_distances(memory, tables, longest, width, queries, keys):
     """Return panels of distances, and room for the products with them.
 
     Args:
+        memory: address of memory of the size `distance_bytes`.
         tables: the row of each distance, `[2 * reach + 1]`, and keys and queries of distances,
             `[rows, num_heads * head_dim]` or no rows.
         longest: tokens of the longest sequence.
@@ -99,15 +117,19 @@ def make_distances(tables, longest, width, queries, keys):
         Panels of the keys of distances, ascending, and of their queries, descending, with 0 in the middle; the
         products of queries and the products of 16 keys, each again as a matrix one column narrower; and a square.
     """
-    panels = 2 * ((longest + LANES - 1) // LANES)
-    by_query = np.empty(queries * (keys + LANES), np.float32)
-    by_key = np.empty(LANES * 2 * LANES, np.float32)
+    _, key_table, query_table = tables
+    rows = 2 * ((longest + LANES - 1) // LANES) * width
+    key_panels = fp32_matrix(memory, rows if len(key_table) else 0, LANES)
+    memory += _table_bytes(key_table, longest, width)
+    query_panels = fp32_matrix(memory, rows if len(query_table) else 0, LANES)
+    by_query = memory + _table_bytes(query_table, longest, width)
+    by_key = by_query + aligned(4 * queries * (keys + LANES))
     return (
-        np.empty((panels * width if len(tables[1]) else 0, LANES), np.float32),
-        np.empty((panels * width if len(tables[2]) else 0, LANES), np.float32),
-        by_query.reshape(queries, keys + LANES),
-        by_query[: queries * (keys + LANES - 1)].reshape(queries, keys + LANES - 1),
-        by_key.reshape(LANES, 2 * LANES),
-        by_key[: LANES * (2 * LANES - 1)].reshape(LANES, 2 * LANES - 1),
-        np.empty((LANES, LANES), np.float32),
+        key_panels,
+        query_panels,
+        fp32_matrix(by_query, queries, keys + LANES),
+        fp32_matrix(by_query, queries, keys + LANES - 1),
+        fp32_matrix(by_key, LANES, 2 * LANES),
+        fp32_matrix(by_key, LANES, 2 * LANES - 1),
+        fp32_matrix(by_key + 4 * LANES * 2 * LANES, LANES, LANES),
     )

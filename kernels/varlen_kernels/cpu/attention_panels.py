@@ -3,17 +3,18 @@
 A panel holds 16 rows of a matrix, with the features as rows, so that 16 products with one row are one vector.
 """
 
-import numba
 import numpy as np
 
-from varlen_kernels.cpu.lanes import LANES, load, load_first, multiply_add, splat, store
+from varlen_kernels.cpu.lanes import load, load_first, multiply_add, splat, store
+from varlen_kernels.cpu.native import inlined
+from varlen_kernels.cpu.target_cpu import LANES
 
 _ZERO = np.float32(0)
 # Rows that are multiplied together: their sums are in registers.
 ROWS = 4
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def copy_head(source, row, column, head_dim, destination, to_row):
     """Copy the features of one head as fp32, with zeros up to a whole vector."""
     whole = head_dim // LANES * LANES
@@ -24,7 +25,7 @@ def copy_head(source, row, column, head_dim, destination, to_row):
         store(destination, to_row, whole, rest)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def clear_rows(matrix, first, last):
     """Write zeros into the rows from `first` to `last` - 1."""
     for row in range(first, last):
@@ -32,7 +33,7 @@ def clear_rows(matrix, first, last):
             store(matrix, row, column, splat(_ZERO))
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def multiply(out, row, column, factors, depth, matrix, first, matrix_column, is_first):
     """Write 4 x 16 numbers of a product, or add them to `out`."""
     if is_first:

@@ -4,12 +4,10 @@ Scores are read in blocks, with a running maximum and a running sum of weights f
 Source: Milakov, Gimelshein 2018, arXiv:1805.02867.
 """
 
-import numba
 import numpy as np
 
 from varlen_kernels.cpu.attention_panels import clear_rows
 from varlen_kernels.cpu.lanes import (
-    LANES,
     exp,
     largest_of,
     load,
@@ -20,6 +18,8 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
+from varlen_kernels.cpu.native import inlined
+from varlen_kernels.cpu.target_cpu import LANES
 
 # Below every score; not infinite: the difference of two is 0.
 LOWEST = np.float32(-1e30)
@@ -28,7 +28,7 @@ _READS_NOTHING = np.float32(-1e29)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def write_score_bias(score_bias, length, bias, head, is_causal, window):
     """Write what is added to a score, by distance from 1 - length on."""
     # -1 without a bias
@@ -43,7 +43,7 @@ def write_score_bias(score_bias, length, bias, head, is_causal, window):
             score_bias[0, i] = _ZERO
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def weigh(scores, row, count, score_bias, offset, top, totals, context, is_first):
     """Replace the scores of a query by weights.
 
@@ -71,7 +71,7 @@ def weigh(scores, row, count, score_bias, offset, top, totals, context, is_first
     top[row] = new_top
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def write_context(context, row, total, out, to_row, column, head_dim):
     """Write the weighted sum of a query's values, divided by its weights."""
     factor = splat(_ONE) / splat(total)
@@ -83,7 +83,7 @@ def write_context(context, row, total, out, to_row, column, head_dim):
         store_first(out, to_row, column + whole, rest, head_dim - whole)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def forget_keys(totals, top, count):
     """Write the numbers of queries that have read no key."""
     for row in range(count):
@@ -91,7 +91,7 @@ def forget_keys(totals, top, count):
         store(totals, row, 0, splat(_ONE))
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def clear_unread(context, totals, top, count):
     """Clear the context of queries that may read no key, given their largest scores."""
     for row in range(count):

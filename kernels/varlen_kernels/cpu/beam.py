@@ -9,15 +9,20 @@ Source: the specification is `reference.beam`.
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from varlen_kernels.cpu.stored_code import stored
-from varlen_kernels.cpu.threads import run_parts, usable_cores
-from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
+from varlen_kernels.cpu.native import (
+    aligned,
+    clear,
+    fp32_matrix,
+    fp32_vector,
+    free_memory,
+    inlined,
+    int32_vector,
+    new_memory,
+    uint8_vector,
+)
+from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN
 
-# Logits below which a second thread costs more than it saves.
-_LEAST_SHARED_WORK = 1 << 16
 _CHUNK = 2048
 # Adjacent logits that are compared with the floor at once.
 _GROUP = 64
@@ -33,16 +38,17 @@ _HALF = np.float32(0.5)
 _SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))
 
 
-@stored()
+@inlined
 def _without_infinity(x):
     """Return x, and the largest finite number instead of +inf."""
     return min(x, _LARGEST)
 
 
-@stored()
+@inlined
 def _maximum(x, lanes):
     """Return the maximum; NaN counts as -inf."""
-    lanes[:] = _LOWEST
+    for lane in range(_LANES):
+        lanes[lane] = _LOWEST
     whole = len(x) // _LANES * _LANES
     for start in range(0, whole, _LANES):
         for lane in range(_LANES):
@@ -57,14 +63,14 @@ def _maximum(x, lanes):
 
 
 # additions in any order, so that they are vectorized; NaN and infinities keep their meaning
-@stored(fastmath={"reassoc", "contract", "nsz"})
-def _sum_exp(x, peak, mantissas, exponents):
+@inlined(fastmath={"reassoc", "contract", "nsz"})
+def _sum_exp(x, peak, mantissas, exponents, powers):
     """Return the sum of exp(x - peak); NaN and -inf count as 0.
 
     Args:
         x: numbers, at most _CHUNK, that are not above `peak`.
         mantissas: [_CHUNK] fp32, overwritten.
-        exponents: [_CHUNK] int32, overwritten.
+        exponents, powers: [_CHUNK] int32 and fp32, the same memory, overwritten.
     """
     for i in range(len(x)):
         power = (x[i] - peak) * _LOG2_E
@@ -81,18 +87,17 @@ def _sum_exp(x, peak, mantissas, exponents):
         mantissas[i] = series * f + _SERIES[0]
         # the bits of 2 ** whole
         exponents[i] = (whole + np.int32(127)) << np.int32(23)
-    powers = exponents.view(np.float32)
     total = np.float32(0.0)
     for i in range(len(x)):
         total += mantissas[i] * powers[i]
     return total
 
 
-@stored()
+@inlined
 def _search_group(
     x,  # [at most _GROUP]
     first_token,
-    edited,  # [vocabulary] bool
+    edited,  # [vocabulary] bytes
     floor,
     found,
     best_logits,  # [width], sorted
@@ -102,7 +107,7 @@ def _search_group(
     width = len(best_logits)
     for i in range(len(x)):
         # an equal logit of a higher token is worse
-        if x[i] > floor and not edited[first_token + i]:
+        if x[i] > floor and edited[first_token + i] == 0:
             place = min(found, width - 1)
             while place > 0 and best_logits[place - 1] < x[i]:
                 best_logits[place] = best_logits[place - 1]
@@ -115,10 +120,10 @@ def _search_group(
     return found, floor
 
 
-@stored()
+@inlined
 def _search_row(
     logits,  # [vocabulary]
-    edited,  # [vocabulary] bool, tokens to leave out of the search
+    edited,  # [vocabulary] bytes, tokens to leave out of the search
     best_logits,  # [width], overwritten
     best_tokens,  # [width], overwritten
     buffers,
@@ -127,7 +132,7 @@ def _search_row(
 
     Return their number, the row's maximum, and log Σ exp(logit - maximum); 0 for a row of only -inf.
     """
-    lanes, clean, mantissas, exponents = buffers
+    lanes, clean, mantissas, exponents, powers = buffers
     found, peak, total, floor = 0, _LOWEST, 0.0, _LOWEST
     for start in range(0, len(logits), _CHUNK):
         x = logits[start : start + _CHUNK]
@@ -141,7 +146,7 @@ def _search_row(
             total *= math.exp(peak - largest)
             peak = largest
         if peak > _LOWEST:
-            total += _sum_exp(x, peak, mantissas, exponents)
+            total += _sum_exp(x, peak, mantissas, exponents, powers)
         if not largest > floor:
             continue
         for first in range(0, len(x), _GROUP):
@@ -158,7 +163,7 @@ def _search_row(
     return found, peak, np.float32(math.log(total))
 
 
-@stored()
+@inlined
 def _insert(
     score,
     beam,
@@ -178,7 +183,12 @@ def _insert(
     while place > 0:
         other = place - 1
         # the edited tokens of a beam come in any order
-        is_before = is_edited and edited[other] and parents[other] == beam and token < tokens[other]
+        is_before = (
+            is_edited != 0
+            and edited[other] != 0
+            and parents[other] == beam
+            and token < tokens[other]
+        )
         if not (scores[other] < score or (scores[other] == score and is_before)):
             break
         if place < width:
@@ -191,8 +201,8 @@ def _insert(
     return min(found + 1, width)
 
 
-@stored()
-def _step_sequences(
+@inlined
+def step_sequences(
     first,
     last,
     logits,  # [sequences * beams, vocabulary]
@@ -205,18 +215,31 @@ def _step_sequences(
     parents,  # [sequences, width]
     scores,  # [sequences, width]
 ):
-    """Write the candidates of some sequences."""
+    """Write the candidates of some sequences; return whether memory ran out."""
     beams, width = beam_scores.shape[1], tokens.shape[1]
+    vocabulary = logits.shape[1]
+    lane_bytes, chunk_bytes, width_bytes = 4 * _LANES, 4 * _CHUNK, aligned(4 * width)
+    term_bytes, marked_bytes = aligned(12 * beams), aligned(vocabulary)
+    memory = new_memory(lane_bytes + 3 * chunk_bytes + 3 * width_bytes + term_bytes + marked_bytes)
+    if memory == 0:
+        return 1
+    chunks = memory + lane_bytes
+    exponents = chunks + 2 * chunk_bytes
     buffers = (
-        np.empty(_LANES, np.float32),
-        np.empty(_CHUNK, np.float32),
-        np.empty(_CHUNK, np.float32),
-        np.empty(_CHUNK, np.int32),
+        fp32_vector(memory, _LANES),
+        fp32_vector(chunks, _CHUNK),
+        fp32_vector(chunks + chunk_bytes, _CHUNK),
+        int32_vector(exponents, _CHUNK),
+        fp32_vector(exponents, _CHUNK),
     )
-    best_logits, best_tokens = np.empty(width, np.float32), np.empty(width, np.int32)
+    place = exponents + chunk_bytes
+    best_logits, best_tokens = fp32_vector(place, width), int32_vector(place + width_bytes, width)
+    edited = uint8_vector(place + 2 * width_bytes, width)
+    place += 3 * width_bytes
     # the beam's score, and its row's maximum and log Σ exp
-    terms = np.empty((beams, 3), np.float32)
-    marked, edited = np.zeros(logits.shape[1], np.bool_), np.empty(width, np.bool_)
+    terms = fp32_matrix(place, beams, 3)
+    clear(place + term_bytes, marked_bytes)
+    marked = uint8_vector(place + term_bytes, vocabulary)
     for sequence in range(first, last):
         count = 0
         best = (tokens[sequence], parents[sequence], scores[sequence], edited)
@@ -224,59 +247,31 @@ def _step_sequences(
         for beam in range(active_beams):
             row = sequence * beams + beam
             row_tokens = edit_tokens[bounds[row] : bounds[row + 1]]
-            marked[row_tokens] = True
+            for token in row_tokens:
+                marked[token] = 1
             found, peak, log_sum = _search_row(
                 logits[row], marked, best_logits, best_tokens, buffers
             )
-            marked[row_tokens] = False
+            for token in row_tokens:
+                marked[token] = 0
             beam_score = _without_infinity(beam_scores[sequence, beam])
             terms[beam, 0], terms[beam, 1], terms[beam, 2] = beam_score, peak, log_sum
             for i in range(found):
                 score = beam_score + ((best_logits[i] - peak) - log_sum)
-                count = _insert(score, beam, best_tokens[i], False, count, *best)
+                count = _insert(score, beam, best_tokens[i], 0, count, *best)
         for beam in range(active_beams):
             row = sequence * beams + beam
-            beam_score, peak, log_sum = terms[beam]
+            beam_score, peak, log_sum = terms[beam, 0], terms[beam, 1], terms[beam, 2]
             for edit in range(bounds[row], bounds[row + 1]):
                 token, factor = edit_tokens[edit], edit_factors[edit]
                 # +inf bans the token
                 if factor < np.inf:
                     logit = _without_infinity(logits[row, token])
                     score = beam_score + factor * ((logit - peak) - log_sum)
-                    count = _insert(score, beam, token, True, count, *best)
-        tokens[sequence, count:] = NO_TOKEN
-        parents[sequence, count:] = NO_PARENT
-        scores[sequence, count:] = _LOWEST
-
-
-def step_sequences(
-    logits: Tensor,
-    scores: Tensor,
-    finished: Tensor | None,
-    edits: BeamEdits | None,
-    out: BeamCandidates,
-) -> None:
-    """Write the candidates of each sequence into `out`, see `reference.beam_step`.
-
-    Args:
-        out: contiguous.
-    """
-    (rows, vocabulary), sequences = logits.shape, len(scores)
-    if finished is None:
-        finished = torch.zeros(sequences, dtype=torch.bool)
-    if edits is None:
-        none = torch.empty(0, dtype=torch.int32)
-        edits = BeamEdits(none, none, torch.empty(0))
-    parts = min(sequences, usable_cores()) if rows * vocabulary >= _LEAST_SHARED_WORK else 1
-    run_parts(
-        _step_sequences,
-        [sequences * part // parts for part in range(parts + 1)] if sequences else [0, 0],
-        # rows one after the other, else the code is not vectorized
-        logits.float().contiguous().numpy(),
-        scores.contiguous().numpy(),
-        finished.contiguous().numpy(),
-        np.searchsorted(edits.rows.numpy(), np.arange(rows + 1)),
-        edits.tokens.contiguous().numpy(),
-        edits.factors.contiguous().numpy(),
-        *(tensor.numpy() for tensor in out),
-    )
+                    count = _insert(score, beam, token, 1, count, *best)
+        for place in range(count, width):
+            tokens[sequence, place] = NO_TOKEN
+            parents[sequence, place] = NO_PARENT
+            scores[sequence, place] = _LOWEST
+    free_memory(memory)
+    return 0

@@ -3,20 +3,24 @@
 A rule names what a function gets, and how its work is split.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-from varlen_kernels.cpu.epilogues import ACTIVATIONS, NO_ACTIVATION
-from varlen_kernels.cpu.panels import BLOCK
+from varlen_kernels.cpu.activation_kinds import ACTIVATIONS, NO_ACTIVATION
+from varlen_kernels.cpu.panel_layout import BLOCK
 
 # Rows and columns of a tensor: axes after the first count as one.
 Extent: TypeAlias = tuple[int, int]
 Attributes: TypeAlias = Mapping[str, Any]
 Shapes: TypeAlias = Sequence[tuple[Any, ...]]
 
-DTYPES: Mapping[str, torch.dtype] = {
+# The dtype of a model, the same for all of its tensors in a call: a function for each has a name of its own.
+_OF_MODEL = "d"
+_SUFFIXES: Mapping[torch.dtype, str] = {torch.float32: "", torch.bfloat16: "_bf16"}
+_DTYPES: Mapping[str, torch.dtype] = {
     "f": torch.float32,
     "b": torch.int8,
     "u": torch.uint8,
@@ -49,7 +53,7 @@ class CallRule(NamedTuple):
         entry: name of the function in `entries`.
         tensors: places, among the op's operands and results, of the tensors that the function gets; None for a tensor
             that it does without. Each element of a tuple has a place of its own.
-        dtypes: their dtypes, a letter of `DTYPES` each.
+        dtypes: their dtypes, a letter of `_DTYPES` each, or `_OF_MODEL`.
         work: the work, given the extents of these tensors and the constants.
         constants: numbers that it gets after the tensors, given the op's attributes and the shapes of operands and
             results, in which a number stands by itself.
@@ -60,6 +64,58 @@ class CallRule(NamedTuple):
     dtypes: str
     work: Callable[[Sequence[Extent], Sequence[float]], Work]
     constants: Callable[[Attributes, Shapes], Sequence[float]]
+
+    def of_operands(self, operands: Sequence[Any]) -> list[Any]:
+        """Return what the function gets of flat operands and results."""
+        return [None if place is None else operands[place] for place in self.tensors]
+
+    def as_read(self, place: int, constant: Tensor) -> Tensor:
+        """Return a constant in the dtype in which the function reads it.
+
+        Args:
+            place: its place among the tensors.
+            constant: a tensor of the program.
+        """
+        is_fp32 = self.dtypes[place] == "f"
+        return constant.float() if is_fp32 and constant.is_floating_point() else constant
+
+    def entry_for(self, dtypes: Sequence[torch.dtype | None]) -> str | None:
+        """Return the name of the function for these dtypes; None if there is none.
+
+        Args:
+            dtypes: dtype of each tensor, None for one that is left out.
+        """
+        pairs = list(zip(self.dtypes, dtypes, strict=True))
+        of_model = {dtype for letter, dtype in pairs if letter == _OF_MODEL and dtype is not None}
+        others = [
+            dtype is None or dtype == _DTYPES[letter]
+            for letter, dtype in pairs
+            if letter != _OF_MODEL
+        ]
+        if len(of_model) > 1 or not all(others):
+            return None
+        suffix = _SUFFIXES.get(next(iter(of_model), torch.float32))
+        return None if suffix is None else self.entry + suffix
+
+
+def rules_of(kernel: str, operands: Sequence[Any]) -> tuple[CallRule, ...]:
+    """Return the functions that run an op, one after another; none if it has none.
+
+    Args:
+        kernel: name of the op.
+        operands: its operands, an element of a tuple is none of its own.
+    """
+    has_distances = kernel == "attention_varlen" and operands[4] is not None
+    return RULES.get(f"{kernel} with distances" if has_distances else kernel, ())
+
+
+def flat(operands: Sequence[Any]) -> Iterator[Any]:
+    """Yield operands, each element of a tuple by itself."""
+    for operand in operands:
+        if isinstance(operand, tuple):
+            yield from operand
+        else:
+            yield operand
 
 
 def _rows(extents: Sequence[Extent], _: Sequence[float]) -> Work:
@@ -95,7 +151,7 @@ def _heads_of_sequences(extents: Sequence[Extent], constants: Sequence[float]) -
 
 def _multiply(kind: Callable[[Attributes], int]) -> CallRule:
     return CallRule(
-        "multiply", (0, 1, 3, -1), "ffff", _panels, lambda attributes, _: (kind(attributes),)
+        "multiply", (0, 1, 3, -1), "dddd", _panels, lambda attributes, _: (kind(attributes),)
     )
 
 
@@ -116,7 +172,7 @@ def _norm(*tensors: int | None, is_rms: bool = False) -> CallRule:
     return CallRule(
         "norm",
         tensors,
-        "ffffff",
+        "dddddd",
         _rows,
         lambda attributes, _: (float(attributes["eps"]), int(is_rms)),
     )
@@ -126,7 +182,7 @@ def _gather(*tensors: int | None) -> CallRule:
     return CallRule(
         "gather",
         tensors,
-        "ifififf",
+        "idididd",
         _rows,
         lambda attributes, _: (float(attributes.get("scale", 1.0)),),
     )
@@ -140,18 +196,22 @@ def _no_kind(_: Attributes) -> int:
     return NO_ACTIVATION
 
 
-_ACTIVATE = CallRule("activate", (0, -1), "ff", _rows, lambda attributes, _: (_kind(attributes),))
+def _activate(bias: int | None) -> CallRule:
+    tensors = (0, bias, -1)
+    return CallRule("activate", tensors, "ddd", _rows, lambda attributes, _: (_kind(attributes),))
+
+
 _APPEND = CallRule(
     "append",
     (0, 1, 2, 3),
-    "flff",
+    "dldd",
     _key_heads,
     lambda attributes, shapes: (attributes["num_kv_heads"], *shapes[2][2:]),
 )
 _ATTEND_BLOCKS = CallRule(
     "attend_blocks",
     (0, 1, 2, 4, 5, 6, 7, -1),
-    "fffiiiff",
+    "dddiiifd",
     _heads_of_tokens,
     lambda attributes, shapes: (
         attributes["num_heads"],
@@ -163,12 +223,26 @@ _ATTEND_BLOCKS = CallRule(
 )
 _ATTEND = CallRule(
     "attend",
-    (0, 1, 2, -1),
-    "fiff",
+    (0, 1, 2, 5, -1),
+    "difid",
     _heads_of_sequences,
     lambda attributes, _: (
         attributes["num_heads"],
         attributes["num_kv_heads"],
+        float(attributes["scale"]),
+        int(attributes["causal"]),
+        attributes["window"],
+    ),
+)
+
+
+_ATTEND_DISTANCES = CallRule(
+    "attend_distances",
+    (0, 1, 2, 4, 5, 6, 7, -1),
+    "difiddid",
+    lambda extents, constants: _heads_of_sequences(extents, (0, *constants)),
+    lambda attributes, _: (
+        attributes["num_heads"],
         float(attributes["scale"]),
         int(attributes["causal"]),
         attributes["window"],
@@ -181,7 +255,7 @@ def _heads(attributes: Attributes, shapes: Shapes) -> Sequence[float]:
     return rotated, shapes[0][1] // (rotated + attributes["num_kv_heads"])
 
 
-# By the name of an op: the functions that run it, one after another.
+# By the name of an op: the functions that run it; see `rules_of`.
 RULES: Mapping[str, tuple[CallRule, ...]] = {
     "linear_panels": (_multiply(_no_kind),),
     "linear_panels_activate": (_multiply(_kind),),
@@ -194,13 +268,14 @@ RULES: Mapping[str, tuple[CallRule, ...]] = {
     "residual_layer_norm": (_norm(0, 1, 2, 3, -2, -1),),
     "rms_norm": (_norm(0, None, 1, None, -1, -1, is_rms=True),),
     "residual_rms_norm": (_norm(0, 1, 2, None, -2, -1, is_rms=True),),
-    "activate": (_ACTIVATE,),
-    "activate_gate": (_ACTIVATE,),
+    "activate": (_activate(1),),
+    "activate_gate": (_activate(None),),
     "embed": (_gather(0, 1, 2, 3, None, None, -1),),
     "embed_layer_norm": (_gather(0, 3, 1, 4, 2, 5, -1), _norm(-1, None, 6, 7, -1, -1)),
     "select_rows": (_gather(1, 0, None, None, None, None, -1),),
-    "rotary": (CallRule("rotate", (0, 1, 2, -1), "fiff", _rows, _heads),),
+    "rotary": (CallRule("rotate", (0, 1, 2, -1), "difd", _rows, _heads),),
     "append_kv": (_APPEND,),
     "attention_paged": (_ATTEND_BLOCKS,),
     "attention_varlen": (_ATTEND,),
+    "attention_varlen with distances": (_ATTEND_DISTANCES,),
 }

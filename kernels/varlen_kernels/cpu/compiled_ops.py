@@ -1,38 +1,22 @@
-"""Whether numba compiles ops on CPUs, and the lock while it does."""
+"""Whether ops on CPUs run as compiled code."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
-
-from varlen_kernels.cpu.compile_lock import compile_lock
-from varlen_kernels.cpu.compiled_files import remove_damaged
 
 _log = logging.getLogger(__name__)
 
 
 @cache
-def has_numba() -> bool:
-    """Return whether numba compiles ops; without it they run in plain torch, which is slower.
+def has_compiled_ops() -> bool:
+    """Return whether ops run as machine code; else plain torch runs them, more slowly.
 
-    It loads in half a second, when the first op runs.
+    Code that is not stored is compiled when an op first needs it, which takes numba seconds.
     """
     try:
-        module = import_module("varlen_kernels.cpu.calls")
-        with compile_lock(module.cache_folder()):
-            remove_damaged(module.cache_folder())
-            module.compile_calls()
+        import_module("varlen_kernels.cpu.calls").prepare()
     except Exception as error:
-        # numba is absent or of another version, or no folder can hold compiled code
+        # LLVM or numba is absent or of another version, or no folder can hold compiled code
         _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
         return False
     return True
-
-
-def compiling() -> AbstractContextManager[None]:
-    """Return the lock to hold while ops run for the first time, which compiles them."""
-    if not has_numba():
-        return nullcontext()
-    from varlen_kernels.cpu.calls import cache_folder
-
-    return compile_lock(cache_folder())

@@ -3,15 +3,11 @@
 Source: the specifications are `reference.activate` and `reference.layer_norm`.
 """
 
-from collections.abc import Mapping
-
-import numba
 import numpy as np
 
-from varlen_kernels import Activation
+from varlen_kernels.cpu.activation_kinds import GELU, GELU_TANH, RELU, SILU
 from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
 from varlen_kernels.cpu.lanes import (
-    LANES,
     load,
     load_first,
     maximum,
@@ -21,28 +17,20 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
+from varlen_kernels.cpu.native import inlined
+from varlen_kernels.cpu.target_cpu import LANES
 
-NO_ACTIVATION, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
-ACTIVATIONS: Mapping[Activation | None, int] = {
-    None: NO_ACTIVATION,
-    "gelu": _GELU,
-    "gelu_tanh": _GELU_TANH,
-    "silu": _SILU,
-    "relu": _RELU,
-}
-# Stands for a matrix that is left out.
-NO_MATRIX = np.empty((0, 0), np.float32)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def load_within(array, row, column):
     """Return a vector of a row; zeros past its end."""
     count = array.shape[1] - column
     return load(array, row, column) if count >= LANES else load_first(array, row, column, count)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def store_within(array, row, column, value):
     """Write a vector of a row; nothing past its end."""
     count = array.shape[1] - column
@@ -52,19 +40,19 @@ def store_within(array, row, column, value):
         store_first(array, row, column, value, count)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def activated(value, kind):
     """Return an activation; `kind` is one of `ACTIVATIONS`."""
-    if kind == _GELU:
+    if kind == GELU:
         return gelu_erf(value)
-    if kind == _GELU_TANH:
+    if kind == GELU_TANH:
         return gelu_tanh(value)
-    if kind == _SILU:
+    if kind == SILU:
         return value * sigmoid(value)
-    return maximum(splat(_ZERO), value) if kind == _RELU else value
+    return maximum(splat(_ZERO), value) if kind == RELU else value
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def normalize_row(matrix, row, weight, bias, eps, out):
     """Write the layer norm of a row into `out`, which may be `matrix`.
 
@@ -83,7 +71,8 @@ def normalize_row(matrix, row, weight, bias, eps, out):
         total = multiply_add(centered, centered, total)
     squares = sum_of(total)
     for column in range(whole, features):
-        squares += (matrix[row, column] - mean) * (matrix[row, column] - mean)
+        number = sum_of(load_first(matrix, row, column, 1))
+        squares += (number - mean) * (number - mean)
     factor = _ONE / np.sqrt(squares / np.float32(features) + eps)
     for column in range(0, features, LANES):
         centered = load_within(matrix, row, column) - splat(mean)

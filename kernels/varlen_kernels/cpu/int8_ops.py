@@ -1,8 +1,9 @@
-"""The int8 ops of CPUs; numba is loaded when the first one runs.
+"""The int8 ops of CPUs.
 
 Names and signatures match `reference.linear_int8`, with the product's name added.
 """
 
+import torch
 from torch import Tensor
 
 from varlen_kernels import Activation
@@ -24,28 +25,34 @@ def linear_int8_packed(x: Tensor, layer: Int8Weight, *, out: Tensor | None = Non
 
 
 def linear_int8_panels(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
-    """Return `linear_int8` of codes that `int8_tile.pack_panels` made."""
-    from varlen_kernels.cpu.int8_panels import multiply_panels
-
-    return multiply_panels(x, layer, out=out)
+    """Return `linear_int8` of codes that `int8_layout.pack_panels` made."""
+    return _run("linear_int8_panels", x, layer, out)
 
 
 def linear_int8_panels_activate(
     x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of `linear_int8_panels`."""
-    from varlen_kernels.cpu.int8_panels import multiply_panels
-
-    return multiply_panels(x, layer, kind=kind, out=out)
+    return _run("linear_int8_panels_activate", x, layer, out, kind=kind)
 
 
 def linear_int4_panels(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
-    """Return `linear_int8` of codes of 4 bits that `int8_tile.pack_halves` made."""
-    return linear_int8_panels(x, layer, out=out)
+    """Return `linear_int8` of codes of 4 bits that `int8_layout.pack_halves` made."""
+    return _run("linear_int4_panels", x, layer, out)
 
 
 def linear_int4_panels_activate(
     x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of `linear_int4_panels`."""
-    return linear_int8_panels_activate(x, layer, kind=kind, out=out)
+    return _run("linear_int4_panels_activate", x, layer, out, kind=kind)
+
+
+def _run(
+    kernel: str, x: Tensor, layer: Int8Weight, out: Tensor | None, **attributes: Activation
+) -> Tensor:
+    from varlen_kernels.cpu.op_calls import run_op
+
+    out = torch.empty(len(x), len(layer.scale)) if out is None else out
+    run_op(kernel, (x, layer), [out], **attributes)
+    return out

@@ -6,71 +6,27 @@ same result by itself and in a batch, and on any number of threads, to the last 
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 
-import numba
-import numpy as np
-import torch
-from torch import Tensor
-
-from varlen_kernels import Activation
-from varlen_kernels.cpu.epilogues import (
-    ACTIVATIONS,
-    NO_ACTIVATION,
-    activated,
-    load_within,
-    store_within,
+from varlen_kernels.cpu.activation_kinds import NO_ACTIVATION
+from varlen_kernels.cpu.epilogues import activated, load_within, store_within
+from varlen_kernels.cpu.int8_layout import TILE_FEATURES, TILE_ROWS
+from varlen_kernels.cpu.int8_rows import keep_columns, quantize_row, whole_vectors
+from varlen_kernels.cpu.int8_tile import multiply_pair, multiply_row, multiply_tile, prefetch
+from varlen_kernels.cpu.int8_torch import FACTORS
+from varlen_kernels.cpu.lanes import load, multiply_add, splat
+from varlen_kernels.cpu.native import (
+    aligned,
+    clear,
+    fp32_matrix,
+    free_memory,
+    inlined,
+    new_memory,
+    uint8_matrix,
 )
-from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
-from varlen_kernels.cpu.int8_tile import (
-    TILE_FEATURES,
-    TILE_ROWS,
-    multiply_pair,
-    multiply_row,
-    multiply_tile,
-    prefetch,
-)
-from varlen_kernels.cpu.lanes import LANES, load, multiply_add, splat
-from varlen_kernels.cpu.stored_code import stored
-from varlen_kernels.cpu.threads import run_parts, usable_cores
-from varlen_kernels.reference.linear_int8 import Int8Weight
-
-# Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
-BLOCK = 96
-# Multiplications below which a second thread costs more than it saves.
-_LEAST_SHARED_WORK = 1 << 25
-# Parts of each core: each part makes the codes of its tokens.
-_PARTS = 2
+from varlen_kernels.cpu.panel_layout import BLOCK
+from varlen_kernels.cpu.target_cpu import LANES
 
 
-def multiply_panels(
-    x: Tensor, layer: Int8Weight, *, kind: Activation | None = None, out: Tensor | None
-) -> Tensor:
-    """Return `linear_int8` or its activation.
-
-    Args:
-        x, kind: see the reference.
-        layer: weight and bias; `int8_tile.pack_panels` or `pack_halves` made the codes.
-    """
-    if out is None:
-        out = torch.empty(len(x), layer.scale.shape[0])
-    units, parts = -(-len(x) // BLOCK) * len(layer.codes), 1
-    if len(x) * layer.codes.numel() >= _LEAST_SHARED_WORK and usable_cores() > 1:
-        parts = _PARTS * usable_cores()
-    run_parts(
-        multiply_int8_units,
-        [units * part // parts for part in range(parts + 1)],
-        x.numpy(),
-        layer.codes.numpy(),
-        layer.scale.numpy()[None],
-        layer.fp32_rows.numpy(),
-        layer.outliers.numpy(),
-        layer.levels,
-        ACTIVATIONS[kind],
-        out.numpy(),
-    )
-    return out
-
-
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _prefetch_tile(out, to_row, rows, first_column):
     """Have the memory of a tile's results in the cache when they are there."""
     for i in range(rows):
@@ -78,7 +34,7 @@ def _prefetch_tile(out, to_row, rows, first_column):
             prefetch(out, to_row + i, column)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _multiply_tile(codes, tile, rows, panels, panel, sums):
     """Write the products of the rows of a tile; others have no meaning."""
     if rows == 1:
@@ -89,7 +45,7 @@ def _multiply_tile(codes, tile, rows, panels, panel, sums):
         multiply_tile(codes, tile, panels, panel, sums)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, out, to_row, to_column):
     """Write the values of sums, with outliers and bias.
 
@@ -118,7 +74,7 @@ def _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, out, 
             store_within(out, to_row + i, to_column + lane, value)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _activate_tile(values, rows, first_column, kind, out, to_row):
     """Write the activation of the first rows of a tile."""
     for i in range(rows):
@@ -127,7 +83,7 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
             store_within(out, to_row + i, column, activated(value, kind))
 
 
-@stored()
+@inlined
 def multiply_int8_units(
     first_unit,
     last_unit,
@@ -140,12 +96,23 @@ def multiply_int8_units(
     kind,
     out,  # [tokens, features]
 ):
-    """Write the results of some units: panels of blocks of tokens, block by block."""
-    kept = kept_columns(outliers, x.shape[1])
+    """Write the results of some units; return whether memory ran out.
+
+    A unit is a panel of a block of tokens; the panels of a block come one after another.
+    """
+    columns = whole_vectors(x.shape[1])
+    code_bytes, factor_bytes = aligned(BLOCK * columns), aligned(4 * BLOCK * FACTORS)
+    kept_bytes = aligned(4 * columns)
+    memory = new_memory(code_bytes + factor_bytes + kept_bytes + 4 * TILE_ROWS * TILE_FEATURES)
+    if memory == 0:
+        return 1
     # the last tile has rows past the last token, whose results are not written
-    codes = np.zeros((BLOCK, kept.shape[1]), np.uint8)
-    factors = np.zeros((BLOCK, FACTORS), np.float32)
-    sums = np.empty((TILE_ROWS, TILE_FEATURES), np.float32)
+    clear(memory, code_bytes + factor_bytes)
+    codes = uint8_matrix(memory, BLOCK, columns)
+    factors = fp32_matrix(memory + code_bytes, BLOCK, FACTORS)
+    kept = fp32_matrix(memory + code_bytes + factor_bytes, 1, columns)
+    sums = fp32_matrix(memory + code_bytes + factor_bytes + kept_bytes, TILE_ROWS, TILE_FEATURES)
+    keep_columns(outliers, x.shape[1], kept)
     unit = first_unit
     while unit < last_unit:
         block, panel = unit // len(panels) * BLOCK, unit % len(panels)
@@ -166,3 +133,5 @@ def multiply_int8_units(
                     _scale_tile(*of_tile, sums, 0, 0)
                     _activate_tile(sums, rows, column, kind, out, block + tile)
             panel += 1
+    free_memory(memory)
+    return 0

@@ -1,6 +1,6 @@
 """The fastest int8 linear layer on this CPU, and its exact range of codes.
 
-Two products are torch's (`int8_torch`), one is compiled by numba (`int8_panels`).
+Two products are torch's (`int8_torch`), one is compiled (`int8_panels`).
 """
 
 import math
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu import int8_ops
-from varlen_kernels.cpu.calls import cache_folder
-from varlen_kernels.cpu.compile_lock import compile_lock
-from varlen_kernels.cpu.int8_tile import pack_halves, pack_panels, panel_levels
+from varlen_kernels.cpu.int8_layout import pack_halves, pack_panels, panel_levels
 from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
@@ -162,8 +160,7 @@ def _seconds(product: Int8Product) -> float:
     layer = product.quantize(torch.ones(_WIDTH, _WIDTH), None, torch.arange(OUTLIERS))
     x = torch.ones(_TIMED_ROWS, _WIDTH)
     times = []
-    with compile_lock(cache_folder()):
-        op(x, layer)
+    op(x, layer)
     for _ in range(_TIMED_RUNS):
         began = time.perf_counter()
         op(x, layer)

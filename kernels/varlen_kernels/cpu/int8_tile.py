@@ -15,18 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
-import torch
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
-from torch import Tensor
 
 from varlen_kernels.cpu.addresses import element_address, moved
-from varlen_kernels.cpu.lanes import LANES, LANES_TYPE
-from varlen_kernels.reference.linear_int8 import FULL_LEVELS, REDUCED_LEVELS
-
-# Columns that one instruction multiplies and sums.
-_DEPTH = 4
+from varlen_kernels.cpu.int8_layout import DEPTH, TILE_FEATURES, TILE_ROWS, WIDTH
+from varlen_kernels.cpu.lanes import LANES_TYPE
+from varlen_kernels.cpu.target_cpu import LANES
 
 _BYTE, _INT, _SIZE = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES, _INTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_INT, LANES)
@@ -37,65 +32,8 @@ _HALF_BYTES, _HALF_INTS = ir.VectorType(_BYTE, 32), ir.VectorType(_INT, 8)
 _SHORTS = ir.VectorType(ir.IntType(16), 16)
 
 
-def has_dot_products() -> bool:
-    """Return whether the CPU that numba compiles for has VNNI with AVX-512."""
-    return "+avx512vnni" in _features()
-
-
-def panel_levels() -> int:
-    """Return the largest row code whose sums are exact, or 0 without VNNI and AVX2."""
-    if has_dot_products():
-        return FULL_LEVELS
-    return REDUCED_LEVELS if "+avx2" in _features() else 0
-
-
-def _features() -> list[str]:
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    names: list[str] = features.split(",")
-    return names
-
-
-# Rows and features of a tile, and numbers of 32 bits in a register.
-TILE_ROWS, TILE_FEATURES, _WIDTH = (6, 64, 16) if has_dot_products() else (4, 16, 8)
-_VECTORS = TILE_FEATURES // _WIDTH
-_SUMS = ir.VectorType(_INT, _WIDTH)
-
-
-def pack_panels(codes: Tensor) -> Tensor:
-    """Return the codes of a weight in the order in which `multiply_tile` reads them.
-
-    Args:
-        codes: `[hidden, features]` int8.
-
-    Returns:
-        `[features / TILE_FEATURES, hidden * TILE_FEATURES]` int8, both rounded up with zeros.
-    """
-    return _panels(codes, _DEPTH).flatten(1)
-
-
-def pack_halves(codes: Tensor) -> Tensor:
-    """Return codes of 4 bits in the order in which `multiply_tile` reads them.
-
-    A byte has the codes of two columns, `_DEPTH` apart, plus 8: the first in its lower half.
-
-    Args:
-        codes: `[hidden, features]` int8, from -8 to 7.
-
-    Returns:
-        `[features / TILE_FEATURES, hidden * TILE_FEATURES / 2]` uint8, both rounded up with codes 0.
-    """
-    panels = (_panels(codes, 2 * _DEPTH) + 8).to(torch.uint8)
-    return (panels[:, ::2] | panels[:, 1::2] << 4).flatten(1)
-
-
-def _panels(codes: Tensor, multiple: int) -> Tensor:
-    """Return codes by panel, by `_DEPTH` columns, with zeros up to a multiple of columns."""
-    hidden, features = codes.shape
-    panels, columns = -(-features // TILE_FEATURES), -(-hidden // multiple) * multiple
-    padded = torch.zeros(columns, panels * TILE_FEATURES, dtype=torch.int8)
-    padded[:hidden, :features] = codes
-    parts = padded.view(-1, _DEPTH, panels, TILE_FEATURES).permute(2, 0, 3, 1)
-    return parts.reshape(panels, len(padded) // _DEPTH, -1)
+_VECTORS = TILE_FEATURES // WIDTH
+_SUMS = ir.VectorType(_INT, WIDTH)
 
 
 def _multiply(count: int) -> Any:
@@ -115,7 +53,7 @@ def _multiply(count: int) -> Any:
             rows = [row_address(codes_type, from_codes, row, i) for i in range(count)]
             weights = element_address(context, builder, panels_type, from_panels, panel, zero)
             shape = context.make_array(panels_type)(context, builder, from_panels).shape
-            step_bytes = ir.Constant(_SIZE, TILE_FEATURES * _DEPTH)
+            step_bytes = ir.Constant(_SIZE, TILE_FEATURES * DEPTH)
             steps = builder.udiv(cgutils.unpack_tuple(builder, shape, 2)[1], step_bytes)
             totals = [
                 [cgutils.alloca_once(builder, _SUMS) for _ in range(_VECTORS)] for _ in range(count)
@@ -127,19 +65,19 @@ def _multiply(count: int) -> Any:
             with cgutils.for_range(builder, steps) as loop:
                 first = builder.mul(loop.index, step_bytes)
                 factors = _load_factors(builder, weights, first)
-                step_columns = ir.Constant(_SIZE, _DEPTH * max(1, len(halves)))
+                step_columns = ir.Constant(_SIZE, DEPTH * max(1, len(halves)))
                 column = builder.mul(loop.index, step_columns)
                 if not halves:
                     _add_products(builder, rows, column, factors, totals)
                 for half in halves:
                     codes = [_half_of_bytes(builder, factor, half) for factor in factors]
-                    place = builder.add(column, ir.Constant(_SIZE, _DEPTH * half))
+                    place = builder.add(column, ir.Constant(_SIZE, DEPTH * half))
                     _add_products(builder, rows, place, codes, totals)
             for i, of_row in enumerate(totals):
                 address = row_address(sums_type, to_sums, zero, i)
                 for j, total in enumerate(of_row):
-                    floats = ir.VectorType(ir.FloatType(), _WIDTH)
-                    place = moved(builder, address, ir.Constant(_SIZE, 4 * _WIDTH * j), floats)
+                    floats = ir.VectorType(ir.FloatType(), WIDTH)
+                    place = moved(builder, address, ir.Constant(_SIZE, 4 * WIDTH * j), floats)
                     builder.store(builder.sitofp(builder.load(total), floats), place, align=4)
             return context.get_dummy_value()
 
@@ -159,14 +97,14 @@ def _load_factors(builder: Any, weights: Any, first: Any) -> list[Any]:
     """Return vectors of a panel from an offset on, for a tile's features."""
     factors = []
     for i in range(_VECTORS):
-        offset = builder.add(first, ir.Constant(_SIZE, 4 * _WIDTH * i))
+        offset = builder.add(first, ir.Constant(_SIZE, 4 * WIDTH * i))
         factors.append(builder.load(moved(builder, weights, offset, _SUMS), align=4))
     return factors
 
 
 def _half_of_bytes(builder: Any, vector: Any, half: int) -> Any:
     """Return the codes in one half of each byte: 0 is the lower one."""
-    kind = ir.VectorType(_BYTE, 4 * _WIDTH)
+    kind = ir.VectorType(_BYTE, 4 * WIDTH)
 
     def splat_byte(number: int) -> Any:
         return ir.Constant(kind, [number] * kind.count)
@@ -194,7 +132,7 @@ def _add_products(
     """
     for address, of_row in zip(rows, totals, strict=True):
         four = builder.load(moved(builder, address, column, _INT), align=1)
-        repeated = _repeat(builder, four, _WIDTH)
+        repeated = _repeat(builder, four, WIDTH)
         for factor, total in zip(factors, of_row, strict=True):
             added = _add_fours(builder, builder.load(total), repeated, factor)
             builder.store(added, total)
@@ -208,7 +146,7 @@ def _add_fours(builder: Any, total: Any, codes: Any, weights: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, function_type, name)
         return builder.call(function, values)
 
-    if _WIDTH == LANES:
+    if WIDTH == LANES:
         return call(_DOT_PRODUCT, _SUMS, total, codes, weights)
     pairs = call(
         _PAIR_PRODUCT,

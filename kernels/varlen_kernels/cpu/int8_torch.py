@@ -8,20 +8,17 @@ Source: the specification is `reference.linear_int8.linear_int8`; docs/operating
 
 from functools import lru_cache
 
-import numba
-import numpy as np
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
-from varlen_kernels.cpu.lanes import LANES
-from varlen_kernels.cpu.stored_code import stored
+from varlen_kernels.cpu.calls import call
+from varlen_kernels.cpu.target_cpu import LANES
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
 
 # Lowest code of the signed form.
 LOWEST_SIGNED = -128
-# NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz"}
+# Numbers of a token beside its codes: the value of a step, the value of code 0, the outliers.
+FACTORS = 2 + OUTLIERS
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -67,14 +64,8 @@ def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple
     memory = torch.empty(x.numel() + LANES, dtype=torch.uint8)
     codes = memory[: x.numel()].view(x.shape)
     factors = torch.empty(len(x), FACTORS)
-    _quantize_rows(
-        x.numpy(),
-        outliers.numpy(),
-        levels,
-        LOWEST_SIGNED if signed else 0,
-        codes.numpy(),
-        factors.numpy(),
-    )
+    lowest = LOWEST_SIGNED if signed else 0
+    call("quantize", (x, outliers, codes, factors), (levels, lowest), units=len(x))
     return codes.view(torch.int8) if signed else codes, factors
 
 
@@ -82,80 +73,9 @@ def _dequantize(sums: Tensor, factors: Tensor, layer: Int8Weight, out: Tensor | 
     """Return the values of sums of codes, `[tokens, features]` fp32."""
     if out is None:
         out = torch.empty(sums.shape)
-    dequantize = _dequantize_integers if sums.dtype == torch.int32 else _dequantize_rows
-    dequantize(*(each.numpy() for each in (sums, factors, layer.scale, layer.fp32_rows, out)))
+    entry = "dequantize_int32" if sums.dtype == torch.int32 else "dequantize"
+    call(entry, (sums, factors, layer.scale, layer.fp32_rows, out), units=len(sums))
     return out
-
-
-@stored()
-def _quantize_rows(
-    x,  # [tokens, hidden]
-    outliers,  # [OUTLIERS], ascending
-    levels,
-    lowest,  # the code of a token's lowest value
-    codes,  # [tokens, hidden]
-    factors,  # [tokens, FACTORS]
-):
-    """Write codes and factors."""
-    kept = kept_columns(outliers, x.shape[1])
-    for token in range(len(x)):
-        quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, token)
-
-
-@stored()
-def _dequantize_rows(
-    sums,  # [tokens, features] fp32
-    factors,  # [tokens, FACTORS]
-    scale,  # [features]
-    fp32_rows,  # [2 + OUTLIERS, features]
-    out,  # [tokens, features]
-):
-    _dequantize_any(sums, factors, scale, fp32_rows, out)
-
-
-# not a second signature of the function above: numba stores both in one index
-@stored()
-def _dequantize_integers(
-    sums,  # [tokens, features] int32
-    factors,  # [tokens, FACTORS]
-    scale,  # [features]
-    fp32_rows,  # [2 + OUTLIERS, features]
-    out,  # [tokens, features]
-):
-    _dequantize_any(sums, factors, scale, fp32_rows, out)
-
-
-@numba.njit(forceinline=True, fastmath=_FAST)
-def _dequantize_any(
-    sums,  # [tokens, features] int32 or fp32
-    factors,  # [tokens, FACTORS]
-    scale,  # [features]
-    fp32_rows,  # [2 + OUTLIERS, features]
-    out,  # [tokens, features]
-):
-    tokens, features = sums.shape
-    weight_sums, bias = fp32_rows[0], fp32_rows[1]
-    # one name for each of OUTLIERS
-    first, second, third, fourth = fp32_rows[2], fp32_rows[3], fp32_rows[4], fp32_rows[5]
-    for token in range(tokens):
-        row_sums, row, row_factors = sums[token], out[token], factors[token]
-        step, offset = row_factors[0], row_factors[1]
-        x_first, x_second, x_third, x_fourth = (
-            row_factors[2],
-            row_factors[3],
-            row_factors[4],
-            row_factors[5],
-        )
-        for i in range(features):
-            row[i] = (
-                np.float32(row_sums[i]) * step * scale[i]
-                + offset * weight_sums[i]
-                + bias[i]
-                + x_first * first[i]
-                + x_second * second[i]
-                + x_third * third[i]
-                + x_fourth * fourth[i]
-            )
 
 
 def signed_sums(row_codes: Tensor, codes: Tensor) -> Tensor:

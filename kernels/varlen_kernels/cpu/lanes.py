@@ -3,37 +3,29 @@
 Code that names its vectors does not depend on what the compiler can prove about a loop: that arrays do not overlap,
 that sums may be reordered, that `exp` has a vector form. LLVM splits a vector into the registers of the CPU: one with
 AVX-512, two with AVX2. Arrays hold fp32, or bf16 as uint16, which is converted when it is loaded and stored.
-
-Functions with `_nrt=False` do not count references to arrays, which is as slow as several vectors of work a call; they
-cannot allocate.
 """
 
 import operator
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter, Signature
 from typing import Any, TypeAlias
 
-import numba
 import numba.extending
 import numpy as np
-import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.datamodel import models
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import lower_builtin, register_model
-from numpy.typing import NDArray
-from torch import Tensor
 
 from varlen_kernels.cpu.addresses import element_address
+from varlen_kernels.cpu.native import inlined, intrinsic
+from varlen_kernels.cpu.target_cpu import LANES
 
 # Writes instructions with a builder; returns the value that they compute.
 Emit: TypeAlias = Callable[..., Any]
 # What numba calls to write the instructions of an intrinsic.
 Generate: TypeAlias = Callable[[Any, Any, Any, Any], Any]
-
-LANES = 16
 
 _FLOAT, _INT, _HALF, _SIZE = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -57,14 +49,6 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, lanes_type, _FLOATS)
 
 
-def as_array(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """Return the memory of an fp32 or bf16 tensor, bf16 as uint16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    array: NDArray[np.float32] = tensor.numpy()
-    return array
-
-
 def _register_op(emit: Emit, result: Any, *arguments: Any) -> Any:
     """Return a function for compiled code whose instructions `emit(builder, *values)` writes."""
 
@@ -74,7 +58,7 @@ def _register_op(emit: Emit, result: Any, *arguments: Any) -> Any:
 
         return result(*arguments), generate
 
-    return _intrinsic(declare, len(arguments))
+    return intrinsic(declare, len(arguments))
 
 
 def _memory_op(emit: Emit, result: Any, *others: Any) -> Any:
@@ -88,15 +72,7 @@ def _memory_op(emit: Emit, result: Any, *others: Any) -> Any:
 
         return result(array, types.int64, types.int64, *others), generate
 
-    return _intrinsic(declare, 3 + len(others))
-
-
-def _intrinsic(declare: Callable[..., tuple[Any, Generate]], arguments: int) -> Any:
-    # numba reads the number of arguments from the signature
-    names = ["context", *(f"argument_{i}" for i in range(arguments))]
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    declare.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return numba.extending.intrinsic(declare)
+    return intrinsic(declare, 3 + len(others))
 
 
 def _define_operator(function: Callable[[Any, Any], Any], instruction: str) -> None:
@@ -312,7 +288,7 @@ _C2, _C3, _C4, _C5, _C6, _C7 = (
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def exp(x):
     """Return e ** x of x up to 88, with a relative error of 1e-7.
 

@@ -1,15 +1,17 @@
-"""Norms of CPUs: compiled for fp32, else in plain torch.
-
-numba is loaded when the first one runs.
+"""Norms of CPUs: compiled for fp32 and bf16, else in plain torch.
 
 Names and signatures match `reference`.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from varlen_kernels import reference
-from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def add_layer_norm(
@@ -24,10 +26,8 @@ def add_layer_norm(
     """Return layer_norm(x + residual) * weight + bias, see `reference.add_layer_norm`."""
     if not _compiles(x, weight):
         return reference.add_layer_norm(x, residual, weight, bias, eps=eps, out=out)
-    from varlen_kernels.cpu.norms import norm_rows
-
     out = torch.empty_like(x) if out is None else out
-    norm_rows(x, weight, bias, eps, out, is_rms=False, residual=residual)
+    _run("add_layer_norm", (x, residual, weight, bias), [out], eps)
     return out
 
 
@@ -51,13 +51,10 @@ def embed_layer_norm(
     )
     if not _compiles(token_table, weight):
         return reference.embed_layer_norm(*ids, *tables, weight, bias, eps=eps, out=out)
-    from varlen_kernels.cpu.norms import norm_rows
-
     out = torch.index_select(token_table, 0, token_ids, out=out)
     for more_ids, table in zip(ids[1:], tables[1:], strict=True):
         out += table.index_select(0, more_ids)
-    norm_rows(out, weight, bias, eps, out, is_rms=False)
-    return out
+    return layer_norm(out, weight, bias, eps=eps, out=out)
 
 
 def layer_norm(
@@ -66,10 +63,8 @@ def layer_norm(
     """Return each token's layer norm, see `reference.layer_norm`."""
     if not _compiles(x, weight):
         return reference.layer_norm(x, weight, bias, eps=eps, out=out)
-    from varlen_kernels.cpu.norms import norm_rows
-
     out = torch.empty_like(x) if out is None else out
-    norm_rows(x, weight, bias, eps, out, is_rms=False)
+    _run("layer_norm", (x, weight, bias), [out], eps)
     return out
 
 
@@ -85,21 +80,17 @@ def residual_layer_norm(
     """Return x + residual and its layer norm, see `reference.residual_layer_norm`."""
     if not _compiles(x, weight):
         return reference.residual_layer_norm(x, residual, weight, bias, eps=eps, out=out)
-    from varlen_kernels.cpu.norms import norm_rows
-
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
-    norm_rows(x, weight, bias, eps, normed, is_rms=False, residual=residual, total=total)
-    return total, normed
+    both = out or (torch.empty_like(x), torch.empty_like(x))
+    _run("residual_layer_norm", (x, residual, weight, bias), both, eps)
+    return both
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
     """Return each token's RMS norm, see `reference.rms_norm`."""
     if not _compiles(x, weight):
         return reference.rms_norm(x, weight, eps=eps, out=out)
-    from varlen_kernels.cpu.norms import norm_rows
-
     out = torch.empty_like(x) if out is None else out
-    norm_rows(x, weight, None, eps, out, is_rms=True)
+    _run("rms_norm", (x, weight), [out], eps)
     return out
 
 
@@ -114,12 +105,18 @@ def residual_rms_norm(
     """Return x + residual and its RMS norm, see `reference.residual_rms_norm`."""
     if not _compiles(x, weight):
         return reference.residual_rms_norm(x, residual, weight, eps=eps, out=out)
-    from varlen_kernels.cpu.norms import norm_rows
-
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
-    norm_rows(x, weight, None, eps, normed, is_rms=True, residual=residual, total=total)
-    return total, normed
+    both = out or (torch.empty_like(x), torch.empty_like(x))
+    _run("residual_rms_norm", (x, residual, weight), both, eps)
+    return both
 
 
 def _compiles(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype == weight.dtype == torch.float32 and has_numba()
+    return x.dtype == weight.dtype and x.dtype in _DTYPES and has_compiled_ops()
+
+
+def _run(
+    kernel: str, operands: Sequence[Tensor | None], results: Sequence[Tensor], eps: float
+) -> None:
+    from varlen_kernels.cpu.op_calls import run_op
+
+    run_op(kernel, operands, results, eps=eps)

@@ -7,16 +7,11 @@ together, so that no score is a sum of its own.
 Source: the specification is `reference.attention_paged`; docs/decisions/0019-cpu-decoding.md has measurements.
 """
 
-import numba
 import numpy as np
-import torch
-from torch import Tensor
 
 from varlen_kernels.cpu.attention_panels import copy_head
 from varlen_kernels.cpu.attention_weights import LOWEST, weigh, write_context
 from varlen_kernels.cpu.lanes import (
-    LANES,
-    as_array,
     fold_1,
     fold_2,
     fold_4,
@@ -29,8 +24,17 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
-from varlen_kernels.cpu.stored_code import stored
-from varlen_kernels.cpu.threads import run_parts, usable_cores
+from varlen_kernels.cpu.native import (
+    aligned,
+    clear,
+    fp32_matrix,
+    fp32_vector,
+    free_memory,
+    inlined,
+    matrix_like,
+    new_memory,
+)
+from varlen_kernels.cpu.target_cpu import LANES
 
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
@@ -39,24 +43,22 @@ _ZERO = np.float32(0)
 _RUNS = 4
 # Vectors of a context whose sums are in registers.
 _SUMS = 4
-# Key features below which a second thread costs more than it saves: a millisecond of work.
-_LEAST_SHARED_WORK = 1 << 21
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _run_length(count):
     """Return the tokens of a run: a multiple of 4, so 4 runs fill vectors."""
     return (count + LANES - 1) // LANES * (LANES // _RUNS)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _column(run, place):
     """Return the column of a token's score: a vector has four scores of each run."""
     tokens = LANES // _RUNS
     return place // tokens * LANES + run * tokens + place % tokens
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _rows(first, last, place, length):
     """Return the row at one place of each run; past the last row, the last."""
     row = first + place
@@ -68,7 +70,7 @@ def _rows(first, last, place, length):
     )
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _multiply_keys(query, member, keys, first, last, place, length):
     """Return four parts of each product of a query with four keys.
 
@@ -85,7 +87,7 @@ def _multiply_keys(query, member, keys, first, last, place, length):
     return fold_4(fold_8(a, c), fold_8(b, d))
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _write_scores(scores, query, keys, first, count):
     """Write the products of the queries of a key head with some keys.
 
@@ -103,7 +105,7 @@ def _write_scores(scores, query, keys, first, count):
             store(scores, member, _column(0, place), scores_of_four)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _bias_scores(scores, member, count, bias, head, distance):
     """Add the bias of a head; the first key has the distance `distance`."""
     length, reach = _run_length(count), bias.shape[1] // 2
@@ -112,7 +114,7 @@ def _bias_scores(scores, member, count, bias, head, distance):
         scores[member, _column(i // length, i % length)] += bias[head, column]
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _add_values(context, member, weights, values, first, count):
     """Add `count` weighted values, from row `first` on, to a context."""
     length, last, width = _run_length(count), first + count - 1, context.shape[1]
@@ -151,7 +153,7 @@ def _add_values(context, member, weights, values, first, count):
         store(context, member, feature, (a + b) + (c + d))
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _begin(queries, sequence, column, head_dim, scale, state):
     """Copy the scaled queries of a key head, and clear what is summed for them."""
     query, context, totals, top = state
@@ -164,7 +166,7 @@ def _begin(queries, sequence, column, head_dim, scale, state):
         top[member] = LOWEST
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _attend_keys(keys, values, first, count, bias, first_head, distance, scores, no_bias, state):
     """Add some keys and values to the contexts of the queries of a key head.
 
@@ -188,7 +190,7 @@ def _attend_keys(keys, values, first, count, bias, first_head, distance, scores,
         _add_values(context, member, scores, values, first, count)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _copy_row(source, row, column, count, destination, to_row):
     """Copy `count` numbers into the first columns of a row."""
     whole = count // LANES * LANES
@@ -202,7 +204,7 @@ def _copy_row(source, row, column, count, destination, to_row):
         store_first(destination, to_row, 0, load_first(source, row, column, count), count)
 
 
-@stored()
+@inlined
 def attend_blocks(
     first_item,
     last_item,
@@ -219,20 +221,37 @@ def attend_blocks(
     window,
     out,  # [sequences, num_heads * head_dim]
 ):
-    """Write the attention of some items; an item is one key head of one sequence.
+    """Write the attention of some items; return whether memory ran out.
 
-    The context of a sequence without keys is NaN.
+    An item is one key head of one sequence. The context of a sequence without keys is NaN.
     """
     head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
     width = (head_dim + LANES - 1) // LANES * LANES
-    scores = np.empty((group, _RUNS * _run_length(block_size)), np.float32)
-    no_bias = np.empty((1, 0), np.float32)
-    query, context = np.empty((2, group, width), np.float32)
-    totals, top = np.empty((group, LANES), np.float32), np.empty(group, np.float32)
-    state = query, context, totals, top
+    columns = _RUNS * _run_length(block_size)
     # rows of a width that is not whole vectors are copied, with zeros behind them
     is_whole = width == head_dim
-    key_rows, value_rows = np.zeros((2, 0 if is_whole else block_size, width), np.float32)
+    copied_rows = 0 if is_whole else block_size
+    head_bytes = aligned(4 * group * width)
+    copied_bytes = aligned(keys.itemsize * copied_rows * width)
+    score_bytes = aligned(4 * group * columns)
+    memory = new_memory(
+        score_bytes + 2 * head_bytes + 2 * copied_bytes + 4 * group * LANES + aligned(4 * group)
+    )
+    if memory == 0:
+        return 1
+    no_bias = fp32_matrix(memory, 1, 0)
+    scores = fp32_matrix(memory, group, columns)
+    place = memory + score_bytes
+    query = fp32_matrix(place, group, width)
+    context = fp32_matrix(place + head_bytes, group, width)
+    place += 2 * head_bytes
+    clear(place, 2 * copied_bytes)
+    key_rows = matrix_like(keys, place, copied_rows, width)
+    value_rows = matrix_like(values, place + copied_bytes, copied_rows, width)
+    place += 2 * copied_bytes
+    totals = fp32_matrix(place, group, LANES)
+    top = fp32_vector(place + 4 * group * LANES, group)
+    state = query, context, totals, top
     for item in range(first_item, last_item):
         sequence, kv_head = item // num_kv_heads, item % num_kv_heads
         first_head, length = kv_head * group, context_lens[sequence]
@@ -265,9 +284,11 @@ def attend_blocks(
             column = (first_head + member) * head_dim
             total = sum_of(load(totals, member, 0))
             write_context(context, member, total, out, sequence, column, head_dim)
+    free_memory(memory)
+    return 0
 
 
-@stored(_nrt=False)
+@inlined
 def append_rows(
     first_head,
     last_head,
@@ -294,84 +315,15 @@ def append_rows(
             _copy_row(qkv, token, first_value + column, head_dim, values, row)
 
 
-@stored()
-def _copy(
-    cache,  # [blocks, numbers of a block]
+@inlined
+def copy_some_blocks(
+    cache,  # [blocks * rows of a block, numbers of a row]
     sources,  # [copies]
     destinations,  # [copies]
+    rows,
 ):
+    """Copy blocks, one after another."""
     for i in range(len(sources)):
-        block, copy = cache[sources[i]], cache[destinations[i]]
-        for place in range(len(block)):
-            copy[place] = block[place]
-
-
-def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copy blocks of a cache, one after another.
-
-    Args:
-        cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32, contiguous.
-        sources, destinations: `[copies]` int64, block ids.
-    """
-    _copy(*(each.numpy() for each in (cache.flatten(1), sources, destinations)))
-
-
-def append_tokens(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Write keys and values as `reference.append_kv` does.
-
-    Args:
-        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]` fp32 or bf16.
-        slots: `[tokens]` int64.
-        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32, contiguous.
-    """
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
-    rows = (as_array(cache.view(-1, head_dim)) for cache in (key_cache, value_cache))
-    append_rows(0, num_kv_heads, as_array(qkv), slots.numpy(), *rows, num_kv_heads, block_size)
-
-
-def attend_tokens(
-    qkv: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    context_lens: Tensor,
-    block_ids: Tensor,
-    cu_blocks: Tensor,
-    bias: Tensor | None,
-    *,
-    num_heads: int,
-    scale: float,
-    window: int,
-    out: Tensor,
-) -> None:
-    """Write the attention of one token per sequence into `out`.
-
-    Args:
-        qkv: `[sequences, at least num_heads · head_dim]` fp32 or bf16, at least one; the queries come first.
-        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32.
-        context_lens, block_ids, cu_blocks, bias, scale, window: see `reference.attention_paged`.
-        out: `[sequences, num_heads · head_dim]` fp32 or bf16.
-    """
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
-    lengths = context_lens.numpy()
-    arrays = (
-        as_array(qkv),
-        *(as_array(cache.view(-1, head_dim)) for cache in (key_cache, value_cache)),
-        num_kv_heads,
-        block_size,
-        block_ids.numpy(),
-        cu_blocks.numpy(),
-        lengths,
-        (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
-        np.float32(scale),
-        window,
-        as_array(out),
-    )
-    bounds = [0, len(lengths) * num_kv_heads]
-    cores = usable_cores()
-    if cores > 1:
-        read = np.minimum(lengths, window) if window else lengths
-        if int(read.sum()) * num_kv_heads * head_dim >= _LEAST_SHARED_WORK:
-            work = np.cumsum(np.repeat(read, num_kv_heads))
-            shares = np.arange(1, cores) * (work[-1] / cores)
-            bounds[1:1] = np.searchsorted(work, shares).tolist()
-    run_parts(attend_blocks, bounds, *arrays)
+        for row in range(rows):
+            source, destination = sources[i] * rows + row, destinations[i] * rows + row
+            _copy_row(cache, source, 0, cache.shape[1], cache, destination)

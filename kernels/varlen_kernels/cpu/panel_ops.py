@@ -1,6 +1,6 @@
 """Linear layers of CPUs whose weights are in panels.
 
-Names and signatures match `reference`, with the layout of the weight added. numba is loaded when the first one runs.
+Names and signatures match `reference`, with the layout of the weight added.
 """
 
 from typing import NamedTuple
@@ -24,18 +24,20 @@ class PanelWeight(NamedTuple):
 
 def pack_panels(weight: Tensor) -> PanelWeight:
     """Return a weight, `[hidden, features]` fp32 or bf16, in the order in which products read it."""
-    from varlen_kernels.cpu import panel_tile
+    from varlen_kernels.cpu import panel_layout
 
-    return PanelWeight(panel_tile.pack_panels(weight), weight.shape[1])
+    return PanelWeight(panel_layout.pack_panels(weight), weight.shape[1])
 
 
 def linear_panels(
     x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Return `linear` of a weight that `pack_panels` made, `[tokens, features]`."""
-    from varlen_kernels.cpu.panels import multiply_panels
+    from varlen_kernels.cpu.op_calls import run_op
 
-    return multiply_panels(x, weight, bias, out=out)
+    out = x.new_empty(len(x), weight.features) if out is None else out
+    run_op("linear_panels", (x, weight, bias), [out])
+    return out
 
 
 def linear_panels_activate(
@@ -47,6 +49,8 @@ def linear_panels_activate(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the activation of `linear_panels`."""
-    from varlen_kernels.cpu.panels import multiply_panels
+    from varlen_kernels.cpu.op_calls import run_op
 
-    return multiply_panels(x, weight, bias, kind=kind, out=out)
+    out = x.new_empty(len(x), weight.features) if out is None else out
+    run_op("linear_panels_activate", (x, weight, bias), [out], kind=kind)
+    return out

@@ -8,27 +8,14 @@ features, whatever the tile, so a row has the same result by itself and among ot
 
 from typing import Any
 
-import numba
 import numba.extending
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
-from torch import Tensor
 
 from varlen_kernels.cpu.addresses import element_address, moved
-from varlen_kernels.cpu.lanes import LANES
-
-
-def _has_wide_registers() -> bool:
-    """Return whether the CPU that numba compiles for has AVX-512."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+avx512f" in features.split(",")
-
-
-# Rows of a tile, and vectors of a panel's row: 24 sums of the 32 registers of AVX-512, 12 of the 16 of AVX2.
-TILE_ROWS = 6
-_VECTORS = 4 if _has_wide_registers() else 1
-PANEL_FEATURES = _VECTORS * LANES
+from varlen_kernels.cpu.native import inlined
+from varlen_kernels.cpu.panel_layout import PANEL_VECTORS, TILE_ROWS
+from varlen_kernels.cpu.target_cpu import LANES
 
 # Hidden features of a turn of the loop, and hidden features from a load to what is fetched into the cache for later.
 _UNROLLED = 4
@@ -37,25 +24,6 @@ _FETCHED_AHEAD = 16
 _BYTE, _HALF, _INT, _SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 _FLOATS, _INTS, _HALVES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT, _HALF))
-
-
-def pack_panels(weight: Tensor) -> Tensor:
-    """Return a weight in the order in which products read it.
-
-    Args:
-        weight: `[hidden, features]` fp32 or bf16.
-
-    Returns:
-        `[panels, hidden * PANEL_FEATURES]`; the last panel is filled with zeros.
-    """
-    hidden, features = weight.shape
-    panels = -(-features // PANEL_FEATURES)
-    packed = weight.new_zeros(panels, hidden, PANEL_FEATURES)
-    whole = features // PANEL_FEATURES
-    parts = weight[:, : whole * PANEL_FEATURES].view(hidden, whole, PANEL_FEATURES)
-    packed[:whole] = parts.transpose(0, 1)
-    packed[whole:, :, : features - whole * PANEL_FEATURES] = weight[:, whole * PANEL_FEATURES :]
-    return packed.view(panels, -1)
 
 
 class _Tile:
@@ -79,7 +47,8 @@ class _Tile:
         shape = context.make_array(x_type)(context, builder, x).shape
         self._hidden = cgutils.unpack_tuple(builder, shape, 2)[1]
         self._totals = [
-            [cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)
+            [cgutils.alloca_once(builder, _FLOATS) for _ in range(PANEL_VECTORS)]
+            for _ in range(rows)
         ]
         for total in (each for of_row in self._totals for each in of_row):
             builder.store(ir.Constant(_FLOATS, None), total)
@@ -103,12 +72,12 @@ class _Tile:
     def _add_products(self, place: Any) -> None:
         """Add the products with one row of the panel to the sums."""
         builder, vector_bytes = self._builder, LANES * self._width
-        row_bytes = _VECTORS * vector_bytes
+        row_bytes = PANEL_VECTORS * vector_bytes
         weights = moved(
             builder, self._panel, builder.mul(place, ir.Constant(_SIZE, row_bytes)), _BYTE
         )
         factors = []
-        for i in range(_VECTORS):
+        for i in range(PANEL_VECTORS):
             offset = i * vector_bytes
             self._fetch(
                 moved(
@@ -169,14 +138,14 @@ _multiply_1, _multiply_2, _multiply_3, _multiply_4, _multiply_5, _multiply_6 = (
 )
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def multiply_rows(rows, x, row, panels, panel, sums):
     """Write the products of some rows with a panel.
 
     Args:
         rows: number of rows, 1 to TILE_ROWS, from `row` on.
         x: `[tokens, hidden]` fp32.
-        panels: made by `pack_panels`, bf16 as uint16.
+        panels: made by `panel_layout.pack_panels`, bf16 as uint16.
         sums: `[TILE_ROWS, PANEL_FEATURES]` fp32, the first rows are overwritten.
     """
     if rows == 6:

@@ -7,68 +7,22 @@ A token has the same result by itself and in a batch, and on any number of threa
 Source: the specifications are `reference.linear` and `reference.activate`.
 """
 
-import numba
-import numpy as np
-from torch import Tensor
-
-from varlen_kernels import Activation
-from varlen_kernels.cpu.epilogues import (
-    ACTIVATIONS,
-    NO_ACTIVATION,
-    activated,
-    load_within,
-    store_within,
+from varlen_kernels.cpu.activation_kinds import NO_ACTIVATION
+from varlen_kernels.cpu.epilogues import activated, load_within, store_within
+from varlen_kernels.cpu.lanes import load
+from varlen_kernels.cpu.native import (
+    aligned,
+    fp32_matrix,
+    free_memory,
+    inlined,
+    new_memory,
 )
-from varlen_kernels.cpu.lanes import LANES, as_array, load
-from varlen_kernels.cpu.panel_ops import PanelWeight
-from varlen_kernels.cpu.panel_tile import PANEL_FEATURES, TILE_ROWS, multiply_rows
-from varlen_kernels.cpu.stored_code import stored
-from varlen_kernels.cpu.threads import run_parts, usable_cores
-
-# Tokens of a block.
-BLOCK = 16 * TILE_ROWS
-# Multiplications below which a second thread costs more than it saves. Weights are read at the speed of about 8 tokens.
-_LEAST_SHARED_WORK = 1 << 23
-_READ_TOKENS = 8
-# Parts of each core, so that a thread that begins late leaves little for the others to wait for.
-_PARTS = 2
+from varlen_kernels.cpu.panel_layout import BLOCK, PANEL_FEATURES, TILE_ROWS
+from varlen_kernels.cpu.panel_tile import multiply_rows
+from varlen_kernels.cpu.target_cpu import LANES
 
 
-def multiply_panels(
-    x: Tensor,
-    weight: PanelWeight,
-    bias: Tensor | None,
-    *,
-    kind: Activation | None = None,
-    out: Tensor | None,
-) -> Tensor:
-    """Return `reference.linear` or its activation.
-
-    Args:
-        x: `[tokens, hidden]` in the weight's dtype.
-        bias: `[features]`.
-    """
-    tokens, panels = len(x), len(weight.panels)
-    if out is None:
-        out = x.new_empty(tokens, weight.features)
-    parts = 1
-    if (tokens + _READ_TOKENS) * weight.panels.numel() >= _LEAST_SHARED_WORK:
-        cores = usable_cores()
-        parts = _PARTS * cores if cores > 1 else 1
-    units = -(-tokens // BLOCK) * panels
-    run_parts(
-        multiply_units,
-        [units * part // parts for part in range(parts + 1)],
-        as_array(x),
-        as_array(weight.panels),
-        as_array((x.new_empty(0) if bias is None else bias)[None]),
-        ACTIVATIONS[kind],
-        as_array(out),
-    )
-    return out
-
-
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _finish_tile(sums, rows, panel, bias, kind, out, to_row):
     """Write the results of the first rows of a tile."""
     first = panel * PANEL_FEATURES
@@ -83,7 +37,7 @@ def _finish_tile(sums, rows, panel, bias, kind, out, to_row):
             store_within(out, to_row + i, column, value)
 
 
-@numba.njit(forceinline=True, _nrt=False)
+@inlined
 def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias, kind, sums, out):
     """Write some features of up to a block of tokens."""
     count = last - first
@@ -104,7 +58,7 @@ def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias,
             _finish_tile(sums, end - begin, panel, bias, kind, out, first + begin)
 
 
-@stored()
+@inlined
 def multiply_units(
     first_unit,
     last_unit,
@@ -114,9 +68,14 @@ def multiply_units(
     kind,
     out,  # [tokens, features]
 ):
-    """Write the results of some units, in order of the blocks."""
-    sums = np.empty((TILE_ROWS, PANEL_FEATURES), np.float32)
-    wide = np.empty((BLOCK, 0 if x.itemsize == 4 else x.shape[1]), np.float32)
+    """Write the results of some units, by block; return whether memory ran out."""
+    wide_features = 0 if x.itemsize == 4 else x.shape[1]
+    sum_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES)
+    memory = new_memory(sum_bytes + 4 * BLOCK * wide_features)
+    if memory == 0:
+        return 1
+    sums = fp32_matrix(memory, TILE_ROWS, PANEL_FEATURES)
+    wide = fp32_matrix(memory + sum_bytes, BLOCK, wide_features)
     unit = first_unit
     while unit < last_unit:
         block, panel = unit // len(panels), unit % len(panels)
@@ -136,3 +95,5 @@ def multiply_units(
             out,
         )
         unit += count
+    free_memory(memory)
+    return 0

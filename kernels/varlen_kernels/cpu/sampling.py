@@ -8,24 +8,31 @@ Source: the specification is `reference.sampling`.
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from varlen_kernels.cpu.stored_code import stored
-from varlen_kernels.cpu.threads import run_parts, usable_cores
+from varlen_kernels.cpu.native import (
+    aligned,
+    fp64_vector,
+    free_memory,
+    inlined,
+    int64_vector,
+    new_memory,
+    uint32_vector,
+)
 
-# Logits below which a second thread costs more than it saves.
-_LEAST_SHARED_WORK = 1 << 15
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _TOP_BIT = np.uint32(1 << 31)
 
 
-@stored()
-def _order(logits, keys):
-    """Write integers in the order of the logits; return the first place of the largest."""
+@inlined
+def _order(logits, bits_of, keys):
+    """Write integers in the order of the logits; return the first place of the largest.
+
+    Args:
+        bits_of: the same memory as `logits`.
+    """
     best = 0
     for i in range(len(logits)):
-        bits = logits[i : i + 1].view(np.uint32)[0]
+        bits = bits_of[i]
         # negative numbers are ordered backwards; 0 and -0 are equal; NaN is the lowest
         if math.isnan(logits[i]):
             keys[i] = 0
@@ -40,7 +47,7 @@ def _order(logits, keys):
     return best
 
 
-@stored()
+@inlined
 def _weigh(logits, best, temperature, weights):
     """Write exp((logit - best) / temperature); 0 for NaN, and +inf counts as the largest number."""
     for i in range(len(logits)):
@@ -49,18 +56,26 @@ def _weigh(logits, best, temperature, weights):
         weights[i] = math.exp(x) if x > -745.0 else 0.0
 
 
-@stored()
-def _keep_best(keys, weights, sizes, limit, by_number):
-    """Set the weights past a limit to 0.
+@inlined
+def _total(weights):
+    total = 0.0
+    for i in range(len(weights)):
+        total += weights[i]
+    return total
+
+
+@inlined
+def _last_kept(keys, weights, sizes, counts, limit, by_number):
+    """Return the key of the last token that is kept, and its limit.
 
     Args:
-        sizes: [256], overwritten.
+        sizes, counts: [256], overwritten.
         limit: number of tokens to keep, if `by_number`; else a token is kept if all better ones together weigh less.
     """
     prefix = np.uint32(0)
     for shift in (24, 16, 8, 0):
-        sizes[:] = 0.0
-        counts = np.zeros(256, np.int64)
+        for digit in range(256):
+            sizes[digit], counts[digit] = 0.0, 0
         for i in range(len(keys)):
             # the digits before this one equal the prefix; two shifts, since 32 at once are too many
             if keys[i] >> shift >> 8 == prefix >> shift >> 8:
@@ -78,6 +93,13 @@ def _keep_best(keys, weights, sizes, limit, by_number):
             # rounding: the sum is below the limit, so all are kept
             limit += sizes[last]
         prefix = np.uint32(prefix | np.uint32(last << shift))
+    return prefix, limit
+
+
+@inlined
+def _keep_best(keys, weights, sizes, counts, limit, by_number):
+    """Set the weights past a limit to 0; see `_last_kept`."""
+    prefix, limit = _last_kept(keys, weights, sizes, counts, limit, by_number)
     # of equal tokens, those with the lower ids are better; the first is always kept
     kept = False
     for i in range(len(keys)):
@@ -91,22 +113,41 @@ def _keep_best(keys, weights, sizes, limit, by_number):
             kept = True
 
 
-@stored()
-def _sample_rows(first, last, logits, temperature, top_k, top_p, min_p, uniform, out):
+@inlined
+def sample_rows(
+    first,
+    last,
+    logits,  # [rows, vocabulary]
+    bits,  # the same memory
+    temperature,  # [rows], as are the others
+    top_k,
+    top_p,
+    min_p,
+    uniform,
+    out,
+):
+    """Write the tokens of some rows; return whether memory ran out."""
     size = logits.shape[1]
-    keys, weights = np.empty(size, np.uint32), np.empty(size, np.float64)
-    sizes = np.empty(256, np.float64)
+    key_bytes, weight_bytes = aligned(4 * size), aligned(8 * size)
+    memory = new_memory(key_bytes + weight_bytes + 2 * 8 * 256)
+    if memory == 0:
+        return 1
+    keys, weights = uint32_vector(memory, size), fp64_vector(memory + key_bytes, size)
+    place = memory + key_bytes + weight_bytes
+    sizes, counts = fp64_vector(place, 256), int64_vector(place + 8 * 256, 256)
     for row in range(first, last):
-        best = _order(logits[row], keys)
+        best = _order(logits[row], bits[row], keys)
         highest = np.float64(min(logits[row, best], _LARGEST))
         out[row] = best
         if temperature[row] == 0.0 or not highest > -np.inf:
             continue
         _weigh(logits[row], highest, np.float64(temperature[row]), weights)
         if 0 < top_k[row] < size:
-            _keep_best(keys, weights, sizes, np.float64(top_k[row]), True)
+            _keep_best(keys, weights, sizes, counts, np.float64(top_k[row]), True)
         if top_p[row] < 1.0:
-            _keep_best(keys, weights, sizes, np.float64(top_p[row]) * weights.sum(), False)
+            _keep_best(
+                keys, weights, sizes, counts, np.float64(top_p[row]) * _total(weights), False
+            )
         total = 0.0
         for i in range(size):
             if weights[i] < min_p[row]:
@@ -120,21 +161,5 @@ def _sample_rows(first, last, logits, temperature, top_k, top_p, min_p, uniform,
                 out[row] = i
                 if done > target:
                     break
-
-
-def sample_rows(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    """Return a token of each row, `[rows]` int32, see `reference.sample_tokens`."""
-    rows, size = logits.shape
-    out = torch.zeros(rows, dtype=torch.int32)
-    parts = min(rows, usable_cores()) if rows * size >= _LEAST_SHARED_WORK else 1
-    bounds = [rows * part // parts for part in range(parts + 1)] if rows else [0, 0]
-    arrays = (logits, temperature, top_k, top_p, min_p, uniform, out)
-    run_parts(_sample_rows, bounds, *(array.numpy() for array in arrays))
-    return out
+    free_memory(memory)
+    return 0

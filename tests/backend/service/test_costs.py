@@ -388,7 +388,7 @@ def test_what_decides_costs_on_a_gpu_includes_triton(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("is_usable", [True, False], ids=["numba", "torch"])
 def test_what_decides_costs_on_a_cpu_includes_numba(monkeypatch, is_usable):
-    monkeypatch.setattr(fingerprint, "has_numba", lambda: is_usable)
+    monkeypatch.setattr(fingerprint, "has_compiled_ops", lambda: is_usable)
 
     version = library_versions(torch.device("cpu"))["numba"]
 

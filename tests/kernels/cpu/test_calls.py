@@ -5,27 +5,32 @@ import threading
 import numba
 import numpy as np
 import pytest
+import torch
 from numba.core import types
 
-from varlen_kernels.cpu import threads
+from tests.kernels.float64 import rand
+from varlen_kernels.cpu import calls, threads
+from varlen_kernels.cpu.activation_kinds import RELU
 from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, PARTS, UNITS, run_calls
-from varlen_kernels.cpu.compiled_ops import has_numba
-from varlen_kernels.cpu.entries import _int64_at, _number
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.native import int64_vector
 
-pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the functions")
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="functions are compiled")
 UNIT_COUNT = 64
 
 
-@numba.cfunc(types.void(types.int64, types.int64, types.int64), nopython=True)
+@numba.cfunc(types.int64(types.int64, types.int64, types.int64), _nrt=False)
 def add_one(arguments, first, last):
-    """Add one to some numbers after their neighbours in the row before were written."""
-    row = _number(arguments, 1)
-    numbers = numba.carray(_int64_at(_number(arguments, 0)), (row + 1, 64))
+    """Add one and a number of the row before; fail at a negative one."""
+    address, row = int64_vector(arguments, 2)[0], int64_vector(arguments, 2)[1]
+    numbers = int64_vector(address, 64 * (row + 1))
     for i in range(first, last):
-        if row == 0:
-            numbers[row, i] += 1
-        else:
-            numbers[row, i] += numbers[row - 1, (i + 17) % 64] + 1
+        if numbers[64 * row + i] < 0:
+            return 1
+        numbers[64 * row + i] += 1
+        if row > 0:
+            numbers[64 * row + i] += numbers[64 * (row - 1) + (i + 17) % 64]
+    return 0
 
 
 def table_of(numbers, parts):
@@ -111,3 +116,21 @@ def test_other_threads_leave_when_a_byte_says_so(monkeypatch):
 
     late[0].take_parts()
     assert (numbers[-1] == 5).all()
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_function_without_memory_fails_the_call(cores):
+    numbers = np.zeros((5, UNIT_COUNT), np.int64)
+    numbers[2, 40] = -1
+
+    with pytest.raises(MemoryError, match="too little memory"):
+        run_calls(table_of(numbers, 4), cores)
+
+
+def test_a_call_reads_rows_that_are_not_contiguous():
+    x = rand(6, 80)[::2]
+    out = torch.empty(3, 80)
+
+    calls.call("activate", (x, None, out), (RELU,), units=3)
+
+    assert torch.equal(out, x.clamp_min(0))

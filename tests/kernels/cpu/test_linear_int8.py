@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
-from varlen_kernels.cpu import int8_panels, int8_products, int8_torch
+from varlen_kernels.cpu import calls, int8_products, int8_torch
+from varlen_kernels.cpu.int8_layout import TILE_FEATURES, panel_levels
 from varlen_kernels.cpu.int8_products import Int8Product
-from varlen_kernels.cpu.int8_tile import TILE_FEATURES, panel_levels
 from varlen_kernels.cpu.threads import using_cores
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
@@ -173,16 +173,17 @@ def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden
 @pytest.mark.parametrize("tokens", [1, 5, 301])
 def test_threads_give_the_bits_of_one(monkeypatch, tokens):
     x, packed = rand(tokens, 100), PANELS.quantize(*layer(100, 70))
-    calls = [
+    runs = [
         lambda out: cpu.linear_int8_panels(x, packed, out=out),
         lambda out: cpu.linear_int8_panels_activate(x, packed, kind="gelu", out=out),
     ]
-    expected = [call(None) for call in calls]
-    monkeypatch.setattr(int8_panels, "_LEAST_SHARED_WORK", 1)
+    expected = [run(None) for run in runs]
+    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
 
-    for call, result in zip(calls, expected, strict=True):
+    for run, result in zip(runs, expected, strict=True):
         with using_cores(3):
-            assert torch.equal(call(torch.full((tokens, 70), torch.nan)), result)
+            assert torch.equal(run(torch.full((tokens, 70), torch.nan)), result)
 
 
 @NEEDS_PANELS

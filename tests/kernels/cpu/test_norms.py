@@ -1,15 +1,15 @@
-"""Compiled norms of fp32 rows are the exact ones, also over their inputs."""
+"""Compiled norms are the exact ones, also over their inputs."""
 
 import pytest
 import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu import norms
-from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu import calls
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.threads import using_cores
 
-pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the norms")
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="norms are compiled")
 SHAPES = pytest.mark.parametrize("rows, hidden", [(0, 8), (1, 1), (3, 48), (70, 100)], ids=str)
 # Which tensors each op takes after its rows: a residual, a weight, a bias.
 OPERANDS = {
@@ -45,7 +45,8 @@ def test_a_norm_is_the_exact_one(name, rows, hidden):
 @pytest.mark.parametrize("name", OPERANDS)
 @pytest.mark.parametrize("cores", [1, 3])
 def test_results_may_lie_over_the_inputs(name, cores, monkeypatch):
-    monkeypatch.setattr(norms, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
     operands = operands_of(name, 70, 100)
     expected = results(getattr(cpu, name)(*operands, eps=1e-3))
     # the sum over the residual, the norm over the rows

@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.float64 import DTYPES, bounds_of, check, rand
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu import paged as paged_cpu
+from varlen_kernels.cpu import calls
 
 
 def paged_inputs(new, contexts, *, heads, kv_heads, dim, block_size, dtype=torch.float32):
@@ -14,7 +14,8 @@ def paged_inputs(new, contexts, *, heads, kv_heads, dim, block_size, dtype=torch
     tables = [-(-context // block_size) for context in contexts]
     blocks = sum(tables) + 3
     block_ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))[: sum(tables)]
-    caches = [rand(blocks, kv_heads, block_size, dim, seed=seed) for seed in (1, 2)]
+    shape = blocks, kv_heads, block_size, dim
+    caches = [rand(*shape, dtype=dtype, seed=seed) for seed in (1, 2)]
     for cache in caches:
         unused = torch.ones(blocks, block_size, dtype=torch.bool)
         for context, ids in zip(contexts, block_ids.split(tables), strict=True):
@@ -110,7 +111,8 @@ def test_decoding_matches_the_reference_in_float64(dim, block_size, heads, kv_he
 def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone(
     heads, kv_heads, dim, window, monkeypatch
 ):
-    monkeypatch.setattr(paged_cpu, "_LEAST_SHARED_WORK", 700 * kv_heads * dim)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     contexts = [700, 3, 1200, 64, 900]
     args = paged_inputs([1] * 5, contexts, heads=heads, kv_heads=kv_heads, dim=dim, block_size=64)
@@ -153,7 +155,7 @@ def test_a_step_has_the_same_bits_wherever_its_memory_lies():
 def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype, dim, heads):
     width = (heads + 2 * 2) * dim
     qkv, slots = rand(5, width, dtype=dtype), torch.tensor([70, 3, -1, 0, 95])
-    caches = [torch.full((6, 2, 16, dim), torch.nan) for _ in range(4)]
+    caches = [torch.full((6, 2, 16, dim), torch.nan, dtype=dtype) for _ in range(4)]
 
     cpu.append_kv(qkv, slots, *caches[:2], num_heads=heads, num_kv_heads=2)
     reference.append_kv(qkv, slots, *caches[2:], num_heads=heads, num_kv_heads=2)

@@ -6,11 +6,11 @@ import torch
 
 from tests.kernels.float64 import DTYPES, check, f64, rand
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.panel_ops import pack_panels
 from varlen_kernels.cpu.threads import using_cores
 
-pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the products")
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
 
 # Rows, hidden and output features: of less than a tile, of several blocks, of widths that are no whole vectors.
 SHAPES = pytest.mark.parametrize(

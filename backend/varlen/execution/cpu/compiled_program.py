@@ -21,7 +21,7 @@ from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
-from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.threads import usable_cores
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
-# Multiplications of a function below which threads do not share it: a microsecond or two of work.
-_LEAST_SHARED_WORK = 1 << 19
-# Parts of each core: the last ones are short, so cores end at about the same time.
-_PARTS = 4
 # Numbers of units and parts that a table keeps.
 _MOST_WORK = 1 << 14
 # An op that reads one token of each sequence, and the place of the bounds of sequences among its operands.
@@ -100,8 +96,7 @@ class CompiledProgram:
         """
         self._program = program
         self._states = states
-        with compiling():
-            self._calls = list(_calls_of(program))
+        self._calls = list(_calls_of(program))
         # inputs and states, then buffers of the region, then outputs
         bound: tuple[Value | State, ...] = (*program.inputs, *program.states)
         self._slots = {each.name: i for i, each in enumerate(bound)}
@@ -199,7 +194,7 @@ class CompiledProgram:
         return self._tables[key]
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:
-        from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION
+        from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, bits
 
         width = max((3 * len(call.tensors) + len(call.constants) for call in calls), default=0)
         rows = np.zeros((len(calls), ARGUMENTS + width), np.int64)
@@ -221,7 +216,7 @@ class CompiledProgram:
                 else:
                     addresses.append((i * rows.shape[1] + place, self._slots[tensor.name]))
             place = ARGUMENTS + 3 * len(call.tensors)
-            rows[i, place : place + len(call.constants)] = [_bits(each) for each in call.constants]
+            rows[i, place : place + len(call.constants)] = [bits(each) for each in call.constants]
             kinds.setdefault(call.kind, i)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         chosen = [calls[i] for i in kinds.values()]
@@ -248,45 +243,38 @@ def compile_program(
         kernels: the kernels that it runs with.
         states: the tensor of each state, by name.
     """
-    if kernels is not cpu or not has_numba():
+    if kernels is not cpu or not has_compiled_ops():
         return None
     compiled = CompiledProgram(program, states or {})
     return compiled if compiled.has_products else None
 
 
 def _calls_of(program: Program) -> Iterator[_Call]:
-    from varlen_kernels.cpu.call_rules import RULES
-    from varlen_kernels.cpu.entries import address_of
+    from varlen_kernels.cpu.call_rules import flat, rules_of
+    from varlen_kernels.cpu.machine_code import address_of
 
     for number, op in enumerate(program.ops):
-        rules = RULES.get(op.kernel, ())
-        # distances, tables of distances and ends of keys
-        if op.kernel == "attention_varlen" and any(each is not None for each in op.operands[3:]):
-            continue
-        operands = [*_flat(op.operands), *op.results]
-        given = [
-            [None if place is None else operands[place] for place in rule.tensors] for rule in rules
+        operands = [*flat(op.operands), *op.results]
+        rules = rules_of(op.kernel, op.operands)
+        given = [_given(rule, operands) for rule in rules]
+        entries = [
+            rule.entry_for([None if each is None else each.dtype for each in tensors])
+            for rule, tensors in zip(rules, given, strict=True)
         ]
-        if not all(map(_fits, rules, given)):
+        if None in entries:
             continue
         shapes = [_shape(each) for each in operands]
-        for rule, tensors in zip(rules, given, strict=True):
+        for rule, entry, tensors in zip(rules, entries, given, strict=True):
             constants = tuple(rule.constants(op.attributes, shapes))
-            yield _Call(number, rule, address_of(rule.entry), tuple(tensors), constants)
+            yield _Call(number, rule, address_of(entry or ""), tuple(tensors), constants)
 
 
-def _fits(rule: CallRule, tensors: Sequence[Tensor | Value | State | None]) -> bool:
-    """Return whether a function reads tensors of these dtypes, which are contiguous."""
-    from varlen_kernels.cpu.call_rules import DTYPES
-
-    return all(
-        tensor is None
-        or (
-            tensor.dtype == DTYPES[dtype]
-            and (not isinstance(tensor, Tensor) or tensor.is_contiguous())
-        )
-        for tensor, dtype in zip(tensors, rule.dtypes, strict=True)
-    )
+def _given(rule: CallRule, operands: Sequence[Any]) -> list[Tensor | Value | State | None]:
+    """Return what a function gets; constants as it reads them."""
+    return [
+        rule.as_read(i, each).contiguous() if isinstance(each, Tensor) else each
+        for i, each in enumerate(rule.of_operands(operands))
+    ]
 
 
 def _condition(op: Op) -> tuple[Size, Size] | None:
@@ -316,13 +304,14 @@ def _work(
 
 def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
     """Return the numbers of units and of parts of a function's work."""
+    from varlen_kernels.cpu.calls import parts_of
+
     extents = []
     for tensor in call.tensors:
         rows, columns = _extent(tensor)
         extents.append((rows.at(dims) if isinstance(rows, Size) else rows, columns))
     units, multiplications = call.rule.work(extents, call.constants)
-    is_shared = cores > 1 and multiplications >= _LEAST_SHARED_WORK
-    return units, max(1, min(units, _PARTS * cores)) if is_shared else 1
+    return units, parts_of(units, multiplications, cores)
 
 
 def _sizes_of(calls: Sequence[_Call]) -> Iterator[Size]:
@@ -341,15 +330,6 @@ def _shape(operand: Tensor | Value | State | int | None) -> tuple[Any, ...]:
     return (operand,) if isinstance(operand, int) else tuple(operand.shape)
 
 
-def _flat(operands: Sequence[Any]) -> Iterator[Any]:
-    """Yield operands, each element of a tuple by itself."""
-    for operand in operands:
-        if isinstance(operand, tuple):
-            yield from operand
-        else:
-            yield operand
-
-
 def _extent(tensor: Tensor | Value | State | None) -> tuple[int | Size, int]:
     """Return the rows and columns of a tensor: axes after the first count as one."""
     if tensor is None:
@@ -357,11 +337,6 @@ def _extent(tensor: Tensor | Value | State | None) -> tuple[int | Size, int]:
     shape: Sequence[int | Size] = tensor.shape
     columns = prod(axis for axis in shape[1:] if isinstance(axis, int))
     return shape[0], columns
-
-
-def _bits(number: float) -> int:
-    """Return a whole number, or the bits of another one."""
-    return number if isinstance(number, int) else int(np.float64(number).view(np.int64))
 
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Int64Array, Int64Array]:

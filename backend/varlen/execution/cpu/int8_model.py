@@ -39,7 +39,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import Int32Array, Prompt
 from varlen_kernels import cpu
-from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.linear_int8 import WeightCodes
 
 _log = logging.getLogger(__name__)
@@ -141,8 +141,6 @@ def calibrate(
         bits: number of bits of a code of a weight.
     """
     known, random = _token_ids(model, texts), _random_ids(model)
-    with compiling():
-        deque(model.run(model.programs, cpu, model.prompts([random[0][:1]])), 0)
     # a tokenizer that knows few tokens of the texts leaves random ones
     has_texts = len(known) >= LEAST_TEXTS
     seen = model.prompts([*known[::2], *random])
@@ -170,13 +168,12 @@ def calibrate(
 
 
 def check_int8(bits: WeightBits = 8) -> None:
-    """Raise ConfigError if numba or an exact product of codes is missing."""
-    if not has_numba():
+    """Raise ConfigError if compiled ops or an exact product of codes is missing."""
+    if not has_compiled_ops():
         raise ConfigError(
-            f'dtype is "int{bits}", whose ops numba compiles, and it cannot be used here;'
+            f'dtype is "int{bits}", whose ops are compiled, and they cannot be here;'
             " allowed: auto, fp32, bf16"
         )
-    # numba loads in half a second
     from varlen_kernels.cpu.int8_products import NoInt8ProductError
 
     try:

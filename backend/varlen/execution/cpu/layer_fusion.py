@@ -28,8 +28,9 @@ def fuse_layers(program: Program) -> Program:
     for op in program.ops:
         layer = layers.get(op.operands[0])
         if layer is not None:
-            operands = (*layer.operands, *op.operands[1:])
-            ops.append(replace(op, kernel=_FUSED[layer.kernel], operands=operands, in_place=()))
+            # the activation adds no bias: the layer has
+            fused = replace(op, kernel=_FUSED[layer.kernel], operands=layer.operands, in_place=())
+            ops.append(fused)
         elif _is_fused(op, readers, program.outputs):
             layers[op.results[0]] = op
         else:

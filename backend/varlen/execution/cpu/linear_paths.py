@@ -22,7 +22,7 @@ from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, cache_folder
 from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.program.program import Op, Program, Weights
-from varlen_kernels.cpu.compiled_ops import compiling, has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.packed import can_pack, pack_weight
 from varlen_kernels.cpu.panel_ops import pack_panels
 
@@ -68,7 +68,7 @@ def paths_of(dtype: torch.dtype) -> tuple[str, ...]:
     packed = (PACKED,) if can_pack(dtype) else ()
     # oneDNN multiplies bf16 faster than panels can, where the CPU can do it at all
     has_panels = dtype == torch.float32 or (dtype == torch.bfloat16 and not packed)
-    return (PLAIN, *packed, *((PANELS,) if has_panels and has_numba() else ()))
+    return (PLAIN, *packed, *((PANELS,) if has_panels and has_compiled_ops() else ()))
 
 
 def choose_paths(
@@ -108,7 +108,7 @@ def choose_paths(
     }
 
     def measure() -> LinearPaths:
-        with _torch_threads(threads), compiling():
+        with _torch_threads(threads):
             return measure_paths(program, kernels, rows=rows, seconds=seconds, clock=clock)
 
     store = CostStore(cache_folder(config.cache_folder))

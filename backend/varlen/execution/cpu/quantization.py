@@ -98,7 +98,6 @@ def product_of(bits: WeightBits) -> "Int8Product":
     Raises:
         NoInt8ProductError: this CPU has none.
     """
-    # numba loads in half a second
     from varlen_kernels.cpu import int8_products
 
     return int8_products.choose_product() if bits == 8 else int8_products.int4_product()

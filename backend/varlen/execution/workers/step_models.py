@@ -5,7 +5,6 @@ On a server's CPU it has its own.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 from varlen.config import EngineConfig
@@ -16,7 +15,6 @@ from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
-from varlen_kernels.cpu.compiled_ops import compiling
 
 
 def load_step_model(
@@ -46,8 +44,7 @@ def load_step_model(
     if on_cpu and isolated:
         return _process(checkpoint, config, choose, stats)
     runner = StepRunner(checkpoint, config, choose, gpu=gpu)
-    with compiling() if on_cpu else nullcontext():
-        warm_up(runner, config.device_timeout_seconds)
+    warm_up(runner, config.device_timeout_seconds)
     return runner
 
 
@@ -61,8 +58,7 @@ def _process(
         lambda: stats.count(CountedMetric.WORKER_RESTARTS),
     )
     try:
-        with compiling():
-            warm_up_choice(choose, model.info)
+        warm_up_choice(choose, model.info)
     except BaseException:
         model.close()
         raise

@@ -37,13 +37,11 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
     from varlen.execution.step_runner import StepRunner
     from varlen.execution.warm_up import warm_up
     from varlen.models.checkpoint_folder import Checkpoint
-    from varlen_kernels.cpu.compiled_ops import compiling
 
     torch.set_num_threads(settings.threads or usable_cores())
     checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
     runner = StepRunner(checkpoint, settings, lambda logits, sequences: [])  # noqa: ARG005  # chosen by the engine
-    with compiling():
-        warm_up(runner)
+    warm_up(runner)
     return runner
 
 

@@ -12,10 +12,10 @@ from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.threads import using_cores
 
-pytestmark = pytest.mark.skipif(not has_numba(), reason="numba compiles the functions")
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the functions")
 
 KINDS = ["BertModel", "DistilBertModel", "ModernBertModel", "NomicBertModel", "LlamaModel"]
 

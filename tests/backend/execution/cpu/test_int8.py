@@ -35,8 +35,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
 from varlen_kernels.cpu import int8_products
+from varlen_kernels.cpu.int8_layout import panel_levels
 from varlen_kernels.cpu.int8_products import Int8Product
-from varlen_kernels.cpu.int8_tile import panel_levels
 from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS, nearest_codes
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
@@ -500,10 +500,10 @@ def test_encoders_have_no_int4(folder):
         embeddings(folder, "int4")
 
 
-def test_int8_needs_numba(monkeypatch):
-    monkeypatch.setattr(int8_model, "has_numba", lambda: False)
+def test_int8_needs_compiled_ops(monkeypatch):
+    monkeypatch.setattr(int8_model, "has_compiled_ops", lambda: False)
 
-    with pytest.raises(ConfigError, match='dtype is "int8", whose ops numba compiles'):
+    with pytest.raises(ConfigError, match='dtype is "int8", whose ops are compiled'):
         int8_model.check_int8()
 
 

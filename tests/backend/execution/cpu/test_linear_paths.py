@@ -106,8 +106,8 @@ def test_a_path_that_is_hardly_faster_does_not_replace_the_default(other):
     assert set(measured(kernels).values()) == {PANELS}
 
 
-def test_without_numba_there_are_no_panels(monkeypatch):
-    monkeypatch.setattr("varlen.execution.cpu.linear_paths.has_numba", lambda: False)
+def test_without_compiled_ops_there_are_no_panels(monkeypatch):
+    monkeypatch.setattr("varlen.execution.cpu.linear_paths.has_compiled_ops", lambda: False)
 
     assert paths_of(torch.float32) == (PLAIN, PACKED)
     assert PANELS not in paths_of(torch.bfloat16)

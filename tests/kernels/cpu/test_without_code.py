@@ -1,4 +1,4 @@
-"""Without numba every op of CPUs runs in plain torch."""
+"""Where nothing can be compiled, every op of CPUs runs in plain torch."""
 
 import logging
 import sys
@@ -10,10 +10,8 @@ from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
 
-# Modules of ops on CPUs that import no numba.
+# Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
-    "compile_lock",
-    "compiled_files",
     "compiled_ops",
     "int8_ops",
     "packed",
@@ -27,10 +25,8 @@ def is_compiled(name):
     return package == "varlen_kernels.cpu" and module not in PLAIN
 
 
-@pytest.fixture(
-    params=[ImportError("No module named 'numba'"), RuntimeError("no locator")], ids=str
-)
-def without_numba(request, monkeypatch):
+@pytest.fixture(params=[ImportError("No module named 'llvmlite'"), OSError("no folder")], ids=str)
+def without_code(request, monkeypatch):
     """Make the import of compiled ops fail."""
 
     class Refuses:
@@ -41,9 +37,9 @@ def without_numba(request, monkeypatch):
     for name in filter(is_compiled, [*sys.modules]):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
-    compiled_ops.has_numba.cache_clear()
+    compiled_ops.has_compiled_ops.cache_clear()
     yield
-    compiled_ops.has_numba.cache_clear()
+    compiled_ops.has_compiled_ops.cache_clear()
 
 
 def calls():
@@ -77,13 +73,13 @@ def calls():
 
 
 @pytest.mark.parametrize("op", calls())
-def test_an_op_gives_the_same_bits_as_its_reference(op, without_numba):
+def test_an_op_gives_the_same_bits_as_its_reference(op, without_code):
     call = calls()[op]
 
     assert torch.equal(call(cpu), call(reference))
 
 
-def test_blocks_are_copied_in_order(without_numba):
+def test_blocks_are_copied_in_order(without_code):
     cache = rand(6, 2, 3, 4)
     expected = cache.clone()
     expected[5], expected[3] = cache[0], cache[0]
@@ -93,17 +89,17 @@ def test_blocks_are_copied_in_order(without_numba):
     assert torch.equal(cache, expected)
 
 
-def test_code_that_cannot_be_compiled_or_stored_counts_as_no_numba(monkeypatch, caplog):
+def test_code_that_cannot_be_compiled_or_stored_counts_as_none(monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("varlen_kernels.cpu.calls.compile_calls", fail)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.prepare", fail)
 
-    assert not compiled_ops.has_numba.__wrapped__()
+    assert not compiled_ops.has_compiled_ops.__wrapped__()
     assert "No space left on device" in caplog.text
 
 
-def test_one_line_of_the_log_says_so(without_numba, caplog):
+def test_one_line_of_the_log_says_so(without_code, caplog):
     with caplog.at_level(logging.WARNING):
         for call in calls().values():
             call(cpu)

@@ -1,0 +1,180 @@
+"""Compiled code is stored once, checked when it is read, and loaded without its compiler."""
+
+import fcntl
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from varlen_kernels import cpu
+from varlen_kernels.cpu import entries, machine_code
+from varlen_kernels.cpu.compile_lock import compile_lock
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.native import inlined
+
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
+_NAME = "run_alone"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Have code stored in an empty folder, and not loaded."""
+    monkeypatch.setattr(machine_code, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(machine_code, "_load", lambda name, code: code)
+    return tmp_path
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return the names of the functions that were compiled, which a few bytes stand for."""
+    names = []
+
+    def compile_code(name):
+        names.append(name)
+        return f"code of {name}".encode()
+
+    monkeypatch.setattr(machine_code, "_compile", compile_code)
+    return names
+
+
+def load(name=_NAME):
+    """Return what another process loads."""
+    return machine_code.address_of.__wrapped__(name)
+
+
+def test_code_is_compiled_once_and_stored(folder, compiled):
+    assert load() == load() == b"code of run_alone"
+    assert compiled == [_NAME]
+
+
+@pytest.mark.parametrize("place", [0, 5, 40])
+def test_a_damaged_file_is_compiled_again(folder, compiled, place, caplog):
+    load()
+    file = machine_code.file_of(_NAME)
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+    assert load() == load() == b"code of run_alone"
+    assert compiled == [_NAME] * 2
+    assert "compiled code is damaged and is compiled again" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, 10, 34])
+def test_a_cut_file_is_compiled_again(folder, compiled, size):
+    load()
+    file = machine_code.file_of(_NAME)
+    file.write_bytes(file.read_bytes()[:size])
+
+    assert load() == b"code of run_alone"
+    assert compiled == [_NAME] * 2
+
+
+def test_code_of_other_sources_is_not_used_and_is_removed_in_time(folder, compiled, monkeypatch):
+    for number in range(10):
+        monkeypatch.setattr(machine_code, "code_hash", lambda number=number: f"hash{number}")
+        load()
+        load()
+
+    assert compiled == [_NAME] * 10
+    assert len(list(folder.glob("*.o"))) <= 4
+    assert machine_code.file_of(_NAME).exists()
+
+
+def test_a_process_waits_for_the_one_that_compiles(folder, compiled):
+    found = []
+    lock = folder / f"{_NAME}.lock"
+    with compile_lock(lock):
+        thread = threading.Thread(target=lambda: found.append(load()))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        assert not compiled
+        machine_code._store(_NAME, b"of the other one")
+    thread.join()
+
+    assert found == [b"of the other one"]
+    assert not compiled
+
+
+def test_the_lock_is_released_after_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no"), compile_lock(tmp_path / "lock"):
+        raise ValueError("no")
+
+    with (tmp_path / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(folder, compiled, monkeypatch):
+    monkeypatch.setattr(machine_code, "code_folder", lambda: folder / "absent")
+
+    with pytest.raises(OSError, match="absent"):
+        load()
+
+
+def test_code_that_needs_its_compiler_is_refused(monkeypatch):
+    @inlined
+    def raises(arguments, first, last):
+        return (first, last)[arguments]
+
+    monkeypatch.setitem(entries.MAKERS, "raises", lambda: raises)
+
+    with pytest.raises(RuntimeError, match="calls functions of the compiler"):
+        machine_code._compile("raises")
+
+
+@pytest.mark.parametrize("name", ["cpu/lanes.py", "reference/beam.py"])
+def test_a_change_of_any_file_has_another_hash(tmp_path, name):
+    package = tmp_path / "varlen_kernels"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(cpu.__path__[0]).parent, package, ignore=ignored)
+    command = "from varlen_kernels.cpu import machine_code; print(machine_code.code_hash())"
+
+    def found():
+        environment = {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    assert found() == machine_code.code_hash()
+    with (package / name).open("a") as file:
+        file.write("# changed\n")
+    assert found() != machine_code.code_hash()
+
+
+_SERVE = """
+import sys
+sys.modules["numba"] = None
+from varlen import Encoder, Generator
+for dtype in ("fp32", "bf16", "int8"):
+    with Encoder.from_pretrained({encoder!r}, device="cpu", dtype=dtype) as model:
+        model.embed([[1, 2, 3], [4]])
+for dtype in ("fp32", "bf16", "int8"):
+    with Generator.from_pretrained({decoder!r}, device="cpu", dtype=dtype) as model:
+        model.generate([[1, 2, 3]], max_tokens=2, temperature=0.5)
+"""
+
+
+def test_models_run_stored_code_without_numba(tmp_path):
+    """Every function was compiled before, by `make setup` or by this test."""
+    for name in entries.MAKERS:
+        machine_code.address_of(name)
+    encoder = save_checkpoint(tmp_path / "bert")
+    decoder = save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel")
+    program = _SERVE.format(encoder=str(encoder), decoder=str(decoder))
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "not compiled" not in done.stderr
