@@ -213,44 +213,34 @@ def attention_paged(
     window: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention over KV blocks, see `reference.attention_paged`.
-
-    Sequences of one new token are fastest if they come first.
-    """
-    head_dim = key_cache.shape[3]
-    if out is None:
-        out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    single = _leading_ones(cu_seqlens) if _reads_blocks(qkv, key_cache) else 0
-    if single:
-        from varlen_kernels.cpu.op_calls import run_op
-
-        # of one token each, so the bounds of sequences are not read
-        tables = None, context_lens[:single], block_ids, cu_blocks[: single + 1]
-        run_op(
-            "attention_paged",
-            (qkv[:single], key_cache, value_cache, *tables, _in_fp32(bias)),
-            [out[:single]],
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            scale=scale,
-            window=window,
-        )
-    if single < len(qkv):
-        reference.attention_paged(
-            qkv[single:],
+    """Return the attention over KV blocks, see `reference.attention_paged`."""
+    tables = cu_seqlens, context_lens, block_ids, cu_blocks
+    if not _reads_blocks(qkv, key_cache):
+        return reference.attention_paged(
+            qkv,
             key_cache,
             value_cache,
-            cu_seqlens[single:] - single,
-            context_lens[single:],
-            block_ids,
-            cu_blocks[single:],
+            *tables,
             bias,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             scale=scale,
             window=window,
-            out=out[single:],
+            out=out,
         )
+    from varlen_kernels.cpu.op_calls import run_op
+
+    if out is None:
+        out = qkv.new_empty(len(qkv), num_heads * key_cache.shape[3])
+    run_op(
+        "attention_paged",
+        (qkv, key_cache, value_cache, *tables, _in_fp32(bias)),
+        [out],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=scale,
+        window=window,
+    )
     return out
 
 
@@ -328,11 +318,3 @@ def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
 def _reads_blocks(qkv: Tensor, key_cache: Tensor) -> bool:
     """Return whether the compiled ops of KV blocks take these dtypes."""
     return qkv.dtype == key_cache.dtype and qkv.dtype in _COMPILED_DTYPES and has_compiled_ops()
-
-
-def _leading_ones(cu_seqlens: Tensor) -> int:
-    """Return the number of sequences of one token before the first other one."""
-    bounds = cu_seqlens.numpy()
-    lengths = bounds[1:] - bounds[:-1]
-    others = np.flatnonzero(lengths != 1)
-    return int(others[0]) if len(others) else len(lengths)

@@ -138,9 +138,9 @@ def _attend(
 
     Args:
         distances: result of `make_distances`, filled for this head; None: compiled without them.
-        views: result of `_views`, overwritten.
+        views: result of `attention_views`, overwritten.
     """
-    score_bias, queries, keys_values, room = views
+    _, _, keys_values, _ = views
     num_heads = bias.shape[0]
     group = num_heads // num_kv_heads
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -148,19 +148,65 @@ def _attend(
     length = cu_seqlens[sequence + 1] - start
     key_length = key_lengths[sequence] if len(key_lengths) else length
     key_rows, panels, values = keys_values
-    context, totals, top = room[1:]
     columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
     _copy_keys_and_values(
         qkv, start, key_length, columns, head_dim, scale, distances, key_rows, panels, values
     )
-    for head in range(kv_head * group, (kv_head + 1) * group):
+    attend_queries(
+        qkv,
+        start,
+        0,
+        length,
+        key_length,
+        kv_head * group,
+        group,
+        head_dim,
+        bias,
+        is_causal,
+        window,
+        out,
+        distances,
+        views,
+    )
+
+
+@inlined
+def attend_queries(
+    qkv,
+    start,
+    first_query,
+    length,
+    key_length,
+    first_head,
+    num_heads,
+    head_dim,
+    bias,
+    is_causal,
+    window,
+    out,
+    distances,
+    views,
+):
+    """Write the attention of the queries of a key head, whose keys and values are copied.
+
+    Args:
+        start: row of the first query.
+        first_query: its place in the sequence, whose further tokens are queries too.
+        length: tokens of the sequence.
+        key_length: keys that the queries may read.
+        first_head, num_heads: the query heads.
+    """
+    score_bias, queries, keys_values, room = views
+    context, totals, top = room[1:]
+    for head in range(first_head, first_head + num_heads):
         column = head * head_dim
         if score_bias.shape[1]:
             write_score_bias(score_bias, length, bias, head, is_causal, window)
-        for tile in range(0, length, _QUERY_TILE):
+        for tile in range(first_query, length, _QUERY_TILE):
             count = min(_QUERY_TILE, length - tile)
+            first_row = start + tile - first_query
             for row in range(count):
-                copy_head(qkv, start + tile + row, column, head_dim, queries, row)
+                copy_head(qkv, first_row + row, column, head_dim, queries, row)
             # up to a multiple of ROWS
             clear_rows(queries, count, min(count + ROWS - 1, _QUERY_TILE))
             if key_length < length:
@@ -182,13 +228,12 @@ def _attend(
                 clear_unread(context, totals, top, count)
             for row in range(count):
                 total = sum_of(load(totals, row, 0))
-                to_row = start + tile + row
-                write_context(context, row, total, out, to_row, column, head_dim)
+                write_context(context, row, total, out, first_row + row, column, head_dim)
 
 
 @inlined
 def _sizes(longest, width, needs_score_bias, keeps_keys):
-    """Return the sizes of the memory of `_attend`, in bytes; see `_views`."""
+    """Return the sizes of the memory of `_attend`, in bytes; see `attention_views`."""
     panels = (longest + LANES - 1) // LANES
     # a vector that begins at the last distance ends LANES - 1 further
     distances = 2 * longest + LANES if needs_score_bias else 0
@@ -199,7 +244,7 @@ def _sizes(longest, width, needs_score_bias, keeps_keys):
 
 
 @inlined_view
-def _views(memory, longest, width, needs_score_bias, keeps_keys):
+def attention_views(memory, longest, width, needs_score_bias, keeps_keys):
     """Return the memory of `_attend` for sequences of up to `longest` tokens.
 
     Args:
@@ -235,8 +280,8 @@ def _views(memory, longest, width, needs_score_bias, keeps_keys):
 
 
 @inlined
-def _bytes(longest, width, needs_score_bias, keeps_keys):
-    """Return the size of the memory of `_views`."""
+def attention_bytes(longest, width, needs_score_bias, keeps_keys):
+    """Return the size of the memory of `attention_views`."""
     sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
     fixed = 4 * _QUERY_TILE * (_KEY_BLOCK + LANES) + aligned(4 * _QUERY_TILE)
     return sizes[0] + sizes[1] + 2 * sizes[2] + 2 * sizes[3] + fixed
@@ -267,10 +312,10 @@ def attend_items(
         sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
-    memory = new_memory(_bytes(longest, width, needs_score_bias, False))
+    memory = new_memory(attention_bytes(longest, width, needs_score_bias, False))
     if memory == 0:
         return 1
-    views = _views(memory, longest, width, needs_score_bias, False)
+    views = attention_views(memory, longest, width, needs_score_bias, False)
     for item in range(first_item, last_item):
         _attend(
             item // num_kv_heads,
@@ -323,12 +368,12 @@ def attend_items_with_distances(
         sequence = item % sequences
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
-    own_bytes = _bytes(longest, width, needs_score_bias, True)
+    own_bytes = attention_bytes(longest, width, needs_score_bias, True)
     more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
     memory = new_memory(own_bytes + more_bytes)
     if memory == 0:
         return 1
-    views = _views(memory, longest, width, needs_score_bias, True)
+    views = attention_views(memory, longest, width, needs_score_bias, True)
     distances = make_distances(memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
     copied_head = -1
     for item in range(first_item, last_item):

@@ -138,9 +138,9 @@ def _key_heads(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
     return Work(int(constants[0]), _OF_NUMBER * rows * columns)
 
 
-def _heads_of_tokens(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
-    units = extents[-1][0] * int(constants[1])
-    return Work(units, _OF_HEAD * units)
+def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
+    (tokens, _), (sequences, _), num_kv_heads = extents[0], extents[4], int(constants[1])
+    return Work(sequences * num_kv_heads, _OF_HEAD * tokens * num_kv_heads)
 
 
 def _heads_of_sequences(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
@@ -210,9 +210,9 @@ _APPEND = CallRule(
 )
 _ATTEND_BLOCKS = CallRule(
     "attend_blocks",
-    (0, 1, 2, 4, 5, 6, 7, -1),
-    "dddiiifd",
-    _heads_of_tokens,
+    (0, 1, 2, 3, 4, 5, 6, 7, -1),
+    "dddiiiifd",
+    _heads_of_contexts,
     lambda attributes, shapes: (
         attributes["num_heads"],
         attributes["num_kv_heads"],

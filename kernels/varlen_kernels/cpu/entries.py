@@ -310,14 +310,14 @@ def _append(view: Any) -> Entry:
 
 
 def _attend_blocks(view: Any) -> Entry:
-    # qkv, keys, values, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block, head_dim,
-    # scale, window; a unit is a key head of a token
+    # qkv, keys, values, cu_seqlens, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block,
+    # head_dim, scale, window; a unit is a key head of a sequence, ordered by key head
     matrix, cache = _matrix_of(view), _cache_of(view)
 
     @inlined
     def attend(arguments, first, last):
-        num_heads, num_kv_heads = _number(arguments, 24), _number(arguments, 25)
-        block_size, head_dim = _number(arguments, 26), _number(arguments, 27)
+        num_heads, num_kv_heads = _number(arguments, 27), _number(arguments, 28)
+        block_size, head_dim = _number(arguments, 29), _number(arguments, 30)
         return attend_blocks(
             first,
             last,
@@ -326,13 +326,14 @@ def _attend_blocks(view: Any) -> Entry:
             cache(arguments, 2, head_dim),
             num_kv_heads,
             block_size,
+            _ids(arguments, 3),
             _ids(arguments, 4),
             _ids(arguments, 5),
-            _ids(arguments, 3),
-            _bias_of_heads(arguments, 6, num_heads),
-            _float(arguments, 28),
-            _number(arguments, 29),
-            matrix(arguments, 7),
+            _ids(arguments, 6),
+            _bias_of_heads(arguments, 7, num_heads),
+            _float(arguments, 31),
+            _number(arguments, 32),
+            matrix(arguments, 8),
         )
 
     return attend

@@ -34,6 +34,7 @@ _Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 _WIDTH = 512
 _TIMED_ROWS = 64
 _TIMED_RUNS = 7
+_HOPELESS = 3
 # Weights packed by oneDNN cost time for each new number of rows, so they must be this much faster.
 _LEAST_GAIN: Mapping[Int8Kernel, float] = {"linear_int8_packed": 1.15}
 
@@ -108,7 +109,8 @@ def _fastest_product() -> Int8Product:
     for kernel in get_args(Int8Kernel):
         try:
             product = Int8Product(kernel, _levels(kernel))
-            seconds = _seconds(product) * _LEAST_GAIN.get(kernel, 1.0) if product.levels else least
+            gain = _LEAST_GAIN.get(kernel, 1.0)
+            seconds = gain * _seconds(product, least / gain) if product.levels else least
         except (AttributeError, RuntimeError):
             # torch was built without this product
             continue
@@ -154,8 +156,11 @@ def exact_levels(product: _Product, pack: Callable[[Tensor], Tensor], lowest: in
     return 0
 
 
-def _seconds(product: Int8Product) -> float:
-    """Return the shortest time of a few linear layers, after one that compiles."""
+def _seconds(product: Int8Product, least: float) -> float:
+    """Return the shortest time of a few linear layers, after one that compiles.
+
+    A product that takes far longer than the shortest time of the others, `least`, is timed once.
+    """
     op = getattr(int8_ops, product.kernel)
     layer = product.quantize(torch.ones(_WIDTH, _WIDTH), None, torch.arange(OUTLIERS))
     x = torch.ones(_TIMED_ROWS, _WIDTH)
@@ -165,4 +170,6 @@ def _seconds(product: Int8Product) -> float:
         began = time.perf_counter()
         op(x, layer)
         times.append(time.perf_counter() - began)
+        if times[-1] > _HOPELESS * least:
+            break
     return min(times)

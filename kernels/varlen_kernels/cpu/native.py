@@ -101,8 +101,8 @@ int32_vector, int32_matrix = (_view(types.int32, axes) for axes in (1, 2))
 uint32_vector, uint32_matrix = (_view(types.uint32, axes) for axes in (1, 2))
 int64_vector = _view(types.int64, 1)
 
-_allocate = types.ExternalFunction("aligned_alloc", _NUMBER(_NUMBER, _NUMBER))
-_free = types.ExternalFunction("free", types.void(_NUMBER))
+_allocate: Any = types.ExternalFunction("aligned_alloc", _NUMBER(_NUMBER, _NUMBER))
+_free: Any = types.ExternalFunction("free", types.void(types.int64))
 
 
 @inlined

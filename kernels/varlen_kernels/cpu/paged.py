@@ -9,7 +9,8 @@ Source: the specification is `reference.attention_paged`; docs/decisions/0019-cp
 
 import numpy as np
 
-from varlen_kernels.cpu.attention_panels import copy_head
+from varlen_kernels.cpu.attention import attend_queries, attention_bytes, attention_views
+from varlen_kernels.cpu.attention_panels import clear_rows, copy_head
 from varlen_kernels.cpu.attention_weights import LOWEST, weigh, write_context
 from varlen_kernels.cpu.lanes import (
     fold_1,
@@ -23,6 +24,7 @@ from varlen_kernels.cpu.lanes import (
     store,
     store_first,
     sum_of,
+    transpose,
 )
 from varlen_kernels.cpu.native import (
     aligned,
@@ -31,6 +33,7 @@ from varlen_kernels.cpu.native import (
     fp32_vector,
     free_memory,
     inlined,
+    inlined_view,
     matrix_like,
     new_memory,
 )
@@ -205,85 +208,218 @@ def _copy_row(source, row, column, count, destination, to_row):
 
 
 @inlined
+def _block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size):
+    """Return the row of a token's key in the cache, for one key head."""
+    block = np.int64(blocks[first_block + position // block_size])
+    return (block * num_kv_heads + kv_head) * block_size + position % block_size
+
+
+@inlined
+def _attend_token(
+    row,
+    length,
+    queries,
+    keys,
+    values,
+    blocks,
+    first_block,
+    kv_head,
+    num_kv_heads,
+    block_size,
+    bias,
+    scale,
+    window,
+    out,
+    memory,
+):
+    """Write the attention of one token for one key head; see `attend_blocks`."""
+    scores, no_bias, state, key_rows, value_rows = memory
+    query, context, totals, _ = state
+    head_dim, group = keys.shape[1], query.shape[0]
+    first_head = kv_head * group
+    begin = max(0, length - window) if window else 0
+    _begin(queries, row, first_head * head_dim, head_dim, scale, state)
+    for block in range(begin // block_size, (length + block_size - 1) // block_size):
+        position = max(begin, block * block_size)
+        count = min(length, (block + 1) * block_size) - position
+        first = _block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
+        block_keys, block_values = keys, values
+        if key_rows.shape[0]:
+            for i in range(count):
+                _copy_row(keys, first + i, 0, head_dim, key_rows, i)
+                _copy_row(values, first + i, 0, head_dim, value_rows, i)
+            block_keys, block_values, first = key_rows, value_rows, 0
+        distance = position - (length - 1)
+        _attend_keys(
+            block_keys,
+            block_values,
+            first,
+            count,
+            bias,
+            first_head,
+            distance,
+            scores,
+            no_bias,
+            state,
+        )
+    for member in range(group):
+        total = sum_of(load(totals, member, 0))
+        column = (first_head + member) * head_dim
+        write_context(context, member, total, out, row, column, head_dim)
+
+
+@inlined
+def _copy_context(
+    length,
+    keys,
+    values,
+    blocks,
+    first_block,
+    kv_head,
+    num_kv_heads,
+    block_size,
+    scale,
+    keys_values,
+):
+    """Write panels of the scaled keys of a sequence, and rows of its values."""
+    lanes, panels, value_rows = keys_values
+    head_dim, width = keys.shape[1], value_rows.shape[1]
+    for first in range(0, length, LANES):
+        count = min(LANES, length - first)
+        for i in range(count):
+            position = first + i
+            row = _block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
+            copy_head(keys, row, 0, head_dim, lanes, i)
+            copy_head(values, row, 0, head_dim, value_rows, position)
+        clear_rows(lanes, count, LANES)
+        for feature in range(0, width, LANES):
+            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
+
+
+@inlined
+def _token_bytes(group, width, columns, copied_rows, item_bytes):
+    """Return the size of the memory of `_token_views`, and of its parts."""
+    sizes = aligned(4 * group * columns), aligned(4 * group * width)
+    copied = aligned(item_bytes * copied_rows * width)
+    total = sizes[0] + 2 * sizes[1] + 2 * copied + 4 * group * LANES + aligned(4 * group)
+    return total, sizes[0], sizes[1], copied
+
+
+@inlined_view
+def _token_views(place, keys, group, width, columns, copied_rows):
+    """Return the memory of `_attend_token`, from an address on.
+
+    Returns:
+        Scores; a matrix without numbers; queries, contexts, sums of weights and largest scores; and copies of rows of
+        keys and of values with zeros behind them, where rows of the cache are not whole vectors.
+    """
+    _, score_bytes, head_bytes, copied = _token_bytes(
+        group, width, columns, copied_rows, keys.itemsize
+    )
+    no_bias, scores = fp32_matrix(place, 1, 0), fp32_matrix(place, group, columns)
+    place += score_bytes
+    query = fp32_matrix(place, group, width)
+    context = fp32_matrix(place + head_bytes, group, width)
+    place += 2 * head_bytes
+    clear(place, 2 * copied)
+    key_rows = matrix_like(keys, place, copied_rows, width)
+    value_rows = matrix_like(keys, place + copied, copied_rows, width)
+    place += 2 * copied
+    totals = fp32_matrix(place, group, LANES)
+    top = fp32_vector(place + 4 * group * LANES, group)
+    return scores, no_bias, (query, context, totals, top), key_rows, value_rows
+
+
+@inlined
 def attend_blocks(
     first_item,
     last_item,
-    queries,  # [sequences, at least num_heads * head_dim]
+    queries,  # [tokens, at least num_heads * head_dim]
     keys,  # [blocks * num_kv_heads * block_size, head_dim]
     values,  # [blocks * num_kv_heads * block_size, head_dim]
     num_kv_heads,
     block_size,
-    block_ids,  # [blocks in use]
-    cu_blocks,  # [sequences + 1]
+    cu_seqlens,  # [sequences + 1]
     context_lens,  # [sequences]
+    blocks,  # [blocks in use]
+    cu_blocks,  # [sequences + 1]
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     scale,
     window,
-    out,  # [sequences, num_heads * head_dim]
+    out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items; return whether memory ran out.
+    """Write the attention of some items, ordered by key head; return whether memory ran out.
 
     An item is one key head of one sequence. The context of a sequence without keys is NaN.
     """
+    sequences = len(context_lens)
     head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
     width = (head_dim + LANES - 1) // LANES * LANES
     columns = _RUNS * _run_length(block_size)
-    # rows of a width that is not whole vectors are copied, with zeros behind them
-    is_whole = width == head_dim
-    copied_rows = 0 if is_whole else block_size
-    head_bytes = aligned(4 * group * width)
-    copied_bytes = aligned(keys.itemsize * copied_rows * width)
-    score_bytes = aligned(4 * group * columns)
-    memory = new_memory(
-        score_bytes + 2 * head_bytes + 2 * copied_bytes + 4 * group * LANES + aligned(4 * group)
-    )
+    copied_rows = 0 if width == head_dim else block_size
+    # of sequences with several new tokens
+    longest = 0
+    for item in range(first_item, last_item):
+        sequence = item % sequences
+        if cu_seqlens[sequence + 1] - cu_seqlens[sequence] > 1:
+            longest = max(longest, context_lens[sequence])
+    token_bytes = _token_bytes(group, width, columns, copied_rows, keys.itemsize)[0]
+    memory = new_memory(token_bytes + attention_bytes(longest, width, True, False))
     if memory == 0:
         return 1
-    no_bias = fp32_matrix(memory, 1, 0)
-    scores = fp32_matrix(memory, group, columns)
-    place = memory + score_bytes
-    query = fp32_matrix(place, group, width)
-    context = fp32_matrix(place + head_bytes, group, width)
-    place += 2 * head_bytes
-    clear(place, 2 * copied_bytes)
-    key_rows = matrix_like(keys, place, copied_rows, width)
-    value_rows = matrix_like(values, place + copied_bytes, copied_rows, width)
-    place += 2 * copied_bytes
-    totals = fp32_matrix(place, group, LANES)
-    top = fp32_vector(place + 4 * group * LANES, group)
-    state = query, context, totals, top
+    of_token = _token_views(memory, keys, group, width, columns, copied_rows)
+    views = attention_views(memory + token_bytes, longest, width, True, False)
     for item in range(first_item, last_item):
-        sequence, kv_head = item // num_kv_heads, item % num_kv_heads
-        first_head, length = kv_head * group, context_lens[sequence]
-        begin = max(0, length - window) if window else 0
-        _begin(queries, sequence, first_head * head_dim, head_dim, scale, state)
-        for block in range(begin // block_size, (length + block_size - 1) // block_size):
-            position = max(begin, block * block_size)
-            count = min(length, (block + 1) * block_size) - position
-            block_id = np.int64(block_ids[cu_blocks[sequence] + block])
-            first = (block_id * num_kv_heads + kv_head) * block_size + position % block_size
-            block_keys, block_values = keys, values
-            if not is_whole:
-                for i in range(count):
-                    _copy_row(keys, first + i, 0, head_dim, key_rows, i)
-                    _copy_row(values, first + i, 0, head_dim, value_rows, i)
-                block_keys, block_values, first = key_rows, value_rows, 0
-            _attend_keys(
-                block_keys,
-                block_values,
-                first,
-                count,
+        kv_head, sequence = item // sequences, item % sequences
+        start, length = cu_seqlens[sequence], context_lens[sequence]
+        count, first_block = cu_seqlens[sequence + 1] - start, cu_blocks[sequence]
+        if count == 1:
+            _attend_token(
+                start,
+                length,
+                queries,
+                keys,
+                values,
+                blocks,
+                first_block,
+                kv_head,
+                num_kv_heads,
+                block_size,
                 bias,
-                first_head,
-                position - (length - 1),
-                scores,
-                no_bias,
-                state,
+                scale,
+                window,
+                out,
+                of_token,
             )
-        for member in range(group):
-            column = (first_head + member) * head_dim
-            total = sum_of(load(totals, member, 0))
-            write_context(context, member, total, out, sequence, column, head_dim)
+        elif count > 1:
+            _copy_context(
+                length,
+                keys,
+                values,
+                blocks,
+                first_block,
+                kv_head,
+                num_kv_heads,
+                block_size,
+                scale,
+                views[2],
+            )
+            attend_queries(
+                queries,
+                start,
+                length - count,
+                length,
+                length,
+                kv_head * group,
+                group,
+                head_dim,
+                bias,
+                True,
+                window,
+                out,
+                None,
+                views,
+            )
     free_memory(memory)
     return 0
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from varlen.execution.cpu.all_cores import LoneCores
 from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size
-from varlen.program.program import Op, PackedBatch, Program, State, Value
+from varlen.program.program import PackedBatch, Program, State, Value
 from varlen_kernels import cpu
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.threads import usable_cores
@@ -31,8 +31,6 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 # Numbers of units and parts that a table keeps.
 _MOST_WORK = 1 << 14
-# An op that reads one token of each sequence, and the place of the bounds of sequences among its operands.
-_SINGLE_TOKENS = {"attention_paged": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +103,7 @@ class CompiledProgram:
         first += len(program.buffers)
         self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
         self._sizes = list(dict.fromkeys(_sizes_of(self._calls)))
-        # of ops that need them: the bounds of sequences of one token, and these tokens
-        self._conditions = list(dict.fromkeys(filter(None, map(_condition, program.ops))))
-        self._tables: dict[frozenset[tuple[Size, Size]], _Table] = {}
+        self._table = self._new_table(self._calls)
 
     @property
     def has_products(self) -> bool:
@@ -137,10 +133,9 @@ class CompiledProgram:
         cores = usable_cores() if lone is None else lone.count
         stay = ALWAYS if lone is None else lone.share.byte
         outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
-        table = self._table(dims)
-        rows = self._filled(table, batch, region, outputs, cores)
+        rows = self._filled(batch, region, outputs, cores)
         tensors: list[Any] | None = None
-        for stretch in table.stretches:
+        for stretch in self._table.stretches:
             if isinstance(stretch, tuple):
                 gained = run_calls(rows[stretch[0] : stretch[1]], cores, stay)
                 if lone is not None and cores > 1:
@@ -153,7 +148,6 @@ class CompiledProgram:
 
     def _filled(
         self,
-        table: _Table,
         batch: PackedBatch,
         region: Region,
         outputs: Sequence[Tensor],
@@ -162,7 +156,7 @@ class CompiledProgram:
         """Return the table of a run."""
         from varlen_kernels.cpu.calls import PARTS, UNITS
 
-        begin, dims = region.memory.data_ptr(), batch.dims
+        table, begin, dims = self._table, region.memory.data_ptr(), batch.dims
         addresses = [
             *(batch.inputs[value.name].data_ptr() for value in self._program.inputs),
             *(self._states[state.name].data_ptr() for state in self._program.states),
@@ -178,20 +172,6 @@ class CompiledProgram:
             flat[places] = np.array(values, np.int64)[numbers]
         rows[:, UNITS : PARTS + 1] = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
         return rows
-
-    def _table(self, dims: Dims) -> _Table:
-        """Return the table of a batch: which ops are compiled depends on its sequences."""
-        missing = {
-            (bounds, tokens)
-            for bounds, tokens in self._conditions
-            if bounds.at(dims) - 1 != tokens.at(dims)
-        }
-        key = frozenset(missing)
-        if key not in self._tables:
-            ops = self._program.ops
-            calls = [call for call in self._calls if _condition(ops[call.op]) not in missing]
-            self._tables[key] = self._new_table(calls)
-        return self._tables[key]
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:
         from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, bits
@@ -275,18 +255,6 @@ def _given(rule: CallRule, operands: Sequence[Any]) -> list[Tensor | Value | Sta
         rule.as_read(i, each).contiguous() if isinstance(each, Tensor) else each
         for i, each in enumerate(rule.of_operands(operands))
     ]
-
-
-def _condition(op: Op) -> tuple[Size, Size] | None:
-    """Return the numbers of bounds and of tokens, where sequences must have one token."""
-    place = _SINGLE_TOKENS.get(op.kernel)
-    if place is None:
-        return None
-    bounds, queries = op.operands[place], op.operands[0]
-    assert isinstance(bounds, Value)
-    assert isinstance(queries, Value)
-    sizes = bounds.shape[0], queries.shape[0]
-    return tuple([Size(each) if isinstance(each, int) else each for each in sizes])  # type: ignore[return-value]
 
 
 def _work(
