@@ -218,8 +218,9 @@ class StepRunner:
         if not len(copies):
             return
         sources, destinations = torch.tensor(np.array(copies).T, device=self.device)
-        for cache in self._caches.values():
-            if self.device.type == "cpu":
-                copy_blocks(cache, sources, destinations)
-            else:
+        caches = list(self._caches.values())
+        if self.device.type == "cpu":
+            copy_blocks(caches, sources, destinations)
+        else:
+            for cache in caches:
                 cache[destinations] = cache[sources]

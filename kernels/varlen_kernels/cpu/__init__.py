@@ -5,6 +5,8 @@
 Names and signatures match `reference`, which specifies each op.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -156,23 +158,23 @@ def attention_varlen(
     return out
 
 
-def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copy KV blocks of a cache, one after another.
+def copy_blocks(caches: Sequence[Tensor], sources: Tensor, destinations: Tensor) -> None:
+    """Copy KV blocks of caches of one shape and dtype, one after another.
 
     Args:
-        cache: `[blocks, num_kv_heads, block_size, head_dim]`, contiguous.
+        caches: `[blocks, num_kv_heads, block_size, head_dim]` each, contiguous.
         sources, destinations: `[copies]` int64, block ids.
     """
-    if not has_compiled_ops() or cache.dtype not in _COMPILED_DTYPES:
+    if not has_compiled_ops():
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-            cache[destination] = cache[source]
+            for cache in caches:
+                cache[destination] = cache[source]
         return
-    from varlen_kernels.cpu.calls import call
+    from varlen_kernels.cpu.calls import call_each
 
-    _, num_kv_heads, block_size, head_dim = cache.shape
-    entry = "copy_blocks" if cache.dtype == torch.float32 else "copy_blocks_bf16"
-    rows = num_kv_heads * block_size
-    call(entry, (cache, sources, destinations), (rows, head_dim), units=1)
+    block_bytes = caches[0][0].numel() * caches[0].itemsize
+    arguments = [(cache, sources, destinations) for cache in caches]
+    call_each("copy_blocks", arguments, (block_bytes,), units=1)
 
 
 def append_kv(

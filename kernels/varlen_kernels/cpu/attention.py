@@ -187,7 +187,7 @@ def attend_queries(
     distances,
     views,
 ):
-    """Write the attention of the queries of a key head, whose keys and values are copied.
+    """Write the attention of a key head, whose keys and values are copied.
 
     Args:
         start: row of the first query.

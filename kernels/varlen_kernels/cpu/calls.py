@@ -7,7 +7,7 @@ for parts that another one has begun, so a thread whose core is taken delays the
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
 from threading import get_ident
@@ -109,15 +109,32 @@ def call(
     Raises:
         MemoryError: see `run_calls`.
     """
+    arguments = [tensors]
+    call_each(entry, arguments, constants, units=units, multiplications=multiplications)
+
+
+def call_each(
+    entry: str,
+    arguments: Sequence[Sequence[Tensor | None]],
+    constants: Sequence[float] = (),
+    *,
+    units: int,
+    multiplications: float = 0,
+) -> None:
+    """Run one compiled function once for each of several groups of tensors; see `call`."""
     # they live until the end of the call
-    held = [None if each is None else each.contiguous() for each in tensors]
-    row = [address_of(entry), units, 1]
-    for tensor in held:
-        row += (0 if tensor is None else tensor.data_ptr(), *extent(tensor))
-    row += map(bits, constants)
+    held = [[each if each is None else each.contiguous() for each in group] for group in arguments]
     cores = usable_cores() if multiplications >= _LEAST_SHARED_CALL else 1
-    row[PARTS] = parts_of(units, multiplications, cores)
-    run_calls(np.array([row], np.int64), cores)
+    head = [address_of(entry), units, parts_of(units, multiplications, cores)]
+    last = [bits(each) for each in constants]
+    rows = [[*head, *_numbers_of(group), *last] for group in held]
+    run_calls(np.array(rows, np.int64), cores)
+
+
+def _numbers_of(tensors: Sequence[Tensor | None]) -> Iterator[int]:
+    for tensor in tensors:
+        yield 0 if tensor is None else tensor.data_ptr()
+        yield from extent(tensor)
 
 
 def extent(tensor: Tensor | None) -> tuple[int, int]:

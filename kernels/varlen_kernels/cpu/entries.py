@@ -339,22 +339,14 @@ def _attend_blocks(view: Any) -> Entry:
     return attend
 
 
-def _copy_blocks(view: Any) -> Entry:
-    # cache, sources, destinations; rows of a block, head_dim; there is one unit: copies are made in order
-    cache = _cache_of(view)
-
-    @inlined
-    def copy(arguments, first, last):
-        if first < last:
-            copy_some_blocks(
-                cache(arguments, 0, _number(arguments, 10)),
-                _long_ids(arguments, 1),
-                _long_ids(arguments, 2),
-                _number(arguments, 9),
-            )
-        return 0
-
-    return copy
+@inlined
+def _copy_blocks(arguments, first, last):
+    # cache, sources, destinations; bytes of a block; there is one unit: copies are made in order
+    if first < last:
+        block_bytes = _number(arguments, 9)
+        ids = _long_ids(arguments, 1), _long_ids(arguments, 2)
+        copy_some_blocks(_address(arguments, 0), ids[0], ids[1], block_bytes)
+    return 0
 
 
 def _attend(view: Any) -> Entry:
@@ -495,7 +487,6 @@ _IN_BOTH_DTYPES: Mapping[str, Callable[[Any], Entry]] = {
     "gather": _gather,
     "append": _append,
     "attend_blocks": _attend_blocks,
-    "copy_blocks": _copy_blocks,
     "attend": _attend,
     "attend_distances": _attend_distances,
     "rotate": _rotate,
@@ -506,6 +497,7 @@ MAKERS: Mapping[str, Callable[[], Entry]] = {
     **{f"{name}_bf16": partial(make, bf16_matrix) for name, make in _IN_BOTH_DTYPES.items()},
     "multiply_int8": partial(_multiply_codes, int8_matrix),
     "multiply_int4": partial(_multiply_codes, uint8_matrix),
+    "copy_blocks": lambda: _copy_blocks,
     "quantize": lambda: _quantize,
     "dequantize": partial(_dequantize, fp32_matrix),
     "dequantize_int32": partial(_dequantize, int32_matrix),

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numba.extending
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.np import arrayobj
 
 _SIZE = ir.IntType(64)
@@ -129,3 +129,17 @@ def clear(address, size):
     memory = uint8_vector(address, size)
     for i in range(size):
         memory[i] = 0
+
+
+@numba.extending.intrinsic
+def copy_bytes(_context, _destination, _source, _size):
+    """Copy bytes between two addresses, which do not overlap."""
+
+    def generate(context: Any, builder: Any, _declared: Any, values: Any) -> Any:
+        destination, source, size = values
+        pointer = ir.IntType(8).as_pointer()
+        both = (builder.inttoptr(each, pointer) for each in (destination, source))
+        cgutils.raw_memcpy(builder, *both, size, 1)
+        return context.get_dummy_value()
+
+    return types.none(*[_NUMBER] * 3), generate

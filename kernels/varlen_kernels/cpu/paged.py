@@ -29,6 +29,7 @@ from varlen_kernels.cpu.lanes import (
 from varlen_kernels.cpu.native import (
     aligned,
     clear,
+    copy_bytes,
     fp32_matrix,
     fp32_vector,
     free_memory,
@@ -453,13 +454,13 @@ def append_rows(
 
 @inlined
 def copy_some_blocks(
-    cache,  # [blocks * rows of a block, numbers of a row]
+    cache,
     sources,  # [copies]
     destinations,  # [copies]
-    rows,
+    block_bytes,
 ):
-    """Copy blocks, one after another."""
+    """Copy blocks of the cache at an address, one after another."""
     for i in range(len(sources)):
-        for row in range(rows):
-            source, destination = sources[i] * rows + row, destinations[i] * rows + row
-            _copy_row(cache, source, 0, cache.shape[1], cache, destination)
+        if sources[i] != destinations[i]:
+            place = cache + destinations[i] * block_bytes
+            copy_bytes(place, cache + sources[i] * block_bytes, block_bytes)

@@ -166,13 +166,15 @@ def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype,
 
 @DTYPES
 def test_blocks_are_copied_in_order_and_nothing_else_changes(dtype):
-    cache = rand(6, 2, 3, 4, dtype=dtype)
-    expected = cache.clone()
+    caches = [rand(6, 2, 3, 5, dtype=dtype, seed=seed) for seed in (1, 2)]
+    expected = [cache.clone() for cache in caches]
     # block 5 is copied again after it was written
     pairs = [(0, 5), (2, 1), (5, 3)]
     for source, destination in pairs:
-        expected[destination] = expected[source]
+        for cache in expected:
+            cache[destination] = cache[source]
 
-    cpu.copy_blocks(cache, *torch.tensor(pairs).T)
+    cpu.copy_blocks(caches, *torch.tensor(pairs).T)
 
-    torch.testing.assert_close(cache, expected, rtol=0, atol=0)
+    for actual, right in zip(caches, expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=0, atol=0)

@@ -84,7 +84,7 @@ def test_blocks_are_copied_in_order(without_code):
     expected = cache.clone()
     expected[5], expected[3] = cache[0], cache[0]
 
-    cpu.copy_blocks(cache, torch.tensor([0, 5]), torch.tensor([5, 3]))
+    cpu.copy_blocks([cache], torch.tensor([0, 5]), torch.tensor([5, 3]))
 
     assert torch.equal(cache, expected)
 

@@ -82,7 +82,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
 
     def fork() -> None:
         for layer in blocks:
-            cpu.copy_blocks(layer, copied, rows + copied)
+            cpu.copy_blocks([layer], copied, rows + copied)
 
     def step() -> Tensor:
         return cpu.beam_step(logits, scores, width=_WIDTH).scores
