@@ -28,6 +28,7 @@ NEEDED = (
     "sortedcontainers",
     "jinja2",
     "llguidance",
+    "llvmlite",
     "numba",
 )
 
