@@ -1,4 +1,4 @@
-"""Runs the engine's batches: one thread and one runner per slot."""
+"""Runs the engine's batches: in the engine's thread, or one thread and one runner per slot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BatchRunner(CheckedRunner, Protocol):
 
 
 class ModelExecutor(Executor, Protocol):
-    """Runs the batches of one model, in threads of its own."""
+    """Runs the batches of one model."""
 
     def close(self) -> bool:
         """Run what was started and stop the threads; return whether the device is idle."""
@@ -59,6 +59,32 @@ class _Started:
     batch: Batch
     completed: Completed
     cores: Cores = "one"
+
+
+class InlineExecutor:
+    """Runs each batch in the thread that starts it: no other thread has to wake up.
+
+    It is for one runner whose batches are short, since that thread does nothing else meanwhile.
+
+    Attributes:
+        slots: 1.
+    """
+
+    def __init__(self, runner: BatchRunner) -> None:
+        self.slots = 1
+        self._runner = runner
+
+    def start(self, batch: Batch, completed: Completed) -> None:
+        """Run a batch, and call `completed` with the result."""
+        completed(batch, result_of(self._runner, batch, partial(self._runner.run_batch, batch)))
+
+    def free_at(self) -> float:
+        """Return minus infinity: a batch that is started runs."""
+        return -math.inf
+
+    def close(self) -> bool:
+        """Return True: no batch runs."""
+        return True
 
 
 class ThreadExecutor:

@@ -19,7 +19,7 @@ from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
-from varlen.execution.executor import ModelExecutor, ThreadExecutor
+from varlen.execution.executor import InlineExecutor, ModelExecutor, ThreadExecutor
 from varlen.execution.model_info import StepInfo
 from varlen.execution.step_model import StepModel
 from varlen.execution.workers.step_models import load_step_model
@@ -111,9 +111,10 @@ class GenerationService(RunningModel):
                 template.check()
             # nothing fails from here on
             opened.pop_all()
-        executor: ModelExecutor = ThreadExecutor([runner])
+        executor: ModelExecutor = InlineExecutor(runner)
         if info.device == "cuda":
-            executor = with_timeout(executor, config.device_timeout_seconds)
+            # a step that hangs must not stop the engine
+            executor = with_timeout(ThreadExecutor([runner]), config.device_timeout_seconds)
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
         )

@@ -1,4 +1,4 @@
-"""The executor: each runner has a thread, and each batch completes with a result."""
+"""Executors: each batch completes with a result, in another thread or at once."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ import pytest
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.core_share import CoreShare
-from varlen.execution.executor import ThreadExecutor
+from varlen.execution.executor import InlineExecutor, ThreadExecutor
 from varlen.scheduling.sequence import Batch, RequestState
 
 from ..requests import request_of
@@ -50,13 +50,14 @@ def batch_of(*lengths, normalize=False):
     return Batch(state.sequences, BatchShape.of(lengths), 1.0, "")
 
 
-@pytest.fixture
-def run():
+@pytest.fixture(params=["threads", "inline"])
+def run(request):
     """Return a function that runs batches and returns their results in the order of completion."""
     executors = []
 
     def run(*batches, runners):
-        executor = ThreadExecutor(runners)
+        is_inline = request.param == "inline" and len(runners) == 1
+        executor = InlineExecutor(*runners) if is_inline else ThreadExecutor(runners)
         executors.append(executor)
         assert executor.slots == len(runners)
         done = SimpleQueue()
@@ -153,6 +154,14 @@ def test_too_few_outputs_are_an_error(run):
 
     assert result.failure == "batch"
     assert result.outputs == []
+
+
+def test_a_batch_that_runs_inline_has_completed_when_it_was_started():
+    done = []
+
+    InlineExecutor(FakeRunner()).start(batch_of(1), lambda *completed: done.append(completed))
+
+    assert len(done) == 1
 
 
 def test_close_waits_for_what_runs():
