@@ -1,4 +1,4 @@
-"""Runs the engine's batches: in the engine's thread, or one thread and one runner per slot."""
+"""Runs the engine's batches: in its own thread, or in one for each runner."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Started:
 
 
 class InlineExecutor:
-    """Runs each batch in the thread that starts it: no other thread has to wake up.
+    """Runs each batch in the thread that starts it, so none has to wake up.
 
     It is for one runner whose batches are short, since that thread does nothing else meanwhile.
 

@@ -163,7 +163,10 @@ def copy_blocks(caches: Sequence[Tensor], sources: Tensor, destinations: Tensor)
 
     Args:
         caches: `[blocks, num_kv_heads, block_size, head_dim]` each, contiguous.
-        sources, destinations: `[copies]` int64, block ids.
+        sources, destinations: `[copies]`, block ids.
+
+    Raises:
+        ValueError: the caches differ, or are not contiguous.
     """
     if not has_compiled_ops():
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
@@ -172,9 +175,13 @@ def copy_blocks(caches: Sequence[Tensor], sources: Tensor, destinations: Tensor)
         return
     from varlen_kernels.cpu.calls import call_each
 
-    block_bytes = caches[0][0].numel() * caches[0].itemsize
-    arguments = [(cache, sources, destinations) for cache in caches]
-    call_each("copy_blocks", arguments, (block_bytes,), units=1)
+    first = caches[0]
+    if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in caches):
+        raise ValueError("caches must have one shape and dtype")
+    if not all(each.is_contiguous() for each in caches):
+        raise ValueError("caches must be contiguous")
+    groups = [(cache, sources.long(), destinations.long()) for cache in caches]
+    call_each("copy_blocks", groups, (first[0].numel() * first.itemsize,), units=1)
 
 
 def append_kv(
@@ -187,7 +194,7 @@ def append_kv(
     num_kv_heads: int,
 ) -> None:
     """Write keys and values into the caches, see `reference.append_kv`."""
-    if not _reads_blocks(qkv, key_cache):
+    if not _reads_blocks(qkv, key_cache, value_cache):
         reference.append_kv(
             qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
@@ -217,7 +224,7 @@ def attention_paged(
 ) -> Tensor:
     """Return the attention over KV blocks, see `reference.attention_paged`."""
     tables = cu_seqlens, context_lens, block_ids, cu_blocks
-    if not _reads_blocks(qkv, key_cache):
+    if not _reads_blocks(qkv, key_cache, value_cache):
         return reference.attention_paged(
             qkv,
             key_cache,
@@ -263,9 +270,14 @@ def sample_tokens(
 
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
     tokens = torch.empty(len(logits), dtype=torch.int32)
-    limits = temperature, top_k, top_p, min_p, uniform
-    numbers = _OF_SAMPLED_LOGIT * logits.numel()
-    call("sample", (logits, *limits, tokens), units=len(logits), multiplications=numbers)
+    call(
+        "sample",
+        (logits, temperature, top_k, top_p, min_p, uniform),
+        [tokens],
+        dtypes="ffiffei",
+        units=len(logits),
+        multiplications=_OF_SAMPLED_LOGIT * logits.numel(),
+    )
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -291,7 +303,9 @@ def beam_step(
     bounds, tokens, factors = _edits_of_rows(edits, len(logits))
     call(
         "step_beams",
-        (logits.float(), scores, finished, bounds, tokens, factors, *out),
+        (logits.float(), scores, finished, bounds, tokens, factors),
+        out,
+        dtypes="ff?lifiif",
         units=len(scores),
         multiplications=_OF_SEARCHED_LOGIT * logits.numel(),
     )
@@ -317,6 +331,7 @@ def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
     return is_slow and x.dtype in _COMPILED_DTYPES and has_compiled_ops()
 
 
-def _reads_blocks(qkv: Tensor, key_cache: Tensor) -> bool:
-    """Return whether the compiled ops of KV blocks take these dtypes."""
-    return qkv.dtype == key_cache.dtype and qkv.dtype in _COMPILED_DTYPES and has_compiled_ops()
+def _reads_blocks(qkv: Tensor, *caches: Tensor) -> bool:
+    """Return whether the compiled ops of KV blocks take these tensors."""
+    are_fit = all(each.dtype == qkv.dtype and each.is_contiguous() for each in caches)
+    return are_fit and qkv.dtype in _COMPILED_DTYPES and has_compiled_ops()

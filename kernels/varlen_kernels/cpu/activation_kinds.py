@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from varlen_kernels import Activation
 
 NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU = range(5)
-ACTIVATIONS: Mapping[Activation | None, int] = {
-    None: NO_ACTIVATION,
+ACTIVATIONS: Mapping[Activation, int] = {
     "gelu": GELU,
     "gelu_tanh": GELU_TANH,
     "silu": SILU,

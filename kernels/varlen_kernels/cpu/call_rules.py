@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.activation_kinds import ACTIVATIONS, NO_ACTIVATION
+from varlen_kernels.cpu.calls import DTYPES
 from varlen_kernels.cpu.panel_layout import BLOCK
 
 # Rows and columns of a tensor: axes after the first count as one.
@@ -20,13 +21,6 @@ Shapes: TypeAlias = Sequence[tuple[Any, ...]]
 # The dtype of a model, the same for all of its tensors in a call: a function for each has a name of its own.
 _OF_MODEL = "d"
 _SUFFIXES: Mapping[torch.dtype, str] = {torch.float32: "", torch.bfloat16: "_bf16"}
-_DTYPES: Mapping[str, torch.dtype] = {
-    "f": torch.float32,
-    "b": torch.int8,
-    "u": torch.uint8,
-    "i": torch.int32,
-    "l": torch.int64,
-}
 
 # Multiplications that take as long as one number of a norm, an activation or a copy.
 _OF_NUMBER = 32
@@ -53,7 +47,7 @@ class CallRule(NamedTuple):
         entry: name of the function in `entries`.
         tensors: places, among the op's operands and results, of the tensors that the function gets; None for a tensor
             that it does without. Each element of a tuple has a place of its own.
-        dtypes: their dtypes, a letter of `_DTYPES` each, or `_OF_MODEL`.
+        dtypes: their dtypes, a letter of `DTYPES` each, or `_OF_MODEL`.
         work: the work, given the extents of these tensors and the constants.
         constants: numbers that it gets after the tensors, given the op's attributes and the shapes of operands and
             results, in which a number stands by itself.
@@ -88,7 +82,7 @@ class CallRule(NamedTuple):
         pairs = list(zip(self.dtypes, dtypes, strict=True))
         of_model = {dtype for letter, dtype in pairs if letter == _OF_MODEL and dtype is not None}
         others = [
-            dtype is None or dtype == _DTYPES[letter]
+            dtype is None or dtype == DTYPES[letter]
             for letter, dtype in pairs
             if letter != _OF_MODEL
         ]
@@ -116,6 +110,13 @@ def flat(operands: Sequence[Any]) -> Iterator[Any]:
             yield from operand
         else:
             yield operand
+
+
+def shape_of(operand: Any) -> tuple[Any, ...]:
+    """Return the shape of an operand; a number by itself, nothing for none."""
+    if operand is None:
+        return ()
+    return (operand,) if isinstance(operand, int) else tuple(operand.shape)
 
 
 def _rows(extents: Sequence[Extent], _: Sequence[float]) -> Work:

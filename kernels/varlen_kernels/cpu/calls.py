@@ -7,7 +7,8 @@ for parts that another one has begun, so a thread whose core is taken delays the
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from threading import get_ident
@@ -15,10 +16,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.machine_code import address_of
-from varlen_kernels.cpu.threads import HELP_SECONDS, run_along, usable_cores
+from varlen_kernels.cpu.threads import HELP_SECONDS, add_gain, run_along, usable_cores
 
 Table: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -26,6 +28,17 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 # Columns of a table: the address of a function, its number of units, the number of parts that threads take, and its
 # arguments.
 FUNCTION, UNITS, PARTS, ARGUMENTS = range(4)
+
+# Of tensors, by letter.
+DTYPES: Mapping[str, torch.dtype] = {
+    "f": torch.float32,
+    "e": torch.float64,
+    "?": torch.bool,
+    "b": torch.int8,
+    "u": torch.uint8,
+    "i": torch.int32,
+    "l": torch.int64,
+}
 
 # No byte says that threads must leave.
 ALWAYS: Bytes = np.empty(0, np.uint8)
@@ -39,13 +52,14 @@ _PARTS = 4
 _NO_MEMORY = "too little memory for what an op computes with"
 
 
-def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS) -> float:
+def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS, held: object = None) -> float:
     """Run the functions of a table, one after another.
 
     Args:
         table: `[functions, ARGUMENTS + arguments]`; a thread may read it after this returns.
         cores: number of threads.
         stay: `[1]`, a byte that a thread may read after this returns: once it is 0, other threads take no more parts.
+        held: holds memory that the functions use, for as long as a thread may run them.
 
     Returns:
         Seconds that it ended sooner than on one core; negative where other work had a core.
@@ -62,8 +76,8 @@ def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS) -> float:
     counts, spent = np.zeros((rows + 1, 2), np.int64), np.zeros(4, np.int64)
     caller, began = get_ident(), time.perf_counter()
 
-    def take_parts() -> None:
-        # it holds the arrays: another thread may begin after the caller's has ended
+    def take_parts(_held: object = held) -> None:
+        # it holds the memory: another thread may begin after the caller's has ended
         is_caller = get_ident() == caller
         leave = 0 if is_caller or not len(stay) else stay.ctypes.data
         result = spent.ctypes.data if is_caller else 0
@@ -92,9 +106,11 @@ def prepare() -> None:
 
 def call(
     entry: str,
-    tensors: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    results: Sequence[Tensor],
     constants: Sequence[float] = (),
     *,
+    dtypes: str,
     units: int,
     multiplications: float = 0,
 ) -> None:
@@ -102,33 +118,59 @@ def call(
 
     Args:
         entry: its name in `entries`.
-        tensors, constants: its arguments. Tensors that it writes are contiguous.
+        operands, results: its tensors: those that it reads, then those that it writes.
+        constants: its constants.
+        dtypes: the dtype of each tensor, a letter of `DTYPES`.
         units: number of its units.
         multiplications: multiplications of all units, or as many as take the same time.
 
     Raises:
+        TypeError: a tensor has another dtype.
         MemoryError: see `run_calls`.
     """
-    arguments = [tensors]
-    call_each(entry, arguments, constants, units=units, multiplications=multiplications)
+    for tensor, letter in zip((*operands, *results), dtypes, strict=True):
+        if tensor.dtype != DTYPES[letter]:
+            raise TypeError(f"{entry} needs {DTYPES[letter]}, and got {tensor.dtype}")
+    with contiguous(results) as written:
+        groups = [(*operands, *written)]
+        call_each(entry, groups, constants, units=units, multiplications=multiplications)
+
+
+@contextmanager
+def contiguous(results: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield contiguous tensors to write results into, which are then copied where needed."""
+    written = [each.contiguous() for each in results]
+    yield written
+    for result, copy in zip(results, written, strict=True):
+        if copy is not result:
+            result.copy_(copy)
 
 
 def call_each(
     entry: str,
-    arguments: Sequence[Sequence[Tensor | None]],
+    groups: Sequence[Sequence[Tensor | None]],
     constants: Sequence[float] = (),
     *,
     units: int,
     multiplications: float = 0,
 ) -> None:
-    """Run one compiled function once for each of several groups of tensors; see `call`."""
-    # they live until the end of the call
-    held = [[each if each is None else each.contiguous() for each in group] for group in arguments]
+    """Run one compiled function once for each of several groups of tensors.
+
+    Args:
+        entry: its name in `entries`.
+        groups: tensors of the dtypes that it reads; those that it writes are contiguous.
+        constants, units, multiplications: see `call`; each group has as many.
+    """
+    held = [[each if each is None else each.contiguous() for each in group] for group in groups]
     cores = usable_cores() if multiplications >= _LEAST_SHARED_CALL else 1
-    head = [address_of(entry), units, parts_of(units, multiplications, cores)]
+    parts = parts_of(units, multiplications, cores)
     last = [bits(each) for each in constants]
-    rows = [[*head, *_numbers_of(group), *last] for group in held]
-    run_calls(np.array(rows, np.int64), cores)
+    rows = [[address_of(entry), units, parts, *_numbers_of(group), *last] for group in held]
+    # with one part there is nothing to share
+    cores = cores if parts > 1 else 1
+    gained = run_calls(np.array(rows, np.int64), cores, held=held)
+    if cores > 1:
+        add_gain(gained)
 
 
 def _numbers_of(tensors: Sequence[Tensor | None]) -> Iterator[int]:

@@ -22,7 +22,7 @@ def compile_all() -> None:
     """Compile all ops, and print how long it takes.
 
     Raises:
-        RuntimeError: nothing can be compiled here, and the log says why; or a process was ended.
+        RuntimeError: an op cannot be compiled or stored here.
     """
     began = time.perf_counter()
     if not has_compiled_ops():
@@ -33,7 +33,10 @@ def compile_all() -> None:
     count = min(usable_cores(), len(names))
     with ProcessPoolExecutor(count, get_context("fork")) as processes:
         for done in as_completed([processes.submit(_compile, name) for name in names]):
-            name, seconds = done.result()
+            try:
+                name, seconds = done.result()
+            except Exception as error:
+                raise RuntimeError(f"an op cannot be compiled: {error!r}") from error
             print(f"compiled {name} in {seconds:.1f} s", flush=True)
     print(f"compiled all ops of this CPU in {time.perf_counter() - began:.0f} s")
 

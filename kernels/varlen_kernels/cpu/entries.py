@@ -127,6 +127,7 @@ _fp32, _fp32_numbers, _fp32_row = (
     _row_of(fp32_matrix),
 )
 _fp64_numbers = _vector_of(fp64_vector)
+_codes, _id_rows, _bits = map(_matrix_of, (uint8_matrix, int32_matrix, uint32_matrix))
 _ids, _long_ids, _bytes = map(_vector_of, (int32_vector, int64_vector, uint8_vector))
 
 
@@ -187,7 +188,7 @@ def _quantize(arguments, first, last):
         _long_ids(arguments, 1),
         _number(arguments, 12),
         _number(arguments, 13),
-        uint8_matrix(_address(arguments, 2), _rows(arguments, 2), _columns(arguments, 2)),
+        _codes(arguments, 2),
         _fp32(arguments, 3),
     )
 
@@ -351,7 +352,7 @@ def _copy_blocks(arguments, first, last):
 
 def _attend(view: Any) -> Entry:
     # qkv, cu_seqlens, bias, key_lengths, out; heads, key heads, scale, causal, window; a unit is a key head of a
-    # sequence
+    # sequence, ordered by key head
     matrix = _matrix_of(view)
 
     @inlined
@@ -443,8 +444,8 @@ def _step_beams(arguments, first, last):
         _long_ids(arguments, 3),
         _ids(arguments, 4),
         _fp32_numbers(arguments, 5),
-        int32_matrix(_address(arguments, 6), _rows(arguments, 6), _columns(arguments, 6)),
-        int32_matrix(_address(arguments, 7), _rows(arguments, 7), _columns(arguments, 7)),
+        _id_rows(arguments, 6),
+        _id_rows(arguments, 7),
         _fp32(arguments, 8),
     )
 
@@ -456,7 +457,7 @@ def _sample(arguments, first, last):
         first,
         last,
         _fp32(arguments, 0),
-        uint32_matrix(_address(arguments, 0), _rows(arguments, 0), _columns(arguments, 0)),
+        _bits(arguments, 0),
         _fp32_numbers(arguments, 1),
         _ids(arguments, 2),
         _fp32_numbers(arguments, 3),

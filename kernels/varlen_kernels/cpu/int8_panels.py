@@ -88,7 +88,7 @@ def multiply_int8_units(
     first_unit,
     last_unit,
     x,  # [tokens, hidden]
-    panels,  # see int8_tile.pack_panels and pack_halves
+    panels,  # see int8_layout.pack_panels and pack_halves
     scale,  # [1, features]
     fp32_rows,  # [2 + OUTLIERS, features]
     outliers,  # [OUTLIERS], ascending

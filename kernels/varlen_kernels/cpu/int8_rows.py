@@ -5,11 +5,11 @@ Source: the specification is `reference.linear_int8.quantize_rows`.
 
 import numpy as np
 
+from varlen_kernels.cpu.epilogues import load_within
 from varlen_kernels.cpu.int8_tile import store_codes
 from varlen_kernels.cpu.lanes import (
     largest_of,
     load,
-    load_first,
     maximum,
     minimum,
     multiply_add,
@@ -51,13 +51,6 @@ def keep_columns(outliers, hidden, kept):
 
 
 @inlined
-def _load(x, token, column):
-    """Return a vector of a token; zeros past its end."""
-    count = x.shape[1] - column
-    return load(x, token, column) if count >= LANES else load_first(x, token, column, count)
-
-
-@inlined
 def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_row):
     """Write the codes and factors of a token; NaN if it is not finite.
 
@@ -77,7 +70,7 @@ def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_ro
     total = zero
     lows, highs = splat(_LARGEST), splat(-_LARGEST)
     for column in range(0, hidden, LANES):
-        value, weight = _load(x, token, column), load(kept, 0, column)
+        value, weight = load_within(x, token, column), load(kept, 0, column)
         total = multiply_add(value, zero, total)
         lows = minimum(select_greater(weight, zero, value, splat(_LARGEST)), lows)
         highs = maximum(select_greater(weight, zero, value, splat(-_LARGEST)), highs)
@@ -86,7 +79,7 @@ def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_ro
         scale = max((largest_of(highs) - low) / np.float32(levels), _SMALLEST_SCALE)
         inverse = _ONE / scale
         for column in range(0, hidden, LANES):
-            value = _load(x, token, column) - splat(low)
+            value = load_within(x, token, column) - splat(low)
             # not one multiply_add: codes equal the reference, bit by bit
             store_codes(codes, to_row, column, value * splat(inverse) + splat(_HALF), lowest)
     else:

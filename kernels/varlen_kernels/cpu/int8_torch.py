@@ -65,7 +65,8 @@ def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple
     codes = memory[: x.numel()].view(x.shape)
     factors = torch.empty(len(x), FACTORS)
     lowest = LOWEST_SIGNED if signed else 0
-    call("quantize", (x, outliers, codes, factors), (levels, lowest), units=len(x))
+    operands, results = (x, outliers), (codes, factors)
+    call("quantize", operands, results, (levels, lowest), dtypes="fluf", units=len(x))
     return codes.view(torch.int8) if signed else codes, factors
 
 
@@ -73,8 +74,10 @@ def _dequantize(sums: Tensor, factors: Tensor, layer: Int8Weight, out: Tensor | 
     """Return the values of sums of codes, `[tokens, features]` fp32."""
     if out is None:
         out = torch.empty(sums.shape)
-    entry = "dequantize_int32" if sums.dtype == torch.int32 else "dequantize"
-    call(entry, (sums, factors, layer.scale, layer.fp32_rows, out), units=len(sums))
+    is_whole = sums.dtype == torch.int32
+    entry, dtypes = ("dequantize_int32", "iffff") if is_whole else ("dequantize", "fffff")
+    operands = sums, factors, layer.scale, layer.fp32_rows
+    call(entry, operands, [out], dtypes=dtypes, units=len(sums))
     return out
 
 

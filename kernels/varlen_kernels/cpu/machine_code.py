@@ -68,13 +68,13 @@ def code_folder() -> Path:
     It is beside this file or, where that is not writable, in the user's cache. NUMBA_CACHE_DIR names another one.
     """
     named = os.environ.get("NUMBA_CACHE_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     beside = _FOLDER / "__pycache__"
     if named:
         folder = Path(named)
     elif os.access(beside if beside.exists() else _FOLDER, os.W_OK):
         folder = beside
     else:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "varlen" / "code"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -127,7 +127,10 @@ def _compile_once(name: str) -> bytes:
         code = _stored(name)
         if code is None:
             code = _compile(name)
-            _store(name, code)
+            try:
+                _store(name, code)
+            except OSError as error:
+                _log.warning("compiled code cannot be stored, so each start compiles: %r", error)
         return code
 
 
@@ -135,6 +138,9 @@ def _compile(name: str) -> bytes:
     numba: Any = import_module("numba")
     int64 = numba.types.int64
     function = import_module("varlen_kernels.cpu.entries").MAKERS[name]().py_func
+    # sources may have changed since this process began: what it has imported is what it is stored under
+    if code_hash.__wrapped__() != code_hash():
+        raise RuntimeError("the sources of compiled code have changed: start the process again")
     arguments = [int64] * function.__code__.co_argcount
     # a part of what numba wraps around it, which then has no error to report
     options = {"forceinline": True, "_nrt": False, "error_model": "numpy"}
@@ -149,21 +155,23 @@ def _compile(name: str) -> bytes:
 
 
 def _store(name: str, code: bytes) -> None:
+    """Store the code of a function, for which this process holds the lock."""
     path = file_of(name)
+    # of processes that were ended while they wrote
+    unfinished = list(path.parent.glob(f".{name}-*"))
     with _new_file(path) as file:
         file.write(hashlib.sha256(code).digest() + code)
-    # of older sources
     others = [each for each in path.parent.glob(f"{name}-*.o") if each != path]
     with suppress(OSError):
         others.sort(key=lambda each: each.stat().st_mtime)
-        for each in others[: -_KEPT or None]:
+        for each in [*unfinished, *others[:-_KEPT]]:
             each.unlink()
 
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Any]:
     """Yield a file that takes the place of a path once it is complete."""
-    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             # as numba and Python do, for other users of the folder
@@ -202,8 +210,6 @@ def _load(name: str, code: bytes) -> int:
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     address: int = engine.get_function_address(_symbol(name))
-    if not address:
-        raise RuntimeError(f"the code of {name} cannot be loaded")
     return address
 
 

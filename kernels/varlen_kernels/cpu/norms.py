@@ -27,7 +27,6 @@ def _divide_by_root_mean_square(matrix, row, weight, eps, out):
         store_within(out, row, column, scaled * load_within(weight, 0, column))
 
 
-# a row without variance divides by zero where eps is 0, which gives NaN
 @inlined
 def norm_some_rows(
     first,

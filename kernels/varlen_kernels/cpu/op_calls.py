@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from varlen_kernels.cpu.call_rules import flat, rules_of
-from varlen_kernels.cpu.calls import call, extent
+from varlen_kernels.cpu.call_rules import flat, rules_of, shape_of
+from varlen_kernels.cpu.calls import call_each, contiguous, extent
 
 
 def run_op(
@@ -23,25 +23,14 @@ def run_op(
     Raises:
         TypeError: it has no compiled function for tensors of these dtypes.
     """
-    written = [each.contiguous() for each in results]
-    tensors = [*flat(operands), *written]
-    shapes = [_shape(each) for each in tensors]
-    for rule in rules_of(kernel, operands):
-        given = rule.of_operands(tensors)
-        entry = rule.entry_for([None if each is None else each.dtype for each in given])
-        if entry is None:
-            raise TypeError(f"{kernel} has no compiled function for these dtypes")
-        constants = rule.constants(attributes, shapes)
-        work = rule.work([extent(each) for each in given], constants)
-        call(entry, given, constants, units=work.units, multiplications=work.multiplications)
-    for result, copy in zip(results, written, strict=True):
-        if copy is not result:
-            # not contiguous
-            result.copy_(copy)
-
-
-def _shape(operand: Tensor | int | None) -> tuple[int, ...]:
-    """Return the shape of an operand; a number by itself, nothing for none."""
-    if operand is None:
-        return ()
-    return (operand,) if isinstance(operand, int) else tuple(operand.shape)
+    with contiguous(results) as written:
+        tensors = [*flat(operands), *written]
+        shapes = [shape_of(each) for each in tensors]
+        for rule in rules_of(kernel, operands):
+            given = rule.of_operands(tensors)
+            entry = rule.entry_for([None if each is None else each.dtype for each in given])
+            if entry is None:
+                raise TypeError(f"{kernel} has no compiled function for these dtypes")
+            constants = rule.constants(attributes, shapes)
+            units, multiplications = rule.work([extent(each) for each in given], constants)
+            call_each(entry, [given], constants, units=units, multiplications=multiplications)

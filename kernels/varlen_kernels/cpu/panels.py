@@ -63,7 +63,7 @@ def multiply_units(
     first_unit,
     last_unit,
     x,  # [tokens, hidden]
-    panels,  # see panel_tile.pack_panels
+    panels,  # see panel_layout.pack_panels
     bias,  # [1, features], or [1, 0] for none
     kind,
     out,  # [tokens, features]

@@ -73,6 +73,12 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
     work.finish()
 
 
+def add_gain(seconds: float) -> None:
+    """Count seconds that a call of this thread gained by other cores."""
+    if _thread.cores is not None:
+        _thread.cores.gained += seconds
+
+
 def run_along(function: Callable[[], None], cores: int) -> None:
     """Call a function in this thread, and in others once they get a core.
 
@@ -133,7 +139,7 @@ class _Work:
         errors = [self._ended.get() for _ in range(self._count)]
         if _thread.cores is not None and taken:
             alone = self._count / taken * own
-            _thread.cores.gained += alone - (time.perf_counter() - began) - HELP_SECONDS
+            add_gain(alone - (time.perf_counter() - began) - HELP_SECONDS)
         for error in errors:
             if error is not None:
                 raise error
@@ -148,8 +154,9 @@ os.register_at_fork(after_in_child=_helpers.clear)
 def _help(work: _Work | _Along) -> None:
     """Have another thread help with some work."""
     if len(_helpers) < usable_cores() - 1:
-        _helpers.append(threading.Thread(target=_serve, name="varlen-kernels", daemon=True))
-        _helpers[-1].start()
+        thread = threading.Thread(target=_serve, name="varlen-kernels", daemon=True)
+        thread.start()
+        _helpers.append(thread)
     _waiting.put(work)
 
 

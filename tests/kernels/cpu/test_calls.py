@@ -9,11 +9,14 @@ import torch
 from numba.core import types
 
 from tests.kernels.float64 import rand
-from varlen_kernels.cpu import calls, threads
+from varlen_kernels.cpu import calls, int8_torch, threads
 from varlen_kernels.cpu.activation_kinds import RELU
 from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, PARTS, UNITS, run_calls
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import int64_vector
+from varlen_kernels.cpu.op_calls import run_op
+from varlen_kernels.cpu.threads import using_cores
+from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="functions are compiled")
 UNIT_COUNT = 64
@@ -127,10 +130,39 @@ def test_a_function_without_memory_fails_the_call(cores):
         run_calls(table_of(numbers, 4), cores)
 
 
-def test_a_call_reads_rows_that_are_not_contiguous():
-    x = rand(6, 80)[::2]
-    out = torch.empty(3, 80)
+def test_an_op_takes_tensors_that_are_not_contiguous():
+    x, out = rand(6, 80)[::2], torch.full((3, 160), torch.nan)[:, :80]
 
-    calls.call("activate", (x, None, out), (RELU,), units=3)
+    run_op("activate", (x, None), [out], kind="relu")
 
     assert torch.equal(out, x.clamp_min(0))
+
+
+def test_a_tensor_of_another_dtype_is_an_error():
+    x = rand(2, 8, dtype=torch.bfloat16)
+
+    with pytest.raises(TypeError, match=r"quantize needs torch\.float32, and got torch\.bfloat16"):
+        int8_torch.quantize(x, torch.arange(OUTLIERS), FULL_LEVELS, signed=True)
+    with pytest.raises(TypeError, match="no compiled function"):
+        run_op("activate", (x, None), [torch.empty(2, 8)], kind="relu")
+
+
+def test_a_function_of_one_part_wakes_no_thread(monkeypatch):
+    monkeypatch.setattr(calls, "run_along", pytest.fail)
+    x = rand(1, 64)
+
+    with using_cores(3):
+        out = torch.empty_like(x)
+        calls.call_each("activate", [(x, None, out)], (RELU,), units=1, multiplications=1e12)
+
+    assert torch.equal(out, x.clamp_min(0))
+
+
+def test_what_other_cores_gain_is_counted(monkeypatch):
+    monkeypatch.setattr(calls, "run_calls", lambda *args, **kwargs: 0.25)
+    x = rand(64, 64)
+
+    with using_cores(3) as cores:
+        calls.call_each("activate", [(x, None, x)], (RELU,), units=64, multiplications=1e12)
+
+    assert cores.gained == 0.25

@@ -116,6 +116,38 @@ def test_a_folder_that_cannot_be_written_is_an_error(folder, compiled, monkeypat
         load()
 
 
+def test_code_that_cannot_be_stored_runs_all_the_same(folder, compiled, monkeypatch, caplog):
+    def fail(name, code):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(machine_code, "_store", fail)
+
+    assert load() == load() == b"code of run_alone"
+    assert compiled == [_NAME] * 2
+    assert "compiled code cannot be stored" in caplog.text
+
+
+def test_what_an_ended_process_left_is_removed(folder, compiled):
+    (folder / f".{_NAME}-hash.o.abc").write_bytes(b"half")
+
+    load()
+
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [f"{_NAME}.lock", machine_code.file_of(_NAME).name]
+    )
+
+
+def test_sources_that_changed_meanwhile_are_not_stored_under_the_old_hash(monkeypatch):
+    def changed():
+        return "of older sources"
+
+    changed.__wrapped__ = machine_code.code_hash.__wrapped__
+    monkeypatch.setattr(machine_code, "code_hash", changed)
+
+    with pytest.raises(RuntimeError, match="sources of compiled code have changed"):
+        machine_code._compile(_NAME)
+
+
 def test_code_that_needs_its_compiler_is_refused(monkeypatch):
     @inlined
     def raises(arguments, first, last):

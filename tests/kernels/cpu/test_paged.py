@@ -178,3 +178,23 @@ def test_blocks_are_copied_in_order_and_nothing_else_changes(dtype):
 
     for actual, right in zip(caches, expected, strict=True):
         torch.testing.assert_close(actual, right, rtol=0, atol=0)
+
+
+def test_caches_that_are_not_contiguous_are_written_too():
+    qkv, slots = rand(5, 3 * 2 * 8), torch.tensor([40, 3, -1, 0, 95])
+    caches = [torch.zeros(6, 16, 2, 8).transpose(1, 2) for _ in range(4)]
+
+    for ops, pair in ((cpu, caches[:2]), (reference, caches[2:])):
+        ops.append_kv(qkv, slots, *pair, num_heads=2, num_kv_heads=2)
+
+    for actual, expected in zip(caches[:2], caches[2:], strict=True):
+        assert expected.any()
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(5, 2, 3, 5), torch.zeros(6, 2, 3, 5).bfloat16()], ids=["shape", "dtype"]
+)
+def test_blocks_of_caches_that_differ_are_not_copied(other):
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        cpu.copy_blocks([torch.zeros(6, 2, 3, 5), other], *torch.tensor([[0], [1]]))

@@ -230,7 +230,7 @@ def compile_program(
 
 
 def _calls_of(program: Program) -> Iterator[_Call]:
-    from varlen_kernels.cpu.call_rules import flat, rules_of
+    from varlen_kernels.cpu.call_rules import flat, rules_of, shape_of
     from varlen_kernels.cpu.machine_code import address_of
 
     for number, op in enumerate(program.ops):
@@ -243,10 +243,11 @@ def _calls_of(program: Program) -> Iterator[_Call]:
         ]
         if None in entries:
             continue
-        shapes = [_shape(each) for each in operands]
+        shapes = [shape_of(each) for each in operands]
         for rule, entry, tensors in zip(rules, entries, given, strict=True):
+            assert entry is not None
             constants = tuple(rule.constants(op.attributes, shapes))
-            yield _Call(number, rule, address_of(entry or ""), tuple(tensors), constants)
+            yield _Call(number, rule, address_of(entry), tuple(tensors), constants)
 
 
 def _given(rule: CallRule, operands: Sequence[Any]) -> list[Tensor | Value | State | None]:
@@ -289,13 +290,6 @@ def _sizes_of(calls: Sequence[_Call]) -> Iterator[Size]:
             rows, _ = _extent(tensor)
             if isinstance(rows, Size):
                 yield rows
-
-
-def _shape(operand: Tensor | Value | State | int | None) -> tuple[Any, ...]:
-    """Return the shape of an operand; a number by itself, nothing for none."""
-    if operand is None:
-        return ()
-    return (operand,) if isinstance(operand, int) else tuple(operand.shape)
 
 
 def _extent(tensor: Tensor | Value | State | None) -> tuple[int | Size, int]:
