@@ -22,7 +22,7 @@ class CodeCache:
     def damage_and_load(self, draw: random.Random) -> tuple[str, Load]:
         """Damage a file, and return how, and the end of the next load."""
         self._intact = self._intact or self._load()
-        files = sorted(path for path in self._folder.rglob("*") if path.suffix in (".nbi", ".nbc"))
+        files = sorted(self._folder.glob("*.o"))
         if not files:
             return "", Load("failed", f"no compiled code was stored: {self._intact.text}")
         file, change = draw.choice(files), draw.choice(_DAMAGES)

@@ -43,6 +43,8 @@ _EXTERNAL = {
     "memmove",
 }
 _HASH_BYTES = 32
+# Of a file: a longer one is damaged. The longest function has 90 KB.
+_MOST_BYTES = 1 << 22
 # Files of a function for other sources or CPUs that stay.
 _KEPT = 3
 
@@ -110,7 +112,8 @@ def _stored(name: str) -> bytes | None:
     """Return the code of a function; None if it is not stored, or damaged."""
     path = file_of(name)
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES)
     except OSError:
         return None
     digest, code = content[:_HASH_BYTES], content[_HASH_BYTES:]
