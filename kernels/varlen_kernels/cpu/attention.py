@@ -301,15 +301,15 @@ def attend_items(
     window,
     out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items, ordered by key head; return whether memory ran out.
+    """Write the attention of some items, ordered by sequence; return whether memory ran out.
 
     An item is one key head of one sequence.
     """
     head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
-    sequences, longest = len(cu_seqlens) - 1, 0
+    longest = 0
     for item in range(first_item, last_item):
-        sequence = item % sequences
+        sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
     memory = new_memory(attention_bytes(longest, width, needs_score_bias, False))
@@ -318,8 +318,8 @@ def attend_items(
     views = attention_views(memory, longest, width, needs_score_bias, False)
     for item in range(first_item, last_item):
         _attend(
-            item % sequences,
-            item // sequences,
+            item // num_kv_heads,
+            item % num_kv_heads,
             qkv,
             cu_seqlens,
             bias,

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from varlen_kernels.cpu.lanes import exp, largest_of, load, maximum, splat, sum_of
 from varlen_kernels.cpu.native import (
     aligned,
     clear,
@@ -21,21 +22,15 @@ from varlen_kernels.cpu.native import (
     new_memory,
     uint8_vector,
 )
+from varlen_kernels.cpu.target_cpu import LANES
 from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN
 
 _CHUNK = 2048
 # Adjacent logits that are compared with the floor at once.
 _GROUP = 64
-# Running maxima of a chunk: several registers, because a maximum waits for the one before.
-_LANES = 64
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _LOWEST = np.float32(-np.inf)
-_LOG2_E = np.float32(math.log2(math.e))
-# 2 ** x below this is no normal number; beside the 1 of the maximum it is 0.
-_LEAST_EXPONENT = np.float32(-126.0)
-_HALF = np.float32(0.5)
-# Taylor series of 2 ** x: the rest is below 1e-8 for |x| <= 1/2.
-_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))
+_ZERO = np.float32(0)
 
 
 @inlined
@@ -45,57 +40,45 @@ def _without_infinity(x):
 
 
 @inlined
-def _maximum(x, lanes):
-    """Return the maximum; NaN counts as -inf."""
-    for lane in range(_LANES):
-        lanes[lane] = _LOWEST
-    whole = len(x) // _LANES * _LANES
-    for start in range(0, whole, _LANES):
-        for lane in range(_LANES):
-            value = x[start + lane]
-            lanes[lane] = max(lanes[lane], value)
-    largest = _LOWEST
-    for lane in range(_LANES):
-        largest = max(largest, lanes[lane])
-    for i in range(whole, len(x)):
-        largest = max(largest, x[i])
+def _maximum(x, row, begin, end):
+    """Return the largest number of a part of a row; NaN counts as -inf."""
+    whole = begin + (end - begin) // LANES * LANES
+    lanes = splat(_LOWEST)
+    for column in range(begin, whole, LANES):
+        lanes = maximum(load(x, row, column), lanes)
+    largest = largest_of(lanes)
+    for column in range(whole, end):
+        largest = max(largest, x[row, column])
     return largest
 
 
-# additions in any order, so that they are vectorized; NaN and infinities keep their meaning
-@inlined(fastmath={"reassoc", "contract", "nsz"})
-def _sum_exp(x, peak, mantissas, exponents, powers):
-    """Return the sum of exp(x - peak); NaN and -inf count as 0.
+@inlined
+def _sum_exp(x, row, begin, end, peak):
+    """Return the sum of exp(x - peak) of a part of a row.
+
+    NaN and -inf count as 0.
 
     Args:
-        x: numbers, at most _CHUNK, that are not above `peak`.
-        mantissas: [_CHUNK] fp32, overwritten.
-        exponents, powers: [_CHUNK] int32 and fp32, the same memory, overwritten.
+        peak: no number is above it.
     """
-    for i in range(len(x)):
-        power = (x[i] - peak) * _LOG2_E
+    whole = begin + (end - begin) // LANES * LANES
+    lanes = splat(_ZERO)
+    for column in range(begin, whole, LANES):
+        lanes = lanes + exp(load(x, row, column) - splat(peak))
+    total = np.float64(sum_of(lanes))
+    for column in range(whole, end):
         # NaN is not above any number
-        power = max(_LEAST_EXPONENT, power)
-        whole = np.int32(power - _HALF)
-        f = power - np.float32(whole)
-        series = _SERIES[7] * f + _SERIES[6]
-        series = series * f + _SERIES[5]
-        series = series * f + _SERIES[4]
-        series = series * f + _SERIES[3]
-        series = series * f + _SERIES[2]
-        series = series * f + _SERIES[1]
-        mantissas[i] = series * f + _SERIES[0]
-        # the bits of 2 ** whole
-        exponents[i] = (whole + np.int32(127)) << np.int32(23)
-    total = np.float32(0.0)
-    for i in range(len(x)):
-        total += mantissas[i] * powers[i]
+        if x[row, column] > _LOWEST:
+            total += math.exp(x[row, column] - peak)
     return total
 
 
 @inlined
 def _search_group(
-    x,  # [at most _GROUP]
+    x,
+    row,
+    begin,
+    end,
     first_token,
     edited,  # [vocabulary] bytes
     floor,
@@ -105,15 +88,16 @@ def _search_group(
 ):
     """Insert logits above `floor` into the best; return their number and the floor."""
     width = len(best_logits)
-    for i in range(len(x)):
+    for column in range(begin, end):
+        logit, token = x[row, column], first_token + column - begin
         # an equal logit of a higher token is worse
-        if x[i] > floor and edited[first_token + i] == 0:
+        if logit > floor and edited[token] == 0:
             place = min(found, width - 1)
-            while place > 0 and best_logits[place - 1] < x[i]:
+            while place > 0 and best_logits[place - 1] < logit:
                 best_logits[place] = best_logits[place - 1]
                 best_tokens[place] = best_tokens[place - 1]
                 place -= 1
-            best_logits[place], best_tokens[place] = x[i], first_token + i
+            best_logits[place], best_tokens[place] = logit, token
             found = min(found + 1, width)
             if found == width:
                 floor = best_logits[width - 1]
@@ -122,41 +106,40 @@ def _search_group(
 
 @inlined
 def _search_row(
-    logits,  # [vocabulary]
+    logits,  # [rows, vocabulary]
+    row,
     edited,  # [vocabulary] bytes, tokens to leave out of the search
     best_logits,  # [width], overwritten
     best_tokens,  # [width], overwritten
-    buffers,
+    clean,  # [1, _CHUNK], overwritten
 ):
     """Write the best logits of a row in order.
 
     Return their number, the row's maximum, and log Σ exp(logit - maximum); 0 for a row of only -inf.
     """
-    lanes, clean, mantissas, exponents, powers = buffers
     found, peak, total, floor = 0, _LOWEST, 0.0, _LOWEST
-    for start in range(0, len(logits), _CHUNK):
-        x = logits[start : start + _CHUNK]
-        largest = _maximum(x, lanes)
+    for start in range(0, logits.shape[1], _CHUNK):
+        x, in_row, begin = logits, row, start
+        end = min(start + _CHUNK, logits.shape[1])
+        largest = _maximum(x, in_row, begin, end)
         if largest > _LARGEST:
-            for i in range(len(x)):
-                clean[i] = _without_infinity(x[i])
-            x, largest = clean[: len(x)], _LARGEST
+            for column in range(begin, end):
+                clean[0, column - begin] = _without_infinity(x[in_row, column])
+            x, in_row, begin, end, largest = clean, 0, 0, end - begin, _LARGEST
         if largest > peak:
             # what was summed with a smaller maximum counts less
             total *= math.exp(peak - largest)
             peak = largest
         if peak > _LOWEST:
-            total += _sum_exp(x, peak, mantissas, exponents, powers)
+            total += _sum_exp(x, in_row, begin, end, peak)
         if not largest > floor:
             continue
-        for first in range(0, len(x), _GROUP):
-            group = x[first : first + _GROUP]
-            above = 0
-            for i in range(len(group)):
-                above += group[i] > floor
-            if above > 0:
+        for first in range(begin, end, _GROUP):
+            last = min(first + _GROUP, end)
+            if _maximum(x, in_row, first, last) > floor:
+                token = start + first - begin
                 found, floor = _search_group(
-                    group, start + first, edited, floor, found, best_logits, best_tokens
+                    x, in_row, first, last, token, edited, floor, found, best_logits, best_tokens
                 )
     if peak == _LOWEST:
         return found, np.float32(0.0), np.float32(0.0)
@@ -218,21 +201,13 @@ def step_sequences(
     """Write the candidates of some sequences; return whether memory ran out."""
     beams, width = beam_scores.shape[1], tokens.shape[1]
     vocabulary = logits.shape[1]
-    lane_bytes, chunk_bytes, width_bytes = 4 * _LANES, 4 * _CHUNK, aligned(4 * width)
+    chunk_bytes, width_bytes = 4 * _CHUNK, aligned(4 * width)
     term_bytes, marked_bytes = aligned(12 * beams), aligned(vocabulary)
-    memory = new_memory(lane_bytes + 3 * chunk_bytes + 3 * width_bytes + term_bytes + marked_bytes)
+    memory = new_memory(chunk_bytes + 3 * width_bytes + term_bytes + marked_bytes)
     if memory == 0:
         return 1
-    chunks = memory + lane_bytes
-    exponents = chunks + 2 * chunk_bytes
-    buffers = (
-        fp32_vector(memory, _LANES),
-        fp32_vector(chunks, _CHUNK),
-        fp32_vector(chunks + chunk_bytes, _CHUNK),
-        int32_vector(exponents, _CHUNK),
-        fp32_vector(exponents, _CHUNK),
-    )
-    place = exponents + chunk_bytes
+    clean = fp32_matrix(memory, 1, _CHUNK)
+    place = memory + chunk_bytes
     best_logits, best_tokens = fp32_vector(place, width), int32_vector(place + width_bytes, width)
     edited = uint8_vector(place + 2 * width_bytes, width)
     place += 3 * width_bytes
@@ -249,9 +224,7 @@ def step_sequences(
             row_tokens = edit_tokens[bounds[row] : bounds[row + 1]]
             for token in row_tokens:
                 marked[token] = 1
-            found, peak, log_sum = _search_row(
-                logits[row], marked, best_logits, best_tokens, buffers
-            )
+            found, peak, log_sum = _search_row(logits, row, marked, best_logits, best_tokens, clean)
             for token in row_tokens:
                 marked[token] = 0
             beam_score = _without_infinity(beam_scores[sequence, beam])

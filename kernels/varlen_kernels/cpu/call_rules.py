@@ -116,7 +116,7 @@ def shape_of(operand: Any) -> tuple[Any, ...]:
     """Return the shape of an operand; a number by itself, nothing for none."""
     if operand is None:
         return ()
-    return (operand,) if isinstance(operand, int) else tuple(operand.shape)
+    return (operand,) if isinstance(operand, int) else operand.shape
 
 
 def _rows(extents: Sequence[Extent], _: Sequence[float]) -> Work:
@@ -209,19 +209,24 @@ _APPEND = CallRule(
     _key_heads,
     lambda attributes, shapes: (attributes["num_kv_heads"], *shapes[2][2:]),
 )
-_ATTEND_BLOCKS = CallRule(
-    "attend_blocks",
-    (0, 1, 2, 3, 4, 5, 6, 7, -1),
-    "dddiiiifd",
-    _heads_of_contexts,
-    lambda attributes, shapes: (
-        attributes["num_heads"],
-        attributes["num_kv_heads"],
-        *shapes[1][2:],
-        float(attributes["scale"]),
-        attributes["window"],
-    ),
-)
+
+
+def _attend_blocks(entry: str) -> CallRule:
+    return CallRule(
+        entry,
+        (0, 1, 2, 3, 4, 5, 6, 7, -1),
+        "dddiiiifd",
+        _heads_of_contexts,
+        lambda attributes, shapes: (
+            attributes["num_heads"],
+            attributes["num_kv_heads"],
+            *shapes[1][2:],
+            float(attributes["scale"]),
+            attributes["window"],
+        ),
+    )
+
+
 _ATTEND = CallRule(
     "attend",
     (0, 1, 2, 5, -1),
@@ -276,7 +281,7 @@ RULES: Mapping[str, tuple[CallRule, ...]] = {
     "select_rows": (_gather(1, 0, None, None, None, None, -1),),
     "rotary": (CallRule("rotate", (0, 1, 2, -1), "difd", _rows, _heads),),
     "append_kv": (_APPEND,),
-    "attention_paged": (_ATTEND_BLOCKS,),
+    "attention_paged": (_attend_blocks("attend_tokens"), _attend_blocks("attend_chunks")),
     "attention_varlen": (_ATTEND,),
     "attention_varlen with distances": (_ATTEND_DISTANCES,),
 }

@@ -7,10 +7,10 @@ for parts that another one has begun, so a thread whose core is taken delays the
 
 import ctypes
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
+from struct import Struct
 from threading import get_ident
 from typing import Any, TypeAlias
 
@@ -49,6 +49,7 @@ _LEAST_SHARED_WORK = 1 << 19
 _LEAST_SHARED_CALL = 1 << 22
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
+_DOUBLE, _BITS = Struct("d"), Struct("q")
 _NO_MEMORY = "too little memory for what an op computes with"
 
 
@@ -131,16 +132,14 @@ def call(
     for tensor, letter in zip((*operands, *results), dtypes, strict=True):
         if tensor.dtype != DTYPES[letter]:
             raise TypeError(f"{entry} needs {DTYPES[letter]}, and got {tensor.dtype}")
-    with contiguous(results) as written:
-        groups = [(*operands, *written)]
-        call_each(entry, groups, constants, units=units, multiplications=multiplications)
-
-
-@contextmanager
-def contiguous(results: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield contiguous tensors to write results into, which are then copied where needed."""
     written = [each.contiguous() for each in results]
-    yield written
+    group = (*operands, *written)
+    call_each(entry, [group], constants, units=units, multiplications=multiplications)
+    copy_back(written, results)
+
+
+def copy_back(written: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Copy what was written into results that are not contiguous."""
     for result, copy in zip(results, written, strict=True):
         if copy is not result:
             result.copy_(copy)
@@ -148,7 +147,7 @@ def contiguous(results: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def call_each(
     entry: str,
-    groups: Sequence[Sequence[Tensor | None]],
+    groups: Sequence[Sequence[Tensor]],
     constants: Sequence[float] = (),
     *,
     units: int,
@@ -158,14 +157,38 @@ def call_each(
 
     Args:
         entry: its name in `entries`.
-        groups: tensors of the dtypes that it reads; those that it writes are contiguous.
+        groups: tensors of the dtypes that it reads, and of one shape at each place; it writes only contiguous ones.
         constants, units, multiplications: see `call`; each group has as many.
+    """
+    extents = [extent_of(each.shape) for each in groups[0]]
+    run_function(address_of(entry), groups, extents, constants, units, multiplications)
+
+
+def run_function(
+    address: int,
+    groups: Sequence[Sequence[Tensor | None]],
+    extents: Sequence[tuple[int, int]],
+    constants: Sequence[float],
+    units: int,
+    multiplications: float,
+) -> None:
+    """Run the function at an address; see `call_each`.
+
+    Args:
+        address: its address.
+        groups, constants, units, multiplications: see there.
+        extents: rows and columns of each tensor of a group, 0 for none.
     """
     held = [[each if each is None else each.contiguous() for each in group] for group in groups]
     cores = usable_cores() if multiplications >= _LEAST_SHARED_CALL else 1
     parts = parts_of(units, multiplications, cores)
-    last = [bits(each) for each in constants]
-    rows = [[address_of(entry), units, parts, *_numbers_of(group), *last] for group in held]
+    rows = []
+    for group in held:
+        row = [address, units, parts]
+        for tensor, (count, columns) in zip(group, extents, strict=True):
+            row += (0 if tensor is None else tensor.data_ptr(), count, columns)
+        row += map(bits, constants)
+        rows.append(row)
     # with one part there is nothing to share
     cores = cores if parts > 1 else 1
     gained = run_calls(np.array(rows, np.int64), cores, held=held)
@@ -173,18 +196,9 @@ def call_each(
         add_gain(gained)
 
 
-def _numbers_of(tensors: Sequence[Tensor | None]) -> Iterator[int]:
-    for tensor in tensors:
-        yield 0 if tensor is None else tensor.data_ptr()
-        yield from extent(tensor)
-
-
-def extent(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the rows and columns of a tensor, 0 for none.
-
-    Axes after the first count as one.
-    """
-    return (0, 0) if tensor is None else (len(tensor), prod(tensor.shape[1:]))
+def extent_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of a tensor: axes after the first count as one."""
+    return shape[0], prod(shape[1:])
 
 
 def parts_of(units: int, multiplications: float, cores: int) -> int:
@@ -195,7 +209,10 @@ def parts_of(units: int, multiplications: float, cores: int) -> int:
 
 def bits(number: float) -> int:
     """Return a whole number, or the bits of another one."""
-    return int(number) if isinstance(number, int) else int(np.float64(number).view(np.int64))
+    if isinstance(number, int):
+        return number
+    as_bits: int = _BITS.unpack(_DOUBLE.pack(number))[0]
+    return as_bits
 
 
 @cache

@@ -15,7 +15,7 @@ from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.threads import usable_cores
 
 # The functions that take longest: they begin first, so that cores end at about the same time.
-_LONGEST = ("attend_distances", "attend", "attend_blocks", "multiply")
+_LONGEST = ("attend_distances", "attend", "attend_chunks", "multiply")
 
 
 def compile_all() -> None:

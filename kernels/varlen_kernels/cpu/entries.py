@@ -36,7 +36,7 @@ from varlen_kernels.cpu.native import (
     uint32_matrix,
 )
 from varlen_kernels.cpu.norms import norm_some_rows
-from varlen_kernels.cpu.paged import append_rows, attend_blocks, copy_some_blocks
+from varlen_kernels.cpu.paged import append_rows, attend_chunks, attend_tokens, copy_some_blocks
 from varlen_kernels.cpu.panels import multiply_units
 from varlen_kernels.cpu.sampling import sample_rows
 from varlen_kernels.cpu.target_cpu import LANES
@@ -310,16 +310,16 @@ def _append(view: Any) -> Entry:
     return append
 
 
-def _attend_blocks(view: Any) -> Entry:
+def _attend_blocks(attend_some: Any, view: Any) -> Entry:
     # qkv, keys, values, cu_seqlens, context_lens, block_ids, cu_blocks, bias, out; heads, key heads, tokens of a block,
-    # head_dim, scale, window; a unit is a key head of a sequence, ordered by key head
+    # head_dim, scale, window; a unit is a key head of a sequence
     matrix, cache = _matrix_of(view), _cache_of(view)
 
     @inlined
     def attend(arguments, first, last):
         num_heads, num_kv_heads = _number(arguments, 27), _number(arguments, 28)
         block_size, head_dim = _number(arguments, 29), _number(arguments, 30)
-        return attend_blocks(
+        return attend_some(
             first,
             last,
             matrix(arguments, 0),
@@ -352,7 +352,7 @@ def _copy_blocks(arguments, first, last):
 
 def _attend(view: Any) -> Entry:
     # qkv, cu_seqlens, bias, key_lengths, out; heads, key heads, scale, causal, window; a unit is a key head of a
-    # sequence, ordered by key head
+    # sequence
     matrix = _matrix_of(view)
 
     @inlined
@@ -487,7 +487,8 @@ _IN_BOTH_DTYPES: Mapping[str, Callable[[Any], Entry]] = {
     "activate": _activate,
     "gather": _gather,
     "append": _append,
-    "attend_blocks": _attend_blocks,
+    "attend_tokens": partial(_attend_blocks, attend_tokens),
+    "attend_chunks": partial(_attend_blocks, attend_chunks),
     "attend": _attend,
     "attend_distances": _attend_distances,
     "rotate": _rotate,

@@ -233,7 +233,7 @@ def _attend_token(
     out,
     memory,
 ):
-    """Write the attention of one token for one key head; see `attend_blocks`."""
+    """Write the attention of one token for one key head; see `attend_tokens`."""
     scores, no_bias, state, key_rows, value_rows = memory
     query, context, totals, _ = state
     head_dim, group = keys.shape[1], query.shape[0]
@@ -332,7 +332,7 @@ def _token_views(place, keys, group, width, columns, copied_rows):
 
 
 @inlined
-def attend_blocks(
+def attend_tokens(
     first_item,
     last_item,
     queries,  # [tokens, at least num_heads * head_dim]
@@ -349,40 +349,31 @@ def attend_blocks(
     window,
     out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items, ordered by key head; return whether memory ran out.
+    """Write the attention of sequences with one new token; return whether memory ran out.
 
-    An item is one key head of one sequence. The context of a sequence without keys is NaN.
+    An item is one key head of one sequence. The heads of a sequence lie side by side in its blocks, and their items
+    follow one another. The context of a sequence without keys is NaN.
     """
-    sequences = len(context_lens)
     head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
     width = (head_dim + LANES - 1) // LANES * LANES
     columns = _RUNS * _run_length(block_size)
     copied_rows = 0 if width == head_dim else block_size
-    # of sequences with several new tokens
-    longest = 0
-    for item in range(first_item, last_item):
-        sequence = item % sequences
-        if cu_seqlens[sequence + 1] - cu_seqlens[sequence] > 1:
-            longest = max(longest, context_lens[sequence])
-    token_bytes = _token_bytes(group, width, columns, copied_rows, keys.itemsize)[0]
-    memory = new_memory(token_bytes + attention_bytes(longest, width, True, False))
+    memory = new_memory(_token_bytes(group, width, columns, copied_rows, keys.itemsize)[0])
     if memory == 0:
         return 1
-    of_token = _token_views(memory, keys, group, width, columns, copied_rows)
-    views = attention_views(memory + token_bytes, longest, width, True, False)
+    views = _token_views(memory, keys, group, width, columns, copied_rows)
     for item in range(first_item, last_item):
-        kv_head, sequence = item // sequences, item % sequences
-        start, length = cu_seqlens[sequence], context_lens[sequence]
-        count, first_block = cu_seqlens[sequence + 1] - start, cu_blocks[sequence]
-        if count == 1:
+        sequence, kv_head = item // num_kv_heads, item % num_kv_heads
+        start = cu_seqlens[sequence]
+        if cu_seqlens[sequence + 1] - start == 1:
             _attend_token(
                 start,
-                length,
+                context_lens[sequence],
                 queries,
                 keys,
                 values,
                 blocks,
-                first_block,
+                cu_blocks[sequence],
                 kv_head,
                 num_kv_heads,
                 block_size,
@@ -390,15 +381,63 @@ def attend_blocks(
                 scale,
                 window,
                 out,
-                of_token,
+                views,
             )
-        elif count > 1:
+    free_memory(memory)
+    return 0
+
+
+@inlined
+def attend_chunks(
+    first_item,
+    last_item,
+    queries,
+    keys,
+    values,
+    num_kv_heads,
+    block_size,
+    cu_seqlens,
+    context_lens,
+    blocks,
+    cu_blocks,
+    bias,
+    scale,
+    window,
+    out,
+):
+    """Write the attention of sequences with several new tokens; return whether memory ran out.
+
+    Args:
+        first_item, last_item: items, each one key head of one sequence, ordered by key head: sequences with several new
+            tokens are the last ones, so cores share them by heads.
+        queries, keys, values, num_kv_heads, block_size, cu_seqlens, context_lens, blocks, cu_blocks, bias, scale: see
+            `attend_tokens`.
+        window, out: see there.
+    """
+    sequences, longest = len(context_lens), 0
+    head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
+    width = (head_dim + LANES - 1) // LANES * LANES
+    for item in range(first_item, last_item):
+        sequence = item % sequences
+        if cu_seqlens[sequence + 1] - cu_seqlens[sequence] > 1:
+            longest = max(longest, context_lens[sequence])
+    if longest == 0:
+        return 0
+    memory = new_memory(attention_bytes(longest, width, True, False))
+    if memory == 0:
+        return 1
+    views = attention_views(memory, longest, width, True, False)
+    for item in range(first_item, last_item):
+        kv_head, sequence = item // sequences, item % sequences
+        start, length = cu_seqlens[sequence], context_lens[sequence]
+        count = cu_seqlens[sequence + 1] - start
+        if count > 1:
             _copy_context(
                 length,
                 keys,
                 values,
                 blocks,
-                first_block,
+                cu_blocks[sequence],
                 kv_head,
                 num_kv_heads,
                 block_size,

@@ -10,7 +10,6 @@ from numba.core import types
 
 from tests.kernels.float64 import rand
 from varlen_kernels.cpu import calls, int8_torch, threads
-from varlen_kernels.cpu.activation_kinds import RELU
 from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, PARTS, UNITS, run_calls
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import int64_vector
@@ -147,22 +146,29 @@ def test_a_tensor_of_another_dtype_is_an_error():
         run_op("activate", (x, None), [torch.empty(2, 8)], kind="relu")
 
 
-def test_a_function_of_one_part_wakes_no_thread(monkeypatch):
+@pytest.fixture
+def shares_everything(monkeypatch):
+    """Have cores share any work, however small."""
+    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
+
+
+def test_a_function_of_one_part_wakes_no_thread(shares_everything, monkeypatch):
     monkeypatch.setattr(calls, "run_along", pytest.fail)
     x = rand(1, 64)
 
     with using_cores(3):
         out = torch.empty_like(x)
-        calls.call_each("activate", [(x, None, out)], (RELU,), units=1, multiplications=1e12)
+        run_op("activate", (x, None), [out], kind="relu")
 
     assert torch.equal(out, x.clamp_min(0))
 
 
-def test_what_other_cores_gain_is_counted(monkeypatch):
+def test_what_other_cores_gain_is_counted(shares_everything, monkeypatch):
     monkeypatch.setattr(calls, "run_calls", lambda *args, **kwargs: 0.25)
     x = rand(64, 64)
 
     with using_cores(3) as cores:
-        calls.call_each("activate", [(x, None, x)], (RELU,), units=64, multiplications=1e12)
+        run_op("activate", (x, None), [x], kind="relu")
 
     assert cores.gained == 0.25
