@@ -35,8 +35,8 @@ KEY = {"device": "A CPU, 2 cores"}
 class FakeKernels:
     """Ops on a virtual clock; a call takes milliseconds by op and width."""
 
-    def __init__(self, milliseconds):
-        self.milliseconds = milliseconds
+    def __init__(self, milliseconds, call_seconds=0.0):
+        self.milliseconds, self.call_seconds = milliseconds, call_seconds
         self.now = 0.0
         self.rows = []
 
@@ -55,6 +55,9 @@ class FakeKernels:
     def _run(self, op, x, width, out):
         assert out.shape == (len(x), width)
         assert out.dtype == x.dtype
+        self.now += self.call_seconds * (op == PANELS)
+        if not len(x):
+            return
         self.rows.append(len(x))
         seconds = self.milliseconds(op, width) / 1e3
         # the first call is slow, as compilation is
@@ -99,6 +102,13 @@ def test_each_shape_gets_its_fastest_path(wide, narrow):
     assert measured(kernels) == {"48x96": wide, "96x8": narrow}
 
 
+def test_what_a_call_by_python_takes_does_not_count_for_panels():
+    """They run as compiled steps, without such calls."""
+    kernels = FakeKernels(lambda op, width: 1.0 if op == PANELS else 2.0, call_seconds=0.1)
+
+    assert measured(kernels) == {"48x96": PANELS, "96x8": PANELS}
+
+
 @pytest.mark.parametrize("other", [PLAIN, PACKED])
 def test_a_path_that_is_hardly_faster_does_not_replace_the_default(other):
     kernels = FakeKernels(lambda op, _: 0.99 if op == other else 1.0)
@@ -119,7 +129,7 @@ def test_numbers_of_rows_count_equally():
             super()._run(op, x, width, out)
             # five times as fast for few rows, half as fast for many
             few, many = {PLAIN: (1, 40), PACKED: (5, 20), PANELS: (9, 30)}[op]
-            self.now += (few if len(x) < 32 else many) / 1e3
+            self.now += (few if len(x) < 32 else many) / 1e3 if len(x) else 0.0
 
     kernels = FewRowsPlain(lambda *_: 0.0)
 
