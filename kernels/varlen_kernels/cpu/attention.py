@@ -191,7 +191,7 @@ def attend_queries(
 
     Args:
         start: row of the first query.
-        first_query: its place in the sequence, whose further tokens are queries too.
+        first_query: place of the first query in the sequence, whose further tokens are queries too.
         length: tokens of the sequence.
         key_length: keys that the queries may read.
         first_head, num_heads: the query heads.

@@ -67,7 +67,7 @@ class CallRule(NamedTuple):
         """Return a constant in the dtype in which the function reads it.
 
         Args:
-            place: its place among the tensors.
+            place: the place of the constant among the tensors.
             constant: a tensor of the program.
         """
         is_fp32 = self.dtypes[place] == "f"

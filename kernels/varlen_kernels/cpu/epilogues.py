@@ -24,20 +24,30 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @inlined
+def load_up_to(array, row, column, count):
+    """Return the first numbers of a vector, at most all; zeros past them."""
+    return load(array, row, column) if count >= LANES else load_first(array, row, column, count)
+
+
+@inlined
+def store_up_to(array, row, column, value, count):
+    """Write the first numbers of a vector, at most all."""
+    if count >= LANES:
+        store(array, row, column, value)
+    else:
+        store_first(array, row, column, value, count)
+
+
+@inlined
 def load_within(array, row, column):
     """Return a vector of a row; zeros past its end."""
-    count = array.shape[1] - column
-    return load(array, row, column) if count >= LANES else load_first(array, row, column, count)
+    return load_up_to(array, row, column, array.shape[1] - column)
 
 
 @inlined
 def store_within(array, row, column, value):
     """Write a vector of a row; nothing past its end."""
-    count = array.shape[1] - column
-    if count >= LANES:
-        store(array, row, column, value)
-    else:
-        store_first(array, row, column, value, count)
+    store_up_to(array, row, column, value, array.shape[1] - column)
 
 
 @inlined

@@ -154,7 +154,7 @@ def _compile(name: str) -> bytes:
     if foreign:
         raise RuntimeError(f"the code of {name} calls functions of the compiler: {foreign}")
     module.get_function(compiled.native_name).name = _symbol(name)
-    return bytes(_machine().emit_object(module))
+    return bytes(_new_machine().emit_object(module))
 
 
 def _store(name: str, code: bytes) -> None:
@@ -191,8 +191,21 @@ def _symbol(name: str) -> str:
     return f"varlen_{name}"
 
 
+def _load(name: str, code: bytes) -> int:
+    engine = _engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    address: int = engine.get_function_address(_symbol(name))
+    return address
+
+
 @cache
-def _machine() -> Any:
+def _engine() -> Any:
+    """Return what holds the loaded code, for as long as the process lives."""
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _new_machine())
+
+
+def _new_machine() -> Any:
     """Return LLVM's description of the CPU, as numba sets it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -206,20 +219,3 @@ def _machine() -> Any:
         codemodel="jitdefault",
         jit=True,
     )
-
-
-def _load(name: str, code: bytes) -> int:
-    engine = _engine()
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    address: int = engine.get_function_address(_symbol(name))
-    return address
-
-
-@cache
-def _engine() -> Any:
-    """Return what holds the loaded code, for as long as the process lives."""
-    _machine()
-    target = llvm.Target.from_triple(llvm.get_process_triple())
-    machine = target.create_target_machine(codemodel="jitdefault", reloc="static", jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

@@ -1,4 +1,4 @@
-"""KV blocks on a CPU, compiled by numba: copy them, append tokens, attend to them.
+"""Attention of single tokens over KV blocks on a CPU, for functions that numba compiles.
 
 A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are,
 once for all query heads of a key head, and no score leaves the cache of its core. The tokens of a block are read as
@@ -9,27 +9,23 @@ Source: the specification is `reference.attention_paged`; docs/decisions/0019-cp
 
 import numpy as np
 
-from varlen_kernels.cpu.attention import attend_queries, attention_bytes, attention_views
-from varlen_kernels.cpu.attention_panels import clear_rows, copy_head
+from varlen_kernels.cpu.attention_panels import copy_head
 from varlen_kernels.cpu.attention_weights import LOWEST, weigh, write_context
+from varlen_kernels.cpu.kv_blocks import block_row, copy_row
 from varlen_kernels.cpu.lanes import (
     fold_1,
     fold_2,
     fold_4,
     fold_8,
     load,
-    load_first,
     multiply_add,
     splat,
     store,
-    store_first,
     sum_of,
-    transpose,
 )
 from varlen_kernels.cpu.native import (
     aligned,
     clear,
-    copy_bytes,
     fp32_matrix,
     fp32_vector,
     free_memory,
@@ -195,27 +191,6 @@ def _attend_keys(keys, values, first, count, bias, first_head, distance, scores,
 
 
 @inlined
-def _copy_row(source, row, column, count, destination, to_row):
-    """Copy `count` numbers into the first columns of a row."""
-    whole = count // LANES * LANES
-    for feature in range(0, whole, LANES):
-        store(destination, to_row, feature, load(source, row, column + feature))
-    if 0 < whole < count:
-        # again some numbers of the vector before it
-        rest = count - LANES
-        store(destination, to_row, rest, load(source, row, column + rest))
-    elif whole < count:
-        store_first(destination, to_row, 0, load_first(source, row, column, count), count)
-
-
-@inlined
-def _block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size):
-    """Return the row of a token's key in the cache, for one key head."""
-    block = np.int64(blocks[first_block + position // block_size])
-    return (block * num_kv_heads + kv_head) * block_size + position % block_size
-
-
-@inlined
 def _attend_token(
     row,
     length,
@@ -243,12 +218,12 @@ def _attend_token(
     for block in range(begin // block_size, (length + block_size - 1) // block_size):
         position = max(begin, block * block_size)
         count = min(length, (block + 1) * block_size) - position
-        first = _block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
+        first = block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
         block_keys, block_values = keys, values
         if key_rows.shape[0]:
             for i in range(count):
-                _copy_row(keys, first + i, 0, head_dim, key_rows, i)
-                _copy_row(values, first + i, 0, head_dim, value_rows, i)
+                copy_row(keys, first + i, 0, head_dim, key_rows, i)
+                copy_row(values, first + i, 0, head_dim, value_rows, i)
             block_keys, block_values, first = key_rows, value_rows, 0
         distance = position - (length - 1)
         _attend_keys(
@@ -267,34 +242,6 @@ def _attend_token(
         total = sum_of(load(totals, member, 0))
         column = (first_head + member) * head_dim
         write_context(context, member, total, out, row, column, head_dim)
-
-
-@inlined
-def _copy_context(
-    length,
-    keys,
-    values,
-    blocks,
-    first_block,
-    kv_head,
-    num_kv_heads,
-    block_size,
-    scale,
-    keys_values,
-):
-    """Write panels of the scaled keys of a sequence, and rows of its values."""
-    lanes, panels, value_rows = keys_values
-    head_dim, width = keys.shape[1], value_rows.shape[1]
-    for first in range(0, length, LANES):
-        count = min(LANES, length - first)
-        for i in range(count):
-            position = first + i
-            row = _block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
-            copy_head(keys, row, 0, head_dim, lanes, i)
-            copy_head(values, row, 0, head_dim, value_rows, position)
-        clear_rows(lanes, count, LANES)
-        for feature in range(0, width, LANES):
-            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
 
 
 @inlined
@@ -385,121 +332,3 @@ def attend_tokens(
             )
     free_memory(memory)
     return 0
-
-
-@inlined
-def attend_chunks(
-    first_item,
-    last_item,
-    queries,
-    keys,
-    values,
-    num_kv_heads,
-    block_size,
-    cu_seqlens,
-    context_lens,
-    blocks,
-    cu_blocks,
-    bias,
-    scale,
-    window,
-    out,
-):
-    """Write the attention of sequences with several new tokens; return whether memory ran out.
-
-    Args:
-        first_item, last_item: items, each one key head of one sequence, ordered by key head: sequences with several new
-            tokens are the last ones, so cores share them by heads.
-        queries, keys, values, num_kv_heads, block_size, cu_seqlens, context_lens, blocks, cu_blocks, bias, scale: see
-            `attend_tokens`.
-        window, out: see there.
-    """
-    sequences, longest = len(context_lens), 0
-    head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
-    width = (head_dim + LANES - 1) // LANES * LANES
-    for item in range(first_item, last_item):
-        sequence = item % sequences
-        if cu_seqlens[sequence + 1] - cu_seqlens[sequence] > 1:
-            longest = max(longest, context_lens[sequence])
-    if longest == 0:
-        return 0
-    memory = new_memory(attention_bytes(longest, width, True, False))
-    if memory == 0:
-        return 1
-    views = attention_views(memory, longest, width, True, False)
-    for item in range(first_item, last_item):
-        kv_head, sequence = item // sequences, item % sequences
-        start, length = cu_seqlens[sequence], context_lens[sequence]
-        count = cu_seqlens[sequence + 1] - start
-        if count > 1:
-            _copy_context(
-                length,
-                keys,
-                values,
-                blocks,
-                cu_blocks[sequence],
-                kv_head,
-                num_kv_heads,
-                block_size,
-                scale,
-                views[2],
-            )
-            attend_queries(
-                queries,
-                start,
-                length - count,
-                length,
-                length,
-                kv_head * group,
-                group,
-                head_dim,
-                bias,
-                True,
-                window,
-                out,
-                None,
-                views,
-            )
-    free_memory(memory)
-    return 0
-
-
-@inlined
-def append_rows(
-    first_head,
-    last_head,
-    qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    slots,  # [tokens]
-    keys,  # [blocks * num_kv_heads * block_size, head_dim]
-    values,  # [blocks * num_kv_heads * block_size, head_dim]
-    num_kv_heads,
-    block_size,
-):
-    """Write the keys and values of some key heads."""
-    head_dim = keys.shape[1]
-    first_value = qkv.shape[1] - num_kv_heads * head_dim
-    first_key = first_value - num_kv_heads * head_dim
-    # by head, because the slots of neighbouring tokens are neighbours
-    for head in range(first_head, last_head):
-        column = head * head_dim
-        for token in range(len(slots)):
-            if slots[token] < 0:
-                continue
-            block, place = slots[token] // block_size, slots[token] % block_size
-            row = (block * num_kv_heads + head) * block_size + place
-            _copy_row(qkv, token, first_key + column, head_dim, keys, row)
-            _copy_row(qkv, token, first_value + column, head_dim, values, row)
-
-
-@inlined
-def copy_some_blocks(
-    cache,
-    sources,  # [copies]
-    destinations,  # [copies]
-    block_bytes,
-):
-    """Copy blocks of the cache at an address, one after another."""
-    for i in range(len(sources)):
-        if sources[i] != destinations[i]:
-            place = cache + destinations[i] * block_bytes
-            copy_bytes(place, cache + sources[i] * block_bytes, block_bytes)
