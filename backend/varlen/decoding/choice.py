@@ -42,17 +42,17 @@ class TokenChoice:
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
     def choose(
-        self, logits: Tensor, sequences: Sequence[GeneratedSequence]
+        self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
     ) -> list[SampledToken | BeamStep]:
         """Return what was chosen for each row.
 
         Args:
             logits: `[sequences, vocabulary]` fp32; overwritten.
-            sequences: see `Sampler.sample` and `Searcher.advance`.
+            sequences, lengths: see `Sampler.sample` and `Searcher.advance`.
         """
         is_searched = [sequence.is_searched for sequence in sequences]
         if not any(is_searched):
-            return [*self._sampler.sample(logits, sequences)]
+            return [*self._sampler.sample(logits, sequences, lengths)]
         if all(is_searched):
             return [*self._searcher.advance(logits, sequences)]
         chosen: dict[int, SampledToken | BeamStep] = {}
@@ -63,5 +63,6 @@ class TokenChoice:
             if is_search:
                 chosen.update(zip(rows, self._searcher.advance(part, of_rows), strict=True))
             else:
-                chosen.update(zip(rows, self._sampler.sample(part, of_rows), strict=True))
+                counts = [lengths[row] for row in rows]
+                chosen.update(zip(rows, self._sampler.sample(part, of_rows, counts), strict=True))
         return [chosen[row] for row in range(len(sequences))]

@@ -2,6 +2,9 @@
 
 A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. What has to be known
 of its earlier tokens is kept with it and grows token by token.
+
+A step may begin before the engine has read the tokens of the one before it, so the sampler knows by itself what it
+chose last.
 """
 
 import logging
@@ -62,7 +65,9 @@ class Sampler:
         self._bad_words = bad_words
         self._kernels = kernels_for(device)
 
-    def sample(self, logits: Tensor, sequences: Sequence[GeneratedSequence]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
+    ) -> list[SampledToken]:
         """Return the next token of each sequence.
 
         Biases, bad words, penalties, the smallest number of tokens and the grammar change the logits, then temperature,
@@ -70,22 +75,22 @@ class Sampler:
 
         Args:
             logits: `[sequences, vocabulary]` fp32; overwritten.
-            sequences: whose `token_ids` hold all tokens that were chosen so far.
+            sequences: whose `token_ids` hold all tokens that were chosen so far, or all but the last.
+            lengths: number of tokens of each answer so far.
         """
         states = [self._state(sequence) for sequence in sequences]
-        lengths = [sequence.num_generated for sequence in sequences]
         if all(length >= state.plain_from for state, length in zip(states, lengths, strict=True)):
             return [SampledToken(token_id) for token_id in _first_of_largest(logits)]
 
-        for state, sequence in zip(states, sequences, strict=True):
+        for state, sequence, length in zip(states, sequences, lengths, strict=True):
             with state.guard():
-                state.read(sequence)
+                state.read(sequence, length)
         _await_masks(states)
         reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
         raw = torch.log_softmax(logits[reported], dim=1) if reported else None
         biases = {
-            row: state.bias.next(sequence.token_ids, sequence.num_generated)
-            for row, (state, sequence) in enumerate(zip(states, sequences, strict=True))
+            row: state.bias.next(state.token_ids, length)
+            for row, (state, length) in enumerate(zip(states, lengths, strict=True))
             if state.bias is not None
         }
         add_to_rows(logits, biases)
@@ -106,7 +111,9 @@ class Sampler:
         }
         for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
             is_held = not lengths[row] and sequence.first_sample in held
-            if state.error is not None:
+            if state.is_void:
+                tokens[row] = SampledToken(token_ids[row], is_pending=True)
+            elif state.error is not None:
                 tokens[row] = SampledToken(token_ids[row], error=state.error)
             elif state.is_pending or is_held:
                 tokens[row] = SampledToken(token_ids[row], is_pending=True)
@@ -122,7 +129,9 @@ class Sampler:
             # an end token that is no token of the model cannot come
             ends = self._eos_ids.union(sequence.generation.stop_token_ids)
             state.end_ids = [token_id for token_id in ends if token_id < self._vocab_size]
-            sequence.sampler_state = state
+            # else it has ended while a step had its next token
+            if sequence.status != "finished":
+                sequence.sampler_state = state
         assert isinstance(state, _SamplerState)
         return state
 
@@ -152,12 +161,15 @@ class _SamplerState:
         bias: changes of its logits by `logit_bias` and `bad_words`, if it has any.
         matcher: its place in its grammar, if it has one.
         allowed: tokens that its grammar allows next, `[vocabulary]`; None without one, or while it is not known.
+        token_ids: tokens of the prompt and of the answer so far, where the choice depends on them.
+        is_void: whether no token is wanted: the sequence has ended, or the token before could not be chosen.
         has_waited: whether a step has waited for its mask in vain.
         max_tokens: most tokens of its answer.
         error: reason why no token can be chosen; it ends this sequence and no other.
     """
 
     __slots__ = (
+        "_chosen",
         "_num_read",
         "allowed",
         "bias",
@@ -165,6 +177,7 @@ class _SamplerState:
         "end_ids",
         "error",
         "has_waited",
+        "is_void",
         "key",
         "limits",
         "matcher",
@@ -174,6 +187,7 @@ class _SamplerState:
         "penalties",
         "plain_from",
         "temperature",
+        "token_ids",
     )
 
     def __init__(
@@ -206,7 +220,11 @@ class _SamplerState:
         if options.logit_bias or options.bad_words:
             with self.guard():
                 self.bias = TokenBias(options.logit_bias, bad_words.forbidden(options.bad_words))
+        self.token_ids: list[int] = []
+        self.is_void = False
         self._num_read = sequence.num_tokens
+        # the last token that was chosen, and the number of tokens of the answer before it
+        self._chosen = (-1, 0)
         is_plain = (
             self.temperature == 0
             and self.counts is None
@@ -231,7 +249,7 @@ class _SamplerState:
     @property
     def is_pending(self) -> bool:
         """Whether its mask is not known yet."""
-        return self.matcher is not None and self.allowed is None
+        return self.matcher is not None and self.allowed is None and not self.is_void
 
     def read_mask(self) -> None:
         """Set the tokens that its grammar allows next, if its mask has come."""
@@ -243,26 +261,40 @@ class _SamplerState:
                 )
 
     def expect(self, token_id: int, length: int) -> None:
-        """Start to compute the mask of the next step, after a token that was chosen.
+        """Remember a token that was chosen, and start to compute the mask of the next step.
 
         Args:
             token_id: the token.
             length: number of tokens of the answer before it.
         """
+        self._chosen = length, token_id
         if self.matcher is None:
             return
         self.allowed, self.has_waited = None, False
         if length + 1 < self.max_tokens and token_id not in self.end_ids:
             self.matcher.expect(token_id)
 
-    def read(self, sequence: GeneratedSequence) -> None:
-        """Read the tokens that have been generated since the last call."""
+    def read(self, sequence: GeneratedSequence, length: int) -> None:
+        """Read the tokens that have been generated since the last call.
+
+        Args:
+            sequence: its sequence.
+            length: number of tokens of the answer.
+        """
+        begin, tokens = sequence.num_tokens, sequence.token_ids
+        # the engine's thread may append the last token meanwhile
+        known = len(tokens) - begin
+        is_known = known == length or (known, self._chosen[0]) == (length - 1, length - 1)
+        self.is_void = sequence.status == "finished" or not is_known
+        if self.is_void:
+            return
+        self.token_ids = tokens if known == length else [*tokens[: begin + known], self._chosen[1]]
         if self.matcher is not None:
-            self.matcher.advance(sequence.token_ids, sequence.num_tokens)
+            self.matcher.advance(self.token_ids, begin)
         if self.counts is not None:
-            for token_id in sequence.token_ids[self._num_read :]:
+            for token_id in self.token_ids[self._num_read :]:
                 self.counts.add(token_id)
-            self._num_read = len(sequence.token_ids)
+            self._num_read = begin + length
 
     def _fail(self, error: VarlenError) -> None:
         self.error = error
@@ -300,7 +332,7 @@ def _first_of_largest(logits: Tensor) -> list[int]:
 
 def _await_masks(states: Sequence[_SamplerState]) -> None:
     """Wait for the masks of the rows, or until the time is over."""
-    waiting = [state for state in states if state.matcher is not None]
+    waiting = [state for state in states if state.matcher is not None and not state.is_void]
     began = time.monotonic()
     while waiting:
         for state in waiting:

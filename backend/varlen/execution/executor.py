@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,10 @@ class WorkerEndedError(Exception):
     """The worker process of a batch ended before it answered."""
 
 
+class SkippedStepError(Exception):
+    """The step before a step of generation, which it needs, has failed."""
+
+
 class CheckedRunner(Protocol):
     """Runs batches, and can be checked after one has failed."""
 
@@ -43,6 +48,30 @@ class BatchRunner(CheckedRunner, Protocol):
 
     def run_batch(self, batch: Batch) -> Outputs:
         """Return the outputs of a batch, see `BatchResult`."""
+
+
+class Launcher(CheckedRunner, Protocol):
+    """Starts batches that run one after another.
+
+    Attributes:
+        slots: batches that may be in flight.
+    """
+
+    slots: int
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Outputs]:
+        """Start a batch and return a function that waits for its outputs."""
+
+
+class WaitingLauncher(Launcher, Protocol):
+    """Starts batches, and tells whether the first one has ended."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the outputs of the first batch in flight can be had soon; return False after the time.
+
+        Args:
+            timeout: longest time in seconds; None is no limit.
+        """
 
 
 class ModelExecutor(Executor, Protocol):
@@ -61,26 +90,101 @@ class _Started:
     cores: Cores = "one"
 
 
-class InlineExecutor:
-    """Runs each batch in the thread that starts it, so none has to wake up.
-
-    It is for one runner whose batches are short, since that thread does nothing else meanwhile.
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch that was launched.
 
     Attributes:
-        slots: 1.
+        batch, completed: see `Executor.start`.
+        at: start time.
+        outputs: waits for them.
     """
 
-    def __init__(self, runner: BatchRunner) -> None:
-        self.slots = 1
-        self._runner = runner
+    batch: Batch
+    completed: Completed
+    at: float
+    outputs: Callable[[], Outputs]
 
-    def start(self, batch: Batch, completed: Completed) -> None:
-        """Run a batch, and call `completed` with the result."""
-        completed(batch, result_of(self._runner, batch, partial(self._runner.run_batch, batch)))
+
+class Turns:
+    """Times of batches that are launched early and run one after another."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        # expected seconds of the batches in flight, and when the first of them began to run
+        self._expected: deque[float] = deque()
+        self._runs_since = 0.0
+
+    def launch(self, launcher: Launcher, batch: Batch, completed: Completed) -> Launched:
+        """Launch a batch; what it raises is raised by its outputs."""
+        began = self._clock()
+        try:
+            outputs = launcher.launch_batch(batch)
+        except BaseException as error:
+            outputs = partial(_raise, error)
+        with self._lock:
+            if not self._expected:
+                # the batch before may have ended while this one was packed
+                self._runs_since = max(self._runs_since, began)
+            self._expected.append(batch.seconds)
+        return Launched(batch, completed, began, outputs)
+
+    def finish(self, launcher: Launcher, launched: Launched) -> BatchResult:
+        """Return the result of the first batch in flight, once it has ended."""
+        result = result_of(launcher, launched.batch, launched.outputs)
+        now = self._clock()
+        with self._lock:
+            # the time since it was the only one to run, which teaches the scheduler what such a batch costs
+            seconds = now - max(self._runs_since, launched.at)
+            self._expected.popleft()
+            self._runs_since = now
+        return replace(result, seconds=seconds)
 
     def free_at(self) -> float:
-        """Return minus infinity: a batch that is started runs."""
-        return -math.inf
+        """Return when a batch that is launched now is expected to run."""
+        with self._lock:
+            return self._runs_since + sum(self._expected)
+
+
+class InlineExecutor:
+    """Launches batches and waits for them in the engine's thread, so none has to wake up.
+
+    It is for batches that are short, since that thread does nothing else while it waits.
+
+    Attributes:
+        slots: batches that may be in flight.
+    """
+
+    def __init__(
+        self, launcher: WaitingLauncher, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare to launch batches.
+
+        Args:
+            launcher: starts the batches.
+            clock: clock of the engine, in seconds.
+        """
+        self.slots = launcher.slots
+        self._launcher = launcher
+        self._turns = Turns(clock)
+        self._in_flight: deque[Launched] = deque()
+
+    def start(self, batch: Batch, completed: Completed) -> None:
+        """Start a batch; `collect` calls `completed` with the result."""
+        self._in_flight.append(self._turns.launch(self._launcher, batch, completed))
+
+    def free_at(self) -> float:
+        """Return when a batch that is started now is expected to run."""
+        return self._turns.free_at()
+
+    def collect(self, timeout: float | None) -> bool:
+        """Wait for the first batch in flight and complete it, unless it takes longer; return True."""
+        if self._launcher.wait(timeout):
+            launched = self._in_flight.popleft()
+            result = self._turns.finish(self._launcher, launched)
+            launched.completed(launched.batch, result)
+        return True
 
     def close(self) -> bool:
         """Return True: no batch runs."""
@@ -135,6 +239,10 @@ class ThreadExecutor:
         """Return minus infinity: where a slot is free, its runner is."""
         return -math.inf
 
+    def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
+        """Return False: threads of this executor complete its batches."""
+        return False
+
     def close(self) -> bool:
         """Run what was started and stop the threads; return True."""
         for _ in self._threads:
@@ -188,6 +296,8 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
         failure = "memory"
     except WorkerEndedError:
         failure = "worker"
+    except SkippedStepError:
+        failure = "skipped"
     except BaseException:
         _log.exception("a batch of %d sequences failed", len(batch.sequences))
         failure = "batch" if _still_runs(runner) else "model"
@@ -205,3 +315,7 @@ def _still_runs(runner: CheckedRunner) -> bool:
         _log.exception("the smallest batch failed too; the model stops")
         return False
     return True
+
+
+def _raise(error: BaseException) -> Outputs:
+    raise error

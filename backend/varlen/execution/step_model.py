@@ -8,18 +8,19 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from varlen.execution.executor import BatchRunner
+from varlen.execution.executor import WaitingLauncher
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
 from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
 
-# Chooses the token or search step of each row of logits, `[sequences, vocabulary]` fp32. It may overwrite the logits.
+# Chooses the token or search step of each row of logits, `[sequences, vocabulary]` fp32, given the sequences and the
+# lengths of their answers. It may overwrite the logits.
 Choose: TypeAlias = Callable[
-    [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
+    [Tensor, Sequence[GeneratedSequence], Sequence[int]], Sequence[SampledToken | BeamStep]
 ]
 
 
-class StepModel(BatchRunner, Protocol):
+class StepModel(WaitingLauncher, Protocol):
     """A loaded model that generates.
 
     Attributes:

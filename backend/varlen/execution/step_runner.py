@@ -1,7 +1,8 @@
 """A loaded decoder: steps in, one token per sequence that samples out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, cast
 
 import numpy as np
@@ -55,6 +56,7 @@ class StepRunner:
     """Runs the steps of one model on one device. Not for two threads at once.
 
     Attributes:
+        slots: steps that may be in flight.
         device: device of weights, caches and steps.
         dtype: data type of weights and activations.
         vocab_size: token ids are below this.
@@ -136,6 +138,16 @@ class StepRunner:
         else:
             self.steps = CpuSteps(bound[0])
 
+    slots = 1
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Return a function that runs a step."""
+        return partial(self.run_batch, batch)
+
+    def wait(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every launcher
+        """Return True: a step runs when its outputs are asked for."""
+        return True
+
     def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return the token or search step of each row of logits, chunk by chunk.
 
@@ -148,7 +160,7 @@ class StepRunner:
             if self._encoder is not None:
                 self._encoder.encode(step.chunks)
             logits = self.steps.logits(step.chunks)
-            return self._choose(logits, [each for chunk in step.chunks for each in chunk.samples])
+            return self._choose(logits, *step.sampled)
 
     def run_packed(self, step: PackedStep) -> Tensor:
         """Return the logits of a step on a CPU, `[logit rows, vocabulary]`, valid until the next one.

@@ -128,6 +128,7 @@ def warm_up_choice(choose: Choose, info: StepInfo) -> None:
             choose(
                 torch.zeros(1, info.vocab_size),
                 [_sequence(1, 1, options, has_sources=info.has_sources)],
+                [0],
             )
 
 

@@ -102,6 +102,15 @@ class Executor(Protocol):
     def free_at(self) -> float:
         """Return when a batch that is started now will run; minus infinity if at once."""
 
+    def collect(self, timeout: float | None) -> bool:
+        """Wait for the first batch in flight and complete it, in this thread, unless it takes longer.
+
+        Returns whether this is how batches are completed; if not, a thread of the executor does it.
+
+        Args:
+            timeout: longest time to wait, in seconds; None is no limit.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
@@ -226,6 +235,8 @@ class Engine:
     def _wait(self, wake_at: float | None) -> None:
         """Block until something arrives, or until `wake_at`."""
         timeout = None if wake_at is None else wake_at - self._clock()
+        if self._in_flight and self._executor.collect(timeout):
+            return
         if timeout is None or timeout > 0.0:
             with suppress(Empty):
                 self._handle(self._inbox.get(timeout=timeout))

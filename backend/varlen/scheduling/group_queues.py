@@ -4,10 +4,13 @@ Waiting groups start in this order; the first that does not fit holds back those
 running groups that are far behind it, which go on later, if that loses few tokens. If it lacks places, short groups
 behind it start in places of their own. When a running group needs a block and there is none, the last running groups
 give back theirs.
+
+What a step in flight runs is not preempted: the next step has to wait for its end then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from copy import copy
 
 from sortedcontainers import SortedKeyList
@@ -16,6 +19,10 @@ from varlen.scheduling.fair_share import RANK_UNIT
 from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
 from varlen.scheduling.places import Places
 from varlen.scheduling.step_size import StepSize
+
+
+class HeldByStepError(Exception):
+    """A group would have to be preempted that a step in flight runs."""
 
 
 class GroupQueues:
@@ -63,15 +70,18 @@ class GroupQueues:
             self._short.add(group)
         self.num_waiting += group.max_branches
 
-    def start_waiting(self, step: StepSize) -> list[Group]:
-        """Start waiting groups, up to the first that does not fit; return new ones.
+    def start_waiting(self, step: StepSize, held: Set[Group]) -> None:
+        """Start waiting groups, up to the first that does not fit.
 
         If that one lacks places, short groups behind it start too.
 
         Args:
             step: size of the next step.
+            held: groups that a step in flight runs.
+
+        Raises:
+            HeldByStepError: one would take the place of a held group; those before it have started.
         """
-        started: list[Group] = []
         lacks_places = False
         while self._waiting:
             group = self._waiting[0]
@@ -80,22 +90,24 @@ class GroupQueues:
             if not fits and step.is_reduced:
                 break
             lacks_places = fits and not self._places.have(group)
-            if fits and not lacks_places and self._start(group):
-                started.append(group)
-            elif not self._make_room(group, step):
+            has_started = fits and not lacks_places and self._start(group)
+            if not has_started and not self._make_room(group, step, held):
                 break
         # without this condition, short ones could keep it from blocks for ever
         if self._waiting and lacks_places:
-            started += self._start_short(step)
-        return [group for group in started if not group.has_started]
+            self._start_short(step)
 
-    def extend_running(self, step: StepSize) -> bool:
+    def extend_running(self, step: StepSize, held: Set[Group]) -> bool:
         """Allocate the blocks of tokens to generate; return whether no group was preempted.
 
         If no block is available, the last groups are preempted, perhaps the one that needs it.
 
         Args:
             step: size of the next step.
+            held: groups that a step in flight runs.
+
+        Raises:
+            HeldByStepError: the last group is held.
         """
         before = self.memory_preemptions
         for group in groups_of_step(self.running, step.tokens):
@@ -104,8 +116,10 @@ class GroupQueues:
                 continue
             while group.first.status == "running" and not self._memory.extend(group):
                 last = self.running[-1]
-                self.memory_preemptions += last.max_branches
+                if last in held:
+                    raise HeldByStepError
                 self._preempt(last)
+                self.memory_preemptions += last.max_branches
         return self.memory_preemptions == before
 
     def split(self, group: Group) -> list[Group]:
@@ -132,7 +146,7 @@ class GroupQueues:
         self._stop(group)
         self._memory.release(group)
 
-    def _make_room(self, group: Group, step: StepSize) -> bool:
+    def _make_room(self, group: Group, step: StepSize, held: Set[Group]) -> bool:
         """Preempt running groups behind a waiting one that needs their place.
 
         Returns whether the waiting one has a place now.
@@ -161,20 +175,19 @@ class GroupQueues:
             places.leave(other)
             blocks += memory.freed(other)
             tokens += other.least_tokens
+        if not held.isdisjoint(behind):
+            raise HeldByStepError
         for other in behind:
             self.order_preemptions += other.max_branches
             self._preempt(other)
         return bool(behind)
 
-    def _start_short(self, step: StepSize) -> list[Group]:
-        """Start short groups in the places for them; return them."""
-        started: list[Group] = []
+    def _start_short(self, step: StepSize) -> None:
+        """Start short groups in the places for them."""
         while self._short and self._places.have_short:
             group = self._short[0]
             if group.least_tokens > self._free_tokens(step) or not self._start(group):
                 break
-            started.append(group)
-        return started
 
     def _start(self, group: Group) -> bool:
         """Start a waiting group that has a place; return False if blocks are few."""

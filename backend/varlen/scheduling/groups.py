@@ -6,7 +6,7 @@ prompt needs, and a block at a time after that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -14,6 +14,9 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source
 from varlen.scheduling.claims import Claim
 from varlen.scheduling.sequence import Chunk, GeneratedSequence
+
+# Token ids of a chunk that runs a token which the step before it chooses.
+_UNKNOWN = (0,)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +67,21 @@ class Group:
     @property
     def remaining(self) -> int:
         """Number of tokens of each branch to run before one is chosen."""
-        return len(self.first.token_ids) - self.first.num_computed
+        return self.first.length - self.first.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether steps in flight choose its last token."""
+        first = self.first
+        return first.num_generated + first.num_unknown >= first.generation.max_tokens
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether it can go on before a token that a step in flight chooses is known.
+
+        A search continues beams that its step chooses, and the samples of a prompt part after their first token.
+        """
+        return not self.first.num_unknown or not (self.has_beams or len(self.sequences) > 1)
 
     @property
     def is_streaming(self) -> bool:
@@ -74,7 +91,7 @@ class Group:
         """
         first = self.first
         is_stream = first.options.streams and not self.has_beams
-        return is_stream and first.num_generated > 0 and self.remaining == 1
+        return is_stream and first.length > first.num_tokens and self.remaining == 1
 
     @property
     def least_tokens(self) -> int:
@@ -127,13 +144,15 @@ class GroupMemory:
         blocks: the pool.
         reserves: whether groups reserve all that they may need.
         copies: source by destination of blocks that are copied before the next step.
-        kept: sources of these copies that no group holds any more.
+        copies_in_flight: those of each step in flight that has any, in order.
+        kept: sources of all these copies that no group holds any more.
     """
 
     def __init__(self, blocks: BlockPool, *, reserves: bool) -> None:
         self.blocks = blocks
         self.reserves = reserves
         self.copies: dict[int, int] = {}
+        self.copies_in_flight: list[dict[int, int]] = []
         self.kept: list[int] = []
 
     def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
@@ -145,14 +164,36 @@ class GroupMemory:
         """Return the number of available blocks with which a group can start; see `start`."""
         return self._first_need(group) + (0 if self.reserves else keep)
 
-    def end_copies(self) -> None:
-        """Forget the copies, which were made."""
-        self.copies.clear()
-        self._release_kept()
+    def start_copies(self) -> dict[int, int]:
+        """Return the copies of a step that starts, which change while it is in flight."""
+        copies, self.copies = self.copies, {}
+        if copies:
+            self.copies_in_flight.append(copies)
+        return copies
+
+    def end_copies(self, copies: dict[int, int]) -> None:
+        """Forget the copies of the first step in flight, which were made."""
+        if self.copies_in_flight and self.copies_in_flight[0] is copies:
+            del self.copies_in_flight[0]
+            self._release_kept()
+
+    def return_copies(self, copies: dict[int, int]) -> None:
+        """Let the next step make the copies of the last step in flight, which does not run."""
+        if self.copies_in_flight and self.copies_in_flight[-1] is copies:
+            del self.copies_in_flight[-1]
+            self.copies = {**copies, **self.copies}
+
+    def repeat_copies(self) -> None:
+        """Let the next step make the copies of all steps in flight."""
+        for copies in reversed(self.copies_in_flight):
+            self.copies = {**copies, **self.copies}
+        self.copies_in_flight.clear()
 
     def forget_contents(self) -> None:
         """Forget copies and what blocks hold, which was lost. No group may hold a block."""
-        self.end_copies()
+        self.copies.clear()
+        self.copies_in_flight.clear()
+        self._release_kept()
         self.blocks.forget_contents()
 
     def held(self, group: Group) -> int:
@@ -190,18 +231,22 @@ class GroupMemory:
         first.num_computed = len(shared) * blocks.block_size
         return True
 
-    def next_chunks(self, groups: list[Group], step_tokens: int) -> dict[Group, list[Chunk]]:
+    def next_chunks(
+        self, groups: list[Group], step_tokens: int, outputs: Mapping[GeneratedSequence, int]
+    ) -> dict[Group, list[Chunk]]:
         """Return what runs of each group in the next step, with blocks for it.
 
-        Chunks of one token come first: the others attend in a way of their own.
+        Chunks of one token come first: the others attend in a way of their own. From now on its tokens count as
+        computed.
 
         Args:
             groups: groups of the step in order, whose branches have the block of a token to generate.
             step_tokens: see `divide_step`.
+            outputs: number of the output of the step in flight, by sequence.
         """
         parts = list(zip(groups, divide_step(groups, step_tokens), strict=True))
         parts.sort(key=lambda part: part[1] > 1)
-        return {group: self._chunks(group, tokens) for group, tokens in parts}
+        return {group: self._chunks(group, tokens, outputs) for group, tokens in parts}
 
     def extend(self, group: Group) -> bool:
         """Allocate the block of each branch's next token; return False if one is not available.
@@ -224,18 +269,36 @@ class GroupMemory:
                 self.copies[copy] = source
         return True
 
-    def store(self, group: Group, begin: int) -> None:
-        """Let others share the blocks that branches have filled since their token `begin`."""
-        if group.source_tokens:
+    def store(self, group: Group, begin: int, end: int) -> None:
+        """Let others share the blocks that branches have filled between these tokens."""
+        size = self.blocks.block_size
+        if group.source_tokens or begin // size == end // size:
             return
         for branch in group.branches:
             self.blocks.store(
                 branch.token_ids,
                 branch.block_ids,
                 begin=begin,
-                end=branch.num_computed,
+                end=end,
                 salt=group.first.options.cache_salt,
             )
+
+    def undo(self, group: Group, chunks: Sequence[Chunk], *, tokens: int | None = None) -> None:
+        """Let the tokens of a step run again.
+
+        Args:
+            group: a group of the step; what later steps have of it is ignored.
+            chunks: what the step has of it.
+            tokens: number of the last tokens of each chunk that run again; None is all of them.
+        """
+        first = chunks[0]
+        tokens = len(first.token_ids) if tokens is None else tokens
+        for chunk in chunks:
+            chunk.sequence.num_computed = first.start + len(first.token_ids) - tokens
+            for sample in chunk.samples:
+                sample.num_unknown = 0
+        if first.encodes and tokens == len(first.token_ids):
+            group.is_encoded = False
 
     def follow(self, group: Group, parents: Sequence[int], token_ids: Sequence[int]) -> None:
         """Replace the branches of a group, see `Group.follow`; they share the blocks of their parents."""
@@ -296,12 +359,15 @@ class GroupMemory:
         self.blocks.unreserve(group.reserved)
         group.reserved = 0
 
-    def _chunks(self, group: Group, tokens: int) -> list[Chunk]:
-        """Return the next tokens of each branch of a group."""
+    def _chunks(
+        self, group: Group, tokens: int, outputs: Mapping[GeneratedSequence, int]
+    ) -> list[Chunk]:
+        """Return the next tokens of each branch of a group, see `next_chunks`."""
         first = group.first
         begin, end = first.num_computed, first.num_computed + tokens
         num_blocks = self.blocks.blocks_of(end)
-        has_logits = end == len(first.token_ids)
+        has_logits = end == first.length
+        follows = outputs[first] if end > len(first.token_ids) else None
         source = None if group.is_encoded else first.prompt.payload_tokens(Source)
         source_block_ids = tuple(group.source_block_ids)
         encodes = () if source is None else tuple(source.tolist())
@@ -314,14 +380,20 @@ class GroupMemory:
             chunk = Chunk(
                 branch,
                 begin,
-                tuple(branch.token_ids[begin:end]),
+                tuple(branch.token_ids[begin:end]) if follows is None else _UNKNOWN,
                 # it has more of them after a larger step that ran out of memory
                 tuple(branch.block_ids[:num_blocks]),
                 samples if has_logits else (),
                 source_block_ids,
                 encodes,
+                follows,
             )
             chunks.append(chunk)
+            branch.num_computed = end
+        for chunk in chunks:
+            for sample in chunk.samples:
+                sample.num_unknown += 1
+        group.is_encoded = True
         return chunks
 
     def _first_need(self, group: Group) -> int:
@@ -349,31 +421,39 @@ class GroupMemory:
 
     def _release(self, block_ids: list[int]) -> list[int]:
         """Release a block table; return the blocks that are unused now."""
-        if not self.copies:
+        if not self.copies and not self.copies_in_flight:
             # then no source of a copy is kept
             return self.blocks.release(block_ids)
         # a step that fails runs again with its copies, so their sources stay as they are
-        sources = set(self.copies.values())
+        sources = self._sources()
         kept = {each for each in block_ids if each in sources and not self.blocks.is_shared(each)}
         self.kept += kept
         unused = self.blocks.release([each for each in block_ids if each not in kept])
-        for block in unused:
-            self.copies.pop(block, None)
+        for copies in (self.copies, *self.copies_in_flight):
+            for block in unused:
+                copies.pop(block, None)
         self._release_kept()
         return unused
 
+    def _sources(self) -> set[int]:
+        """Return the sources of all copies that are not known to be made."""
+        all_copies = (self.copies, *self.copies_in_flight)
+        return {source for copies in all_copies for source in copies.values()}
+
     def _release_kept(self) -> None:
         """Release the kept sources whose copies are made, or needed no more."""
-        sources = set(self.copies.values())
+        sources = self._sources()
         self.blocks.release([block for block in self.kept if block not in sources])
         self.kept = [block for block in self.kept if block in sources]
 
 
 def groups_of_step(running: Iterable[Group], step_tokens: int) -> list[Group]:
-    """Return the running groups that fit into a step; the first one always does."""
+    """Return the running groups that go on and fit into a step; the first one always does."""
     groups: list[Group] = []
     tokens = 0
     for group in running:
+        if group.is_ending:
+            continue
         tokens += group.least_tokens
         if groups and tokens > step_tokens:
             break

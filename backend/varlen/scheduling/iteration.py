@@ -13,7 +13,13 @@ are all sequences after the end of a worker process, whose KV memory is lost.
 A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
 prompt. The beams of a search run in the same steps; each has a block table, and they share blocks.
 
-The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call. One step runs at a time.
+While a step runs, the next one can be scheduled and started, before its tokens are known: a sequence that generates
+goes on with the token that the step before it chooses. If that ends its answer, its token of the later step is ignored.
+The steps are the ones that would run without this, so where that is not certain, the next one waits: for the beams of
+a search, for the samples of a prompt, and before anything is preempted that runs. Steps run in their order, so what a
+sequence no longer needs is free at once.
+
+The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call.
 
 Source: Orca (Yu et al. 2022, OSDI), algorithm 1; chunks of prompts beside sequences that generate follow
 Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption follows vLLM (Kwon et al. 2023, arXiv:2309.06180).
@@ -22,9 +28,10 @@ Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption follows vLLM (Kwon et al. 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import cast
 
@@ -36,7 +43,7 @@ from varlen.request.request import Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
 from varlen.scheduling.claims import Claims
-from varlen.scheduling.group_queues import GroupQueues
+from varlen.scheduling.group_queues import GroupQueues, HeldByStepError
 from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
 from varlen.scheduling.sequence import (
     Batch,
@@ -62,6 +69,8 @@ _log = logging.getLogger(__name__)
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
+# Steps in flight: one runs, and the next one is ready.
+_MAX_IN_FLIGHT = 2
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
 
@@ -91,6 +100,43 @@ class GenerationCounts:
     def preemptions(self) -> int:
         """Number of times that sequences gave back their blocks."""
         return self.memory_preemptions + self.order_preemptions
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step in flight.
+
+    Attributes:
+        number, after: see `StepBatch`.
+        chunks: its groups in order, and the chunks of each.
+        copies: source by destination of the blocks that it copies.
+        ignored: groups that run again, and whose outputs are ignored.
+        is_void: whether this is so of all of them, because a step before it has failed.
+    """
+
+    number: int
+    after: int | None
+    chunks: dict[Group, list[Chunk]]
+    copies: dict[int, int]
+    ignored: set[Group] = field(default_factory=set)
+    is_void: bool = False
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups whose outputs count."""
+        if self.is_void:
+            return []
+        return [group for group in self.chunks if not (group.is_finished or group in self.ignored)]
+
+    def outputs(self) -> dict[GeneratedSequence, int]:
+        """Return the number of the output of each sequence that has one."""
+        sequences = (
+            sequence
+            for chunks in self.chunks.values()
+            for chunk in chunks
+            for sequence in chunk.samples
+        )
+        return {sequence: number for number, sequence in enumerate(sequences)}
 
 
 class IterationScheduler:
@@ -125,8 +171,10 @@ class IterationScheduler:
         self._numbers = count()
         # groups of each request that have not run yet
         self._new: Counter[RequestState] = Counter()
-        # groups of the step in flight, in order, and the chunks of each
-        self._in_flight: dict[Group, list[Chunk]] = {}
+        self._in_flight: deque[_Step] = deque()
+        self._step_numbers = count()
+        # whether the next step has to wait for the end of the one in flight
+        self._has_to_wait = False
         self._prefill_tokens = self._decode_tokens = 0
 
     def snapshot(self) -> GenerationCounts:
@@ -168,6 +216,7 @@ class IterationScheduler:
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
+        self._has_to_wait = len(self._in_flight) == _MAX_IN_FLIGHT
         number, samples = next(self._numbers), sequences[0].generation.n
         for row in range(0, len(sequences), samples):
             rank, claim = self._claims.enter(sequences[row])
@@ -177,57 +226,61 @@ class IterationScheduler:
             self._queues.add(group)
 
     def wake_at(self, now: float) -> float | None:
-        """Return `now` if a step can run; None if nothing waits, or a step runs."""
-        return None if self._queues.is_empty or self._in_flight else now
+        """Return `now` if a step can be scheduled; None if nothing waits, or all that waits needs a step in flight."""
+        return None if self._queues.is_empty or self._has_to_wait else now
 
     def schedule(self, now: float) -> StepBatch | None:
         """Return the next step and mark its sequences as running; None if there is none."""
-        if self._in_flight:
+        if self._has_to_wait:
             return None
-        queues, size = self._queues, self._step_size
-        started = queues.start_waiting(size) if queues.extend_running(size) else []
-        groups = groups_of_step(queues.running, size.tokens)
-        tokens = tokens_of_step(
-            groups, size.tokens, self._cost, self._limits.inter_token_latency_seconds
-        )
-        self._in_flight = self._memory.next_chunks(groups, tokens)
-        return self._start(now, started) if self._in_flight else None
+        before = self._in_flight[-1] if self._in_flight else None
+        if before is not None and before.is_void:
+            before = None
+        chunks = self._next_chunks(before)
+        if chunks:
+            copies, after = self._memory.start_copies(), None if before is None else before.number
+            step = _Step(next(self._step_numbers), after, chunks, copies)
+            self._in_flight.append(step)
+        in_flight = len(self._in_flight)
+        self._has_to_wait = in_flight == _MAX_IN_FLIGHT or (in_flight > 0 and not chunks)
+        return self._start(step, now) if chunks else None
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
         self._admission.end(batch)
-        for group in [group for group in self._in_flight if group.is_finished]:
-            self._end(group)
-            del self._in_flight[group]
-        return self._start(now) if self._in_flight else None
+        step = self._in_flight[-1]
+        for group in [group for group in step.chunks if group.is_finished]:
+            del step.chunks[group]
+        if step.chunks:
+            return self._start(step, now)
+        self._in_flight.pop()
+        self._memory.return_copies(step.copies)
+        self._has_to_wait = False
+        return None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the new tokens of a step that has run, or its failures."""
-        step = cast(StepBatch, batch)
-        self._admission.end(step)
-        in_flight, self._in_flight = self._in_flight, {}
-        # removed while they ran
-        removed = [group for group in in_flight if group.is_finished]
-        for group in removed:
-            self._end(group)
+        self._admission.end(batch)
+        step = self._in_flight.popleft()
+        self._has_to_wait = False
         if result.failure is not None:
-            return self._fail_step(step, result.failure, in_flight, removed)
-        self._cost.learn(step.shape.tokens, result.seconds)
+            return self._fail_step(step, batch.shape.tokens, result.failure)
+        self._cost.learn(batch.shape.tokens, result.seconds)
         self._step_size.grow()
-        self._memory.end_copies()
+        self._memory.end_copies(step.copies)
         outputs = iter(result.outputs)
         events: list[Event] = []
-        for group, chunks in in_flight.items():
+        # the end of one sample ends others, which then have no events
+        present = set(step.groups)
+        for group, chunks in step.chunks.items():
             chosen = list(islice(outputs, sum(len(chunk.samples) for chunk in chunks)))
-            if group not in removed:
+            if group in present:
                 events += self._update_group(group, chunks, chosen)
         return events
 
     def remove(self, request: RequestState) -> None:
-        """Finish all sequences of a request.
-
-        Their blocks are free at once, or when the step in flight has ended.
-        """
+        """Finish all sequences of a request, and release their blocks."""
+        self._has_to_wait = len(self._in_flight) == _MAX_IN_FLIGHT
         groups = {self._group_of[s]: None for s in request.sequences if s in self._group_of}
         waiting = [group for group in groups if group.first.status == "waiting"]
         # a fault may have come between the start of a group and its first step
@@ -240,43 +293,73 @@ class IterationScheduler:
         for group in groups:
             if group in waiting:
                 self._forget(group)
-            elif group not in self._in_flight:
+            else:
                 self._end(group)
 
     def drain(self) -> None:
         """Do nothing: no step waits for more requests."""
 
-    def _start(self, now: float, new: list[Group] | None = None) -> StepBatch:
-        """Return the step of all groups in flight; `new` groups never ran before."""
-        chunks = tuple(chain.from_iterable(self._in_flight.values()))
+    def _next_chunks(self, before: _Step | None) -> dict[Group, list[Chunk]]:
+        """Return what runs of each group in the next step.
+
+        Args:
+            before: the step in flight.
+        """
+        queues, size = self._queues, self._step_size
+        held = frozenset(() if before is None else before.groups)
+        if any(not (group.can_follow or group.is_ending) for group in held):
+            return {}
+        with suppress(HeldByStepError):
+            if queues.extend_running(size, held):
+                queues.start_waiting(size, held)
+            groups = groups_of_step(queues.running, size.tokens)
+            tokens = tokens_of_step(
+                groups, size.tokens, self._cost, self._limits.inter_token_latency_seconds
+            )
+            outputs = {} if before is None else before.outputs()
+            return self._memory.next_chunks(groups, tokens, outputs)
+        return {}
+
+    def _start(self, step: _Step, now: float) -> StepBatch:
+        """Return a step as a batch."""
+        chunks = tuple(chain.from_iterable(step.chunks.values()))
         lengths = [len(chunk.token_ids) for chunk in chunks]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
         shape = BatchShape.of(lengths + sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
         sequences = tuple(chunk.sequence for chunk in chunks)
         seconds = self._cost.seconds(1, shape.tokens)
-        copies = tuple((source, copy) for copy, source in self._memory.copies.items())
-        batch = StepBatch(sequences, shape, seconds, reason, chunks, copies)
-        self._admission.start(batch, until=now + seconds, left=self._leave(new or []))
+        copies = tuple((source, copy) for copy, source in step.copies.items())
+        batch = StepBatch(
+            sequences, shape, seconds, reason, chunks, copies, step.number, step.after
+        )
+        new = [group for group in step.chunks if not group.has_started]
+        self._admission.start(batch, until=now + seconds, left=self._leave(new))
         return batch
 
-    def _fail_step(
-        self, step: StepBatch, failure: Failure, in_flight: Collection[Group], removed: list[Group]
-    ) -> list[Event]:
+    def _fail_step(self, step: _Step, tokens: int, failure: Failure) -> list[Event]:
         """Return the failures of a step that has failed; groups without one run again.
 
         Args:
-            step, failure: the step, and why it failed.
-            in_flight: groups of the step.
-            removed: groups of the step that were removed while it ran.
+            step: the step, which was the first one in flight.
+            tokens: number of its tokens.
+            failure: why it failed.
         """
-        if failure == "memory" and (
-            len(in_flight) > 1 or next(iter(in_flight)).least_tokens < step.shape.tokens
-        ):
-            self._step_size.reduce(step.shape.tokens)
-            _log.warning("too little memory for a step of %d tokens", step.shape.tokens)
+        if step.is_void:
             return []
-        present = [group for group in in_flight if group not in removed]
+        present = step.groups
+        # those after it need what it has not computed; the last one first, as they were scheduled
+        for each in (*reversed(self._in_flight), step):
+            for group in each.groups:
+                self._memory.undo(group, each.chunks[group])
+            each.is_void = True
+        self._memory.repeat_copies()
+        if failure == "memory" and (
+            len(step.chunks) > 1 or next(iter(step.chunks)).least_tokens < tokens
+        ):
+            self._step_size.reduce(tokens)
+            _log.warning("too little memory for a step of %d tokens", tokens)
+            return []
         if failure == "worker":
             return self._restart_all(present)
         error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
@@ -304,12 +387,20 @@ class IterationScheduler:
     ) -> list[Event]:
         """Return the events of a group that has run."""
         is_pending = any(isinstance(each, SampledToken) and each.is_pending for each in outputs)
-        # the last token runs again for its logits; until then its block is not shared
-        self._mark_computed(group, chunks, repeated=int(is_pending))
+        if is_pending:
+            # the last token runs again for its logits; until then its block is not shared
+            self._memory.undo(group, chunks, tokens=1)
+            for step in self._in_flight:
+                step.ignored.add(group)
+        else:
+            for chunk in chunks:
+                for sample in chunk.samples:
+                    sample.num_unknown -= 1
+        self._count_computed(group, chunks, repeated=int(is_pending))
         return [] if is_pending else self._continue(group, outputs)
 
-    def _mark_computed(self, group: Group, chunks: list[Chunk], *, repeated: int) -> None:
-        """Count the tokens of a group that have run, but for those that run again."""
+    def _count_computed(self, group: Group, chunks: list[Chunk], *, repeated: int) -> None:
+        """Count the tokens of a group that have run, and share the blocks that they have filled."""
         # all of a group have as many
         begin, tokens = chunks[0].start, len(chunks[0].token_ids)
         if group.first.num_generated and chunks[0].samples and tokens == 1:
@@ -317,10 +408,7 @@ class IterationScheduler:
         else:
             self._prefill_tokens += sum(tokens + len(chunk.encodes) for chunk in chunks)
         self._claims.serve(group.claim, sum(tokens + len(chunk.encodes) for chunk in chunks))
-        for chunk in chunks:
-            chunk.sequence.num_computed = begin + tokens - repeated
-        group.is_encoded = True
-        self._memory.store(group, begin)
+        self._memory.store(group, begin, begin + tokens - repeated)
 
     def _continue(self, group: Group, outputs: Sequence[object]) -> list[Event]:
         """Return the events of a group that has run, and split or release it."""

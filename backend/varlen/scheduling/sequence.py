@@ -26,7 +26,7 @@ from varlen.request.request import (
 )
 
 Status: TypeAlias = Literal["waiting", "running", "finished"]
-Failure: TypeAlias = Literal["memory", "batch", "worker", "model"]
+Failure: TypeAlias = Literal["memory", "batch", "worker", "model", "skipped"]
 # Of a batch: one, or all since it ran alone, or both in turn.
 Cores: TypeAlias = Literal["one", "all", "both"]
 
@@ -152,7 +152,8 @@ class GeneratedSequence(SequenceState):
     Attributes:
         sample: its number among the samples of its prompt.
         token_ids: the prompt, then what was generated.
-        num_computed: number of its tokens whose keys and values are stored.
+        num_computed: number of its tokens whose keys and values are stored when the steps in flight have run.
+        num_unknown: number of tokens that steps in flight choose.
         block_ids: its block table.
         writer: set by the engine when it is submitted.
         sampler_state: kept by the sampler, or the search, from one token to the next.
@@ -162,6 +163,7 @@ class GeneratedSequence(SequenceState):
     sample: int = 0
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
+    num_unknown: int = 0
     block_ids: list[int] = field(default_factory=list)
     writer: OutputWriter = field(init=False)
     sampler_state: object = field(default=None, init=False)
@@ -193,8 +195,13 @@ class GeneratedSequence(SequenceState):
         return self.request, self.row - self.sample
 
     @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and of the answer, unknown ones included."""
+        return len(self.token_ids) + self.num_unknown
+
+    @property
     def num_generated(self) -> int:
-        """Number of generated tokens."""
+        """Number of generated tokens that are known."""
         return len(self.token_ids) - self.num_tokens
 
     @property
@@ -220,6 +227,7 @@ class Chunk(NamedTuple):
             prompt, several for the samples of one prompt.
         source_block_ids: blocks of the keys and values of its source text.
         encodes: the tokens of that text if it is encoded in this step, before these tokens.
+        follows: output of the step before that is the only token, by number; `token_ids` has 0 in its place.
     """
 
     sequence: GeneratedSequence
@@ -229,6 +237,12 @@ class Chunk(NamedTuple):
     samples: tuple[GeneratedSequence, ...]
     source_block_ids: tuple[int, ...] = ()
     encodes: tuple[int, ...] = ()
+    follows: int | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens of the answer up to the last of these tokens."""
+        return self.start + len(self.token_ids) - self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,15 +284,28 @@ class StepBatch(Batch):
     Attributes:
         chunks: one per sequence of the batch, in its order; chunks of one token come first.
         copies: (source, destination) blocks to copy before the step.
+        number: its number among all steps.
+        after: number of the step that was in flight when this one was scheduled. If that one fails, this one must not
+            run.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    number: int = 0
+    after: int | None = None
 
     @property
     def num_outputs(self) -> int:
         """Number of tokens that are sampled."""
         return sum(len(chunk.samples) for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> tuple[list[GeneratedSequence], list[int]]:
+        """The sequence of each token that is sampled, and the number of generated tokens before it."""
+        chunks = self.chunks
+        sequences = [sequence for chunk in chunks for sequence in chunk.samples]
+        lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]
+        return sequences, lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +368,7 @@ class BatchResult:
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
         failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
-            KV memory is lost, or the model cannot run any more.
+            KV memory is lost, the model cannot run any more, or the step before, which this one needs, failed.
         cores: cores that it ran on, where workers have one core each.
     """
 

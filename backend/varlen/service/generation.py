@@ -19,8 +19,9 @@ from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
-from varlen.execution.executor import InlineExecutor, ModelExecutor, ThreadExecutor
+from varlen.execution.executor import InlineExecutor, ModelExecutor
 from varlen.execution.model_info import StepInfo
+from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.step_model import StepModel
 from varlen.execution.workers.step_models import load_step_model
 from varlen.intake.checks import Intake
@@ -114,10 +115,9 @@ class GenerationService(RunningModel):
         executor: ModelExecutor = InlineExecutor(runner)
         if info.device == "cuda":
             # a step that hangs must not stop the engine
-            executor = with_timeout(ThreadExecutor([runner]), config.device_timeout_seconds)
-        admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
-        )
+            executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
+        # steps in flight run one after another
+        admission = Admission(config.max_queued_requests, config.max_queued_tokens)
 
         def new_writer(sequence: GeneratedSequence) -> OutputWriter:
             return TextWriter(

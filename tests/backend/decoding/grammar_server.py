@@ -8,7 +8,7 @@ from varlen.decoding.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 
 from .sandboxes import new_grammars
-from .sequences import RandomModel, sequence_of
+from .sequences import RandomModel, sample, sequence_of
 from .small_tokenizers import END
 
 CHOICES = ["red", "red green", 'say "no"\\/', "café 你好 😀"]
@@ -50,7 +50,7 @@ class Server:
         answers = [["", None] for _ in sequences]
         while running := [row for row, answer in enumerate(answers) if answer[1] is None]:
             step = [sequences[row] for row in running]
-            tokens = self.sampler.sample(self.model.logits(step), step)
+            tokens = sample(self.sampler, self.model.logits(step), step)
             for row, token in zip(running, tokens, strict=True):
                 if token.is_pending:
                     continue

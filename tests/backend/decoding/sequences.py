@@ -43,9 +43,14 @@ class RandomModel:
         return torch.from_numpy(np.stack(rows))
 
 
+def sample(sampler, logits, sequences):
+    """Return the next tokens of sequences all of whose tokens are known."""
+    return sampler.sample(logits, sequences, [each.num_generated for each in sequences])
+
+
 def extend(sampler, model, sequences, steps):
     """Append tokens to the sequences."""
     for _ in range(steps):
-        tokens = sampler.sample(model.logits(sequences), sequences)
+        tokens = sample(sampler, model.logits(sequences), sequences)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.token_ids.append(token.token_id)

@@ -15,7 +15,7 @@ from varlen.sandbox.limits import SandboxLimits
 
 from ..refusals import refused_request as refused
 from .grammar_server import CHOICES, Server
-from .sequences import sequence_of
+from .sequences import sample, sequence_of
 from .small_tokenizers import byte_level
 
 
@@ -108,7 +108,7 @@ def test_an_answer_whose_masks_take_too_long_fails_and_the_others_do_not():
     process = process_of(server, costly.generation.grammar)
     # its first mask is asked for and cannot come before the time of the process is up
     os.kill(process, signal.SIGSTOP)
-    [token] = server.sampler.sample(server.model.logits([costly]), [costly])
+    [token] = sample(server.sampler, server.model.logits([costly]), [costly])
     assert token.is_pending
     os.kill(process, signal.SIGPROF)
     os.kill(process, signal.SIGCONT)

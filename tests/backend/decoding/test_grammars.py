@@ -15,7 +15,7 @@ from varlen.sandbox.grammar import GrammarServer
 from ..refusals import refused_request as refused
 from .grammar_server import CHOICES, Server
 from .sandboxes import new_grammars
-from .sequences import sequence_of, sequences_of
+from .sequences import sample, sequence_of, sequences_of
 from .small_tokenizers import END, PAD, byte_fallback, byte_level, metaspace
 
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
@@ -247,7 +247,7 @@ def test_samples_of_a_prompt_get_their_first_tokens_in_one_step(one_server, monk
     monkeypatch.setattr(sampling, "_MASK_SECONDS", 60)
     monkeypatch.setattr(sampling, "_ALL_MASKS_SECONDS", 60)
     logits = one_server.model.logits(samples)
-    steps = [one_server.sampler.sample(logits.clone(), samples) for _ in range(4)]
+    steps = [sample(one_server.sampler, logits.clone(), samples) for _ in range(4)]
 
     # each has been ready while the other was not, and keeps its mask
     pending = [[token.is_pending for token in step] for step in steps]
@@ -265,7 +265,7 @@ def test_a_step_that_chose_another_token_before_it_was_repeated_does_no_harm(one
     logits = one_server.model.logits([sequence])
     letter = one_server.tokenizer.token_to_id("a")
 
-    while one_server.sampler.sample(logits.clone(), [sequence])[0].is_pending:
+    while sample(one_server.sampler, logits.clone(), [sequence])[0].is_pending:
         pass
     # its token was never appended
     sequence.token_ids.append(letter)

@@ -24,7 +24,7 @@ from varlen.decoding.sampling import Sampler
 from varlen.decoding.token_bias import BadWords
 
 from .sandboxes import new_grammars
-from .sequences import RandomModel, extend, sequence_of, sequences_of
+from .sequences import RandomModel, extend, sample, sequence_of, sequences_of
 from .small_tokenizers import byte_level
 
 VOCABULARY = 50
@@ -45,7 +45,7 @@ def random_logits(rows, seed=0, vocabulary=VOCABULARY):
 def processed(logits, sequence, sampler):
     """Return the logits from which the sampler chooses, before temperature and limits."""
     logits = logits.clone()
-    sampler.sample(logits, [sequence])
+    sample(sampler, logits, [sequence])
     return logits
 
 
@@ -53,7 +53,7 @@ def test_greedy_sequences_take_the_largest_logit(sampler):
     logits = random_logits(8)
     sequences = [sequence_of(1, 2, temperature=0) for _ in range(8)]
 
-    tokens = sampler.sample(logits.clone(), sequences)
+    tokens = sample(sampler, logits.clone(), sequences)
 
     assert [token.token_id for token in tokens] == logits.argmax(1).tolist()
     assert all(token.logprobs is None for token in tokens)
@@ -63,7 +63,7 @@ def test_greedy_sequences_stay_greedy_beside_random_ones(sampler):
     logits = random_logits(8)
     sequences = [sequence_of(1, 2, temperature=row % 2 * 2.0, top_k=9) for row in range(8)]
 
-    tokens = sampler.sample(logits.clone(), sequences)
+    tokens = sample(sampler, logits.clone(), sequences)
 
     assert [t.token_id for t in tokens[::2]] == logits.argmax(1).tolist()[::2]
 
@@ -90,7 +90,7 @@ def test_tokens_are_drawn_with_their_exact_probabilities(sampler, options):
         sequence_of(*prompt, generated=generated, seed=seed, **options) for seed in range(draws)
     ]
 
-    tokens = sampler.sample(logits.repeat(draws, 1), sequences)
+    tokens = sample(sampler, logits.repeat(draws, 1), sequences)
 
     expected = draws * exact_probabilities(logits, prompt, generated, **options)
     counts = np.bincount([token.token_id for token in tokens], minlength=VOCABULARY)
@@ -147,7 +147,7 @@ def test_what_rows_are_drawn_with_is_aligned_for_any_number_of_rows(sampler, mon
         return torch.zeros(len(logits), dtype=torch.int32)
 
     monkeypatch.setattr(sampler, "_kernels", SimpleNamespace(sample_tokens=sample_tokens))
-    sampler.sample(random_logits(rows), [sequence_of(1, temperature=0.5) for _ in range(rows)])
+    sample(sampler, random_logits(rows), [sequence_of(1, temperature=0.5) for _ in range(rows)])
 
     assert len(addresses) == 5
     assert not any(address % 16 for address in addresses)
@@ -182,7 +182,7 @@ def test_penalties_are_those_of_the_formulas_for_every_mix_of_sequences(sampler,
     ]
 
     actual = logits.clone()
-    chosen = sampler.sample(actual, sequences)
+    chosen = sample(sampler, actual, sequences)
 
     expected = torch.cat(
         [
@@ -202,7 +202,7 @@ def test_penalties_follow_a_sequence_as_it_grows(sampler):
     for _ in range(150):
         logits = model.logits([sequence])
         expected = penalized(logits, (1, 2, 2), sequence.token_ids[3:], **options)
-        [token] = sampler.sample(logits, [sequence])
+        [token] = sample(sampler, logits, [sequence])
         assert_close(logits, expected, roundings=4)
         sequence.token_ids.append(token.token_id)
 
@@ -224,7 +224,7 @@ def test_end_tokens_that_are_ignored_do_not_come_too_early_either(sampler):
     logits[0, EOS] = 9.0
     sequence = sequence_of(1, min_tokens=1, ignore_eos=True, temperature=0)
 
-    assert sampler.sample(logits, [sequence])[0].token_id != EOS
+    assert sample(sampler, logits, [sequence])[0].token_id != EOS
 
 
 MIXED_OPTIONS = [
@@ -304,7 +304,7 @@ def test_log_probabilities_are_those_of_the_model_s_logits(sampler):
         for number in numbers
     ]
 
-    tokens = sampler.sample(logits, sequences)
+    tokens = sample(sampler, logits, sequences)
 
     assert tokens[2].logprobs is None
     for row, number in enumerate(numbers):
@@ -324,7 +324,7 @@ def test_logprobs_of_a_small_vocabulary_are_all_there_are():
     sampler = Sampler(5, [0], grammars, bad_words, torch.device("cpu"))
     sequence = sequence_of(1, logprobs=20)
 
-    [token] = sampler.sample(random_logits(1, vocabulary=5), [sequence])
+    [token] = sample(sampler, random_logits(1, vocabulary=5), [sequence])
 
     assert len(token.logprobs.top) == 5
 
@@ -333,7 +333,7 @@ def test_a_row_without_any_choice_still_gives_a_token(sampler):
     # all tokens are end tokens, which may not come yet
     sequence = sequence_of(1, stop_token_ids=tuple(range(VOCABULARY)), min_tokens=3, seed=1)
 
-    [token] = sampler.sample(random_logits(1), [sequence])
+    [token] = sample(sampler, random_logits(1), [sequence])
 
     assert 0 <= token.token_id < VOCABULARY
 
@@ -350,7 +350,7 @@ def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other():
     sampler = Sampler(VOCABULARY, [EOS], BrokenGrammars(), bad_words, torch.device("cpu"))
     sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}'), sequence_of(2)]
 
-    tokens = sampler.sample(random_logits(3), sequences)
+    tokens = sample(sampler, random_logits(3), sequences)
 
     assert [token.error is None for token in tokens] == [True, False, True]
 
@@ -374,8 +374,8 @@ def test_a_grammar_that_allows_no_token_ends_its_own_sequence():
     bad_words = BadWords(byte_level(), VOCABULARY, [EOS])
     sampler = Sampler(VOCABULARY, [EOS], EmptyGrammars(), bad_words, torch.device("cpu"))
 
-    plain, constrained = sampler.sample(
-        random_logits(2), [sequence_of(0), sequence_of(1, grammar='{"regex": "z"}')]
+    plain, constrained = sample(
+        sampler, random_logits(2), [sequence_of(0), sequence_of(1, grammar='{"regex": "z"}')]
     )
 
     assert plain.error is None
@@ -420,9 +420,9 @@ def test_a_mask_that_has_not_come_holds_back_its_own_row_and_no_other(monkeypatc
     monkeypatch.setattr(sampling, "_MASK_SECONDS", 1e-9)
     sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}'), sequence_of(2)]
 
-    alone = sampler.sample(random_logits(3)[[0, 2]], [sequences[0], sequences[2]])
+    alone = sample(sampler, random_logits(3)[[0, 2]], [sequences[0], sequences[2]])
     for _ in range(3):
-        tokens = sampler.sample(random_logits(3), sequences)
+        tokens = sample(sampler, random_logits(3), sequences)
         assert [token.is_pending for token in tokens] == [False, True, False]
         assert [tokens[0], tokens[2]] == alone
     # every step looks whether it has come
@@ -445,11 +445,11 @@ def test_a_step_waits_once_for_the_mask_of_a_slow_grammar(monkeypatch):
     sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}')]
 
     for _ in range(5):
-        sampler.sample(random_logits(2), sequences)
+        sample(sampler, random_logits(2), sequences)
 
     assert waits == [0.01]
     # a step without other rows may wait longer, but a request that comes meanwhile waits as long
-    sampler.sample(random_logits(1), sequences[1:])
+    sample(sampler, random_logits(1), sequences[1:])
     assert waits == [0.01, pytest.approx(0.02)]
     for matcher in grammars.matchers:
         matcher.close()

@@ -15,7 +15,7 @@ from varlen.request.generation import GenerationOptions
 
 from ..refusals import refused_request as refused
 from .sandboxes import new_grammars
-from .sequences import sequence_of, sequences_of
+from .sequences import sample, sequence_of, sequences_of
 from .small_tokenizers import KINDS, byte_level
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_logits_are_changed_as_processors_of_transformers_do(sampler, bias, word
     changed = logits.clone()
     options = {"logit_bias": (*bias.items(),), "bad_words": words, "temperature": 0}
     sequences = [sequence_of(1, generated=start, **options) for start in starts]
-    tokens = sampler.sample(changed, sequences)
+    tokens = sample(sampler, changed, sequences)
 
     # one rounding of a bias of at most 100, and one of the sum
     rounding = torch.finfo(torch.float32).eps
@@ -108,8 +108,10 @@ def test_the_prompt_begins_no_word(sampler):
     logits = logits_of(2)
     options = {"bad_words": ("zwei Bären",), "temperature": 0}
 
-    sampler.sample(
-        logits, [sequence_of(*prefix, **options), sequence_of(1, generated=prefix, **options)]
+    sample(
+        sampler,
+        logits,
+        [sequence_of(*prefix, **options), sequence_of(1, generated=prefix, **options)],
     )
 
     assert math.isfinite(logits[0, last])
@@ -125,7 +127,7 @@ def test_other_sequences_of_a_step_keep_their_logits_and_reports_their_log_proba
     ]
 
     changed = logits.clone()
-    tokens = sampler.sample(changed, sequences)
+    tokens = sample(sampler, changed, sequences)
 
     assert torch.equal(changed[::2], logits[::2])
     assert tokens[1].token_id == 6
@@ -140,7 +142,7 @@ def test_an_answer_holds_no_bad_word_however_likely(sampler):
     for step in range(300):
         logits = logits_of(1, step)
         logits[0, likely] += 6
-        [token] = sampler.sample(logits, [sequence])
+        [token] = sample(sampler, logits, [sequence])
         sequence.token_ids.append(token.token_id)
 
     tokens = sequence.token_ids[1:]

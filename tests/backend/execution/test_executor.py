@@ -13,6 +13,7 @@ from varlen.execution.core_share import CoreShare
 from varlen.execution.executor import InlineExecutor, ThreadExecutor
 from varlen.scheduling.sequence import Batch, RequestState
 
+from ..fakes.engine_parts import Clock
 from ..requests import request_of
 
 SECONDS = 10.0
@@ -27,6 +28,14 @@ class FakeRunner:
         self.missing = missing
         self.meet = meet or (lambda: None)
         self.seen = []
+
+    slots = 1
+
+    def launch_batch(self, batch):
+        return lambda: self.run_batch(batch)
+
+    def wait(self, timeout):
+        return True
 
     def run_batch(self, batch):
         self.meet()
@@ -63,6 +72,7 @@ def run(request):
         done = SimpleQueue()
         for batch in batches:
             executor.start(batch, lambda *completed: done.put(completed))
+            assert executor.collect(None) == is_inline
         return [done.get(timeout=SECONDS) for _ in batches]
 
     yield run
@@ -156,12 +166,38 @@ def test_too_few_outputs_are_an_error(run):
     assert result.outputs == []
 
 
-def test_a_batch_that_runs_inline_has_completed_when_it_was_started():
-    done = []
+class TwoSlots(FakeRunner):
+    """Has two batches in flight; the first one has ended if it `is_done`."""
 
-    InlineExecutor(FakeRunner()).start(batch_of(1), lambda *completed: done.append(completed))
+    slots = 2
+    is_done = False
 
-    assert len(done) == 1
+    def wait(self, timeout):
+        return self.is_done or timeout is None
+
+
+def test_batches_that_run_inline_complete_one_by_one_in_their_order():
+    done, runner, clock = [], TwoSlots(), Clock()
+    executor = InlineExecutor(runner, clock)
+    first, second = batch_of(1), batch_of(2)
+    for batch in (first, second):
+        executor.start(batch, lambda *completed: done.append(completed))
+    assert executor.slots == 2
+    # a second for each
+    assert executor.free_at() == clock.now + 2.0
+
+    clock.now += 0.5
+    assert executor.collect(0.1)
+    assert done == []
+    clock.now += 1.0
+    assert executor.collect(None)
+    assert [batch for batch, _ in done] == [first]
+    clock.now += 3.0
+    runner.is_done = True
+    assert executor.collect(0.1)
+    assert [batch for batch, _ in done] == [first, second]
+    # of the second one, since the first one has ended
+    assert [result.seconds for _, result in done] == [1.5, 3.0]
 
 
 def test_close_waits_for_what_runs():

@@ -124,7 +124,7 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
 def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
     runner = StepRunner(
-        Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
+        Checkpoint.open(make_checkpoint(kind)), config, lambda *_: []
     )
     warm_up(runner)
     logits, steps = runner.steps.logits, []
@@ -149,7 +149,7 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
 ):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
     runner = StepRunner(
-        Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, lambda logits, sequences: []
+        Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, lambda *_: []
     )
     logits, limits, go_on = runner.steps.logits, [], Event()
     runner.device = torch.device("cuda")
@@ -199,7 +199,7 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
         device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
     )
     runner = StepRunner(
-        Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
+        Checkpoint.open(make_checkpoint(kind)), config, lambda *_: []
     )
     logits, shapes = runner.steps.logits, []
     monkeypatch.setattr(

@@ -105,6 +105,9 @@ class HeldExecutor:
     def free_at(self):
         return -math.inf
 
+    def collect(self, timeout):
+        return False
+
     def complete(self, index=0):
         batch, completed, result = self.in_flight.pop(index)
         completed(batch, result)

@@ -8,7 +8,7 @@ is used again too early gives wrong tokens.
 import random
 from collections import Counter, defaultdict
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -102,24 +102,33 @@ class KvExecutor(HeldExecutor):
 
     Attributes:
         failures: failures of the next steps; None runs one.
-        steps: all that have started.
+        steps: all that have run or failed.
+        skipped: steps that did not run, because the one before failed.
         has_failed: whether one has failed; steps are smaller for some time.
         is_pending: returns whether a sequence gets no token in this step.
         seconds: returns the run time of a step.
     """
 
-    def __init__(self, bench):
-        super().__init__(slots=1)
+    def __init__(self, bench, slots):
+        super().__init__(slots)
         self.bench = bench
         self.memory = {}
         self.failures = []
         self.has_lost_worker = False
         self.steps = []
+        self.skipped = []
+        # number of the last step that failed or was skipped, and the outputs of the last step
+        self.last_failed = None
+        self.outputs = []
         self.has_failed = False
         self.is_pending = lambda _: False
         self.seconds = lambda _: 1.0
 
     def result_of(self, batch):
+        if batch.after is not None and batch.after == self.last_failed:
+            self.skipped.append(batch)
+            self.last_failed = batch.number
+            return BatchResult([], 0.0, failure="skipped")
         self.bench.check_step(batch)
         self.steps.append(batch)
         failure = self.failures.pop(0) if self.failures else None
@@ -128,6 +137,7 @@ class KvExecutor(HeldExecutor):
             self.memory.update(copied)
         if failure is not None:
             self.has_failed = True
+            self.last_failed = batch.number
             # it may have written anything into its blocks
             for chunk in batch.chunks:
                 self._write(chunk.block_ids, chunk.start, [None] * len(chunk.token_ids))
@@ -138,22 +148,27 @@ class KvExecutor(HeldExecutor):
             return BatchResult([], self.seconds(batch), failure=failure.split()[0])
         for chunk in batch.chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
-            self._write(chunk.block_ids, chunk.start, chunk.token_ids)
+            self._write(chunk.block_ids, chunk.start, self._tokens(chunk))
         outputs = []
         for _, chunks in groupby(batch.chunks, key=prompt_of_chunk):
             outputs += self._outputs(list(chunks))
+        self.outputs = outputs
         return BatchResult(outputs, self.seconds(batch))
+
+    def _tokens(self, chunk):
+        """Return the tokens of a chunk; None is one that the step before could not choose."""
+        if chunk.follows is None:
+            return chunk.token_ids
+        assert chunk.token_ids == (0,)
+        before = self.outputs[chunk.follows]
+        return [None if before.is_pending else before.token_id]
 
     def _outputs(self, chunks):
         """Return the outputs of a prompt: one for each sample or beam."""
-        contexts = [self._context(chunk) for chunk in chunks]
         first = chunks[0].sequence
         if not first.is_searched or not chunks[0].samples:
-            return [
-                SampledToken(next_token(context, sample.sample), is_pending=self.is_pending(sample))
-                for chunk, context in zip(chunks, contexts, strict=True)
-                for sample in chunk.samples
-            ]
+            return [self._sample(chunk, sample) for chunk in chunks for sample in chunk.samples]
+        contexts = [self._context(chunk) for chunk in chunks]
         # a search keeps its state with the sequence of its first row
         rows, generated = first.sampler_state or (1, 0)
         assert (rows, generated) == (len(chunks), first.num_generated)
@@ -162,13 +177,22 @@ class KvExecutor(HeldExecutor):
         first.sampler_state = len(step.parents), generated + 1
         return [step] * rows
 
+    def _sample(self, chunk, sample):
+        if self._tokens(chunk) == [None]:
+            return SampledToken(0, is_pending=True)
+        token = next_token(self._context(chunk), sample.sample)
+        return SampledToken(token, is_pending=self.is_pending(sample))
+
     def _context(self, chunk):
         """Return the source and the tokens up to the end of a chunk, from memory."""
         sequence = chunk.sequence
         source = self._read(chunk.source_block_ids, sequence.prompt.num_source_tokens)
         assert source == [~token for token in source_of(sequence)]
         tokens = self._read(chunk.block_ids, chunk.start + len(chunk.token_ids))
-        assert tokens == sequence.token_ids[: len(tokens)]
+        known = sequence.token_ids
+        if chunk.follows is not None:
+            known = [*known, *self._tokens(chunk)]
+        assert tokens == known[: len(tokens)]
         return source + tokens
 
     def _block(self, block):
@@ -218,6 +242,7 @@ class Bench:
         max_requests=100,
         short_places=0,
         short_tokens=0,
+        slots=1,
     ):
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
@@ -231,7 +256,7 @@ class Bench:
             short_tokens=short_tokens,
         )
         self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
-        self.executor = KvExecutor(self)
+        self.executor = KvExecutor(self, slots)
         self.clock = Clock()
         self.scheduler.add = self._add
         self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock, Writer)
@@ -277,7 +302,10 @@ class Bench:
         return reply
 
     def step(self):
-        """Run one step of the model; return it, or None if there is none."""
+        """Run one step of the model; return it, or None if there is none.
+
+        With two slots, the next one has started before.
+        """
         self.engine.step()
         self.check_blocks()
         if not self.executor.in_flight:
@@ -308,14 +336,16 @@ class Bench:
         assert sorted(lengths, key=lambda length: length > 1) == lengths
         assert tuple(chunk.sequence for chunk in step.chunks) == step.sequences
         assert len(set(step.sequences)) == len(step.sequences)
-        running = [sequence for sequence in self.sequences if sequence.status == "running"]
+        running = [s for s in self.sequences if s.status == "running"]
         others = [sequence for sequence in running if not self.is_short(sequence)]
         assert len(others) <= self.limits.max_running_sequences
         most = self.limits.max_running_sequences + self.limits.short_places
         assert max(len(running), len(step.sequences)) <= most
         # a step with a source that fills it has no place for others
+        groups = self.scheduler._queues.running
+        going_on = {prompt_of_sequence(group.first) for group in groups if not group.is_ending}
         if not is_alone and not self.executor.has_failed:
-            assert {prompt_of_sequence(sequence) for sequence in running} == prompts
+            assert going_on <= prompts <= set(map(prompt_of_sequence, running))
         for chunk in step.chunks:
             self._check_chunk(chunk)
         self._check_copies(step)
@@ -324,10 +354,11 @@ class Bench:
     def _check_chunk(self, chunk):
         sequence, source = chunk.sequence, source_of(chunk.sequence)
         assert not chunk.samples or any(sample.status == "running" for sample in chunk.samples)
-        assert chunk.start == sequence.num_computed
         end = chunk.start + len(chunk.token_ids)
+        assert end == sequence.num_computed
         assert len(chunk.block_ids) == self.pool.blocks_of(end)
-        assert bool(chunk.samples) == (end == len(sequence.token_ids))
+        # the token that it chooses is one of the unknown ones
+        assert bool(chunk.samples) == (end == sequence.length - bool(chunk.samples))
         # a source is encoded in one piece, when its target starts
         assert list(chunk.encodes) == (source if chunk.start == 0 else [])
         assert len(chunk.source_block_ids) == self.pool.blocks_of(len(source))
@@ -344,6 +375,7 @@ class Bench:
     def _check_order(self, step):
         groups = sorted(set(self.scheduler._group_of.values()), key=lambda group: group.order)
         running = [group for group in groups if group.first.status == "running"]
+        running = [g for g in running if g.first in step.sequences or not g.is_ending]
         runs = [any(branch in step.sequences for branch in group.branches) for group in running]
         # the first ones of those that have started
         assert sorted(runs, reverse=True) == runs
@@ -376,8 +408,8 @@ class Bench:
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
         # a step that failed copies them again
-        kept = self.scheduler._memory.kept
-        assert set(kept) <= set(self.scheduler._memory.copies.values())
+        memory, kept = self.scheduler._memory, self.scheduler._memory.kept
+        assert set(kept) <= memory._sources()
         tables.append(kept)
         holders = Counter(block for table in tables for block in table)
         assert self.pool.counts().used == len(holders)
@@ -386,9 +418,10 @@ class Bench:
         for branch in branches:
             assert branch.num_computed <= len(branch.block_ids) * self.pool.block_size
         assert not any(each.block_ids for each in self.sequences if each not in branches)
-        assert self.scheduler._memory.copies.keys() <= holders.keys()
-        for step, *_ in self.executor.in_flight:
-            for chunk in step.chunks:
+        for copies in (memory.copies, *memory.copies_in_flight):
+            assert copies.keys() <= holders.keys()
+        for step in self.scheduler._in_flight:
+            for chunk in chain.from_iterable(map(step.chunks.get, step.groups)):
                 assert {*chunk.block_ids, *chunk.source_block_ids} <= holders.keys()
         self._check_reservations(groups)
 
@@ -397,8 +430,9 @@ class Bench:
         if self.policy == "optimistic":
             # blocks of present tokens only
             for group in groups:
-                table, tokens = group.first.block_ids, len(group.first.token_ids)
-                assert group.reserved <= self.pool.blocks_of(tokens) - len(table)
+                table, tokens = group.first.block_ids, group.first.length
+                # the table has one block more after a step that was ignored
+                assert group.reserved <= max(0, self.pool.blocks_of(tokens) - len(table))
             return
         # memory never interrupts a sequence, though the order may
         assert self.scheduler.snapshot().memory_preemptions == 0
@@ -427,6 +461,7 @@ class Bench:
         assert self.scheduler.wake_at(0.0) is None
         assert not any(sequence.block_ids for sequence in self.sequences)
         assert not self.scheduler._memory.copies
+        assert not self.scheduler._memory.copies_in_flight
         # nothing is remembered of what has ended
         assert not self.scheduler._group_of
         assert not self.scheduler._new

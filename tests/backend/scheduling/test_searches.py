@@ -197,7 +197,7 @@ def test_a_search_that_fails_ends_its_request_and_no_other(monkeypatch):
 
 
 @_both_policies
-def test_blocks_of_a_cancelled_search_are_free_once_its_step_has_ended(policy, monkeypatch):
+def test_a_cancelled_search_leaves_no_block(policy, monkeypatch):
     steady(monkeypatch)
     bench = Bench(policy=policy)
     gone = bench.submit([5], max_tokens=9, num_beams=4, source=PROMPT, reply=FakeReply())

@@ -88,19 +88,19 @@ class Killer:
         self.at = set(at)
         self.steps = 0
         self._runner = generator._service.runner
-        self._run = type(self._runner).run_batch
-        self._runner.run_batch = self.run_batch
+        self._send = type(self._runner)._send
+        self._runner._send = self.send
 
-    def run_batch(self, batch):
+    def send(self, launched):
         if self.steps in self.at:
             # it gets the step and cannot answer
             os.kill(self._runner.pid, signal.SIGSTOP)
             Timer(0.05, os.kill, (self._runner.pid, signal.SIGKILL)).start()
         self.steps += 1
-        return self._run(self._runner, batch)
+        self._send(self._runner, launched)
 
     def stop(self):
-        del self._runner.run_batch
+        del self._runner._send
 
 
 def answers_of(generator, kinds, *, max_tokens=24):

@@ -48,7 +48,7 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
 
     def seconds(step: StepBatch) -> float:
         began = time.perf_counter()
-        runner.run_batch(step)
+        runner.launch_batch(step)()
         return time.perf_counter() - began
 
     longest = min(_LONGEST_PROMPT, info.max_sequence_tokens - _GENERATED)

@@ -158,6 +158,10 @@ class _Executor:
         """Return minus infinity: where a slot is free, its worker is."""
         return -math.inf
 
+    def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
+        """Return False: `complete` does it."""
+        return False
+
     def complete(self) -> None:
         """Complete the batch that ends next."""
         heappop(self._running).complete()

@@ -109,6 +109,10 @@ class TimedExecutor:
         """Return when a batch that is started now is expected to run."""
         return self._executor.free_at()
 
+    def collect(self, timeout: float | None) -> bool:
+        """Return False: threads complete the batches."""
+        return self._executor.collect(timeout)
+
     def close(self) -> bool:
         """Run what was started and stop the threads.
 

@@ -45,10 +45,41 @@ class WorkerConnection:
     def run(
         self, send: Callable[[Connection], None], *, seconds: float = 0.0
     ) -> Sequence[Float32Array]:
-        """Send a batch and return its answers.
+        """Send a batch and return its answers; see `send` and `receive`."""
+        self.send(send)
+        return self.receive(seconds=seconds)
+
+    def send(self, send: Callable[[Connection], None]) -> None:
+        """Send a batch, whose answers `receive` returns.
 
         Args:
             send: sends the batch.
+
+        Raises:
+            WorkerEndedError: the process has ended.
+        """
+        try:
+            send(self._connection)
+        except OSError:
+            self._connection.close()
+            raise WorkerEndedError from None
+        except BaseException:
+            # what was sent is no batch
+            self._connection.close()
+            raise
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the answers of the batch that was sent; return False after this many seconds."""
+        try:
+            return self._connection.poll(timeout)
+        except OSError:
+            # it has ended
+            return True
+
+    def receive(self, *, seconds: float = 0.0) -> Sequence[Float32Array]:
+        """Return the answers of the batch that was sent.
+
+        Args:
             seconds: expected run time.
 
         Raises:
@@ -57,7 +88,6 @@ class WorkerConnection:
             EngineError: the batch failed.
         """
         try:
-            send(self._connection)
             if not self._connection.poll(max(_HUNG_SECONDS, _HUNG_FACTOR * seconds)):
                 _log.error("worker process %d hangs; it is ended", self.pid)
                 os.kill(self.pid, signal.SIGKILL)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,8 @@ from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.step_model import Choose
-from varlen.execution.step_packing import pack_step
+from varlen.execution.step_order import StepOrder
+from varlen.execution.step_packing import PackedStep, pack_step
 from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
@@ -41,14 +43,32 @@ _log = logging.getLogger(__name__)
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """A step in flight.
+
+    Attributes:
+        step, packed: the step, and its arrays, perhaps without tokens that the step before it chooses.
+        error: reason why it could not be sent to the process.
+    """
+
+    step: StepBatch
+    packed: PackedStep
+    error: BaseException | None = None
+
+
 class StepProcess(ModelProcess[StepInfo]):
     """Runs steps in one worker process at a time.
 
-    Not for two threads at once, except for `use`.
+    While it runs one, the next one is packed. It is sent as soon as the tokens of the one before are chosen, so the
+    process waits neither for the scheduler nor for answers. Not for two threads at once, except for `use`.
 
     Attributes:
+        slots: steps that may be in flight: one in the process, and one that waits for it.
         graph_use: cost of CUDA graphs, which it has none of.
     """
+
+    slots = 2
 
     def __init__(
         self,
@@ -76,6 +96,8 @@ class StepProcess(ModelProcess[StepInfo]):
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
         self._is_lost = False
+        self._launched: deque[_Launched] = deque()
+        self._order = StepOrder()
         self.graph_use = GraphUse()
         try:
             connection = self._connect()
@@ -84,24 +106,64 @@ class StepProcess(ModelProcess[StepInfo]):
             raise EngineError(ENDED) from None
         self._worker = WorkerConnection(connection, self.pid)
 
-    def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        """Return the choice of each row of logits, chunk by chunk; see `StepRunner.run_batch`.
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Send a step to the process, now or once the one before has run; return a function that waits for its outputs.
 
-        Raises:
+        The outputs are those of `StepRunner.run_batch`. The functions are called in the order of the steps. They raise:
             MemoryError: too little memory.
             WorkerEndedError: the process ended; another one has started, whose KV caches are empty.
+            SkippedStepError: the step before it failed.
             EngineError: the step failed, or the process ended and no other one could be started.
         """
         step = cast(StepBatch, batch)
-        send = partial(send_step, step=pack_step(step, self.info.block_size))
+        launched = _Launched(step, pack_step(step, self.info.block_size))
+        self._launched.append(launched)
+        if len(self._launched) == 1:
+            self._send(launched)
+        return partial(self._outputs, launched)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the process has run the first step in flight; see `WaitingLauncher.wait`."""
+        launched = self._launched[0]
+        # without a limit, `outputs` waits, and finds out whether the process hangs
+        if timeout is None or launched.error or self._order.is_skipped(launched.step):
+            return True
+        return self._worker.wait(max(0.0, timeout))
+
+    def _outputs(self, launched: _Launched) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of the first step in flight, and send the one after it."""
+        step = launched.step
         try:
-            self._worker.run(send, seconds=step.seconds)
+            with self._order.running(step):
+                self._await(launched)
+                sequences, lengths = step.sampled
+                with memory_errors(), torch.inference_mode():
+                    outputs = self._choose(self._logits[: len(sequences)], sequences, lengths)
+                self._order.chose(outputs)
+        finally:
+            self._launched.popleft()
+            if self._launched and not self._order.is_skipped(self._launched[0].step):
+                self._send(self._launched[0])
+        return outputs
+
+    def _send(self, launched: _Launched) -> None:
+        """Send a step to the process, which waits for it; an error is kept."""
+        packed = launched.packed
+        try:
+            self._order.set_tokens(packed.inputs, launched.step.chunks)
+            self._worker.send(partial(send_step, step=packed))
+        except BaseException as error:
+            launched.error = error
+
+    def _await(self, launched: _Launched) -> None:
+        """Wait until the process has run a step, whose logits are in its memory then."""
+        try:
+            if launched.error is not None:
+                raise launched.error
+            self._worker.receive(seconds=launched.step.seconds)
         except WorkerEndedError:
             self._restart()
             raise
-        rows = [each for chunk in step.chunks for each in chunk.samples]
-        with memory_errors(), torch.inference_mode():
-            return self._choose(self._logits[: len(rows)], rows)
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""

@@ -40,7 +40,7 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
 
     torch.set_num_threads(settings.threads or usable_cores())
     checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
-    runner = StepRunner(checkpoint, settings, lambda logits, sequences: [])  # noqa: ARG005  # chosen by the engine
+    runner = StepRunner(checkpoint, settings, lambda *_: [])  # chosen by the engine
     warm_up(runner)
     return runner
 

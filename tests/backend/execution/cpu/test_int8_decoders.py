@@ -55,7 +55,7 @@ def calibrated(folder):
 
 def runner_of(folder, dtype="int8"):
     config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
-    return StepRunner(Checkpoint.open(folder), config, lambda logits, sequences: [])
+    return StepRunner(Checkpoint.open(folder), config, lambda *_: [])
 
 
 def answers_of(generator, prompts):
