@@ -127,7 +127,7 @@ class CompiledProgram:
             batch, kernels, region, out: see there.
             lone: the cores that a lone batch may use; None for the cores of the thread.
         """
-        from varlen_kernels.cpu.calls import ALWAYS, run_calls
+        from varlen_kernels.cpu.calls import ALWAYS, PARTS, run_calls
 
         program, dims = self._program, batch.dims
         cores = usable_cores() if lone is None else lone.count
@@ -137,8 +137,11 @@ class CompiledProgram:
         tensors: list[Any] | None = None
         for stretch in self._table.stretches:
             if isinstance(stretch, tuple):
-                gained = run_calls(rows[stretch[0] : stretch[1]], cores, stay)
-                if lone is not None and cores > 1:
+                part = rows[stretch[0] : stretch[1]]
+                # between products of oneDNN there is often nothing to share
+                used = cores if cores > 1 and part[:, PARTS].max() > 1 else 1
+                gained = run_calls(part, used, stay)
+                if lone is not None and used > 1:
                     lone.add_gain(gained)
                 continue
             if tensors is None:
@@ -212,21 +215,27 @@ class CompiledProgram:
 
 
 def compile_program(
-    program: Program, kernels: object, states: Mapping[str, Tensor] | None = None
+    program: Program,
+    kernels: object,
+    states: Mapping[str, Tensor] | None = None,
+    *,
+    needs_products: bool = False,
 ) -> CompiledProgram | None:
     """Return the program as calls of compiled code, if there are any.
 
-    There are none for other kernels, or if a product has no compiled form.
+    There are none for other kernels.
 
     Args:
         program: the program.
         kernels: the kernels that it runs with.
         states: the tensor of each state, by name.
+        needs_products: whether there are none if a product has no compiled form: such a product uses the cores of
+            torch, and others have to be given to it.
     """
     if kernels is not cpu or not has_compiled_ops():
         return None
     compiled = CompiledProgram(program, states or {})
-    return compiled if compiled.has_products else None
+    return compiled if compiled.has_products or not needs_products else None
 
 
 def _calls_of(program: Program) -> Iterator[_Call]:

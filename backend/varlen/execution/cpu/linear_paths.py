@@ -66,9 +66,11 @@ class _Linear(Protocol):
 def paths_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Return the paths that multiply weights of this dtype on this CPU, the default last."""
     packed = (PACKED,) if can_pack(dtype) else ()
-    # oneDNN multiplies bf16 faster than panels can, where the CPU can do it at all
-    has_panels = dtype == torch.float32 or (dtype == torch.bfloat16 and not packed)
-    return (PLAIN, *packed, *((PANELS,) if has_panels and has_compiled_ops() else ()))
+    panels = (PANELS,) if has_compiled_ops() else ()
+    if dtype == torch.bfloat16 and packed:
+        # oneDNN multiplies many rows faster than panels can, where the CPU multiplies bf16 at all
+        return (PLAIN, *panels, *packed)
+    return (PLAIN, *packed, *panels)
 
 
 def choose_paths(

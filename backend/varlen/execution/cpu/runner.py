@@ -44,7 +44,7 @@ class CpuRunner:
         self._kernels = kernels
         self._arena = arena
         self._is_padded = compiles_products(program)
-        self._compiled = compile_program(program, kernels)
+        self._compiled = compile_program(program, kernels, needs_products=True)
         self._lone: LoneCores | None = None
         self._call: AllCores | None = None
         limit_primitives()

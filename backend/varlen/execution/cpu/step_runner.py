@@ -1,5 +1,6 @@
-"""Runs the steps of generation on a CPU, all cores on one step."""
+"""Runs the steps of generation on a CPU, one after another."""
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,16 +8,19 @@ import torch
 from torch import Tensor
 
 from varlen.execution.bound_program import BoundProgram
+from varlen.execution.cpu.step_cores import StepCores
 from varlen.execution.step_packing import StepArrays, step_arrays, step_dims, tensors_of
 from varlen.memory.shared import map_shared, new_shared
 from varlen.scheduling.sequence import Chunk
+from varlen_kernels.cpu.threads import usable_cores, using_cores
 
 
 class CpuSteps:
-    """Runs a program's steps on all cores of torch. Not for two threads at once."""
+    """Runs a program's steps on one core, or on all cores of torch. Not for two threads at once."""
 
     def __init__(self, bound: BoundProgram) -> None:
         self._bound = bound
+        self._cores = StepCores(time.perf_counter)
         # allocated once: pages that are mapped anew for each step cost more than the copy into them
         (self._logits,) = bound.program.new_outputs(bound.arena.largest, bound.arena.device)
 
@@ -33,7 +37,16 @@ class CpuSteps:
         inputs = tensors_of(arrays)
         dims = step_dims(inputs)
         logits = self._logits[: dims["logit_rows"]]
-        self._bound.run(inputs, dims, [logits])
+        if self._bound.compiled is None:
+            # ops of torch use its threads in any case
+            self._bound.run(inputs, dims, [logits])
+            return logits
+
+        def step(cores: int) -> None:
+            with using_cores(cores):
+                self._bound.run(inputs, dims, [logits])
+
+        self._cores.run(step, dims["tokens"], usable_cores())
         return logits
 
     def share_logits(self) -> int:
