@@ -11,7 +11,7 @@ from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
 from varlen.decoding.token_bias import BadWords
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
+from varlen.scheduling.sequence import BeamStep, Draws, GeneratedSequence, SampledToken
 
 
 class TokenChoice:
@@ -40,6 +40,12 @@ class TokenChoice:
         renormalizes = translate is not None and translate.defaults.renormalize_logits
         self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device)
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
+
+    def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
+        """Return what all tokens of a step are drawn with; None if only `choose` can choose them."""
+        if any(sequence.is_searched for sequence in sequences):
+            return None
+        return self._sampler.draws(sequences, lengths)
 
     def choose(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]

@@ -26,7 +26,7 @@ from varlen.decoding.token_bias import BadWords, TokenBias, add_to_rows
 from varlen.decoding.token_counts import TokenCounts
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.request.request import TokenLogprobs
-from varlen.scheduling.sequence import GeneratedSequence, SampledToken
+from varlen.scheduling.sequence import Draws, GeneratedSequence, SampledToken
 from varlen_kernels.ops import kernels_for
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,22 @@ class Sampler:
         self._grammars = grammars
         self._bad_words = bad_words
         self._kernels = kernels_for(device)
+
+    def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
+        """Return what tokens are drawn with, where that is known before the tokens before them are.
+
+        None if anything else changes a choice or is asked for: then only `sample` can choose.
+
+        Args:
+            sequences, lengths: see `sample`.
+        """
+        states = [self._state(sequence) for sequence in sequences]
+        if not all(map(_SamplerState.is_drawn, states, lengths)):
+            return None
+        limits = [state.limits for state in states]
+        if all(state.temperature == 0 for state in states):
+            return Draws(limits, None)
+        return Draws(limits, uniform_numbers([state.key for state in states], lengths))
 
     def sample(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
@@ -153,6 +169,8 @@ class _SamplerState:
     Attributes:
         plain_from: number of generated tokens from which the next token is that with the largest logit; infinity if it
             never is.
+        drawn_from: number of generated tokens from which the next token depends only on the logits, the limits and a
+            random number; infinity if it never does.
         key: key of its random numbers.
         limits: temperature, top-k, top-p and min-p.
         penalties: repetition, presence and frequency penalty.
@@ -174,6 +192,7 @@ class _SamplerState:
         "allowed",
         "bias",
         "counts",
+        "drawn_from",
         "end_ids",
         "error",
         "has_waited",
@@ -225,14 +244,19 @@ class _SamplerState:
         self._num_read = sequence.num_tokens
         # the last token that was chosen, and the number of tokens of the answer before it
         self._chosen = (-1, 0)
-        is_plain = (
-            self.temperature == 0
-            and self.counts is None
-            and self.bias is None
-            and self.matcher is None
-            and self.num_logprobs is None
-        )
-        self.plain_from = self.min_tokens if is_plain else math.inf
+        # a grammar that could not be opened is an error that only `sample` reports
+        is_drawn = not self._needs_tokens and self.num_logprobs is None and self.error is None
+        self.drawn_from = self.min_tokens if is_drawn else math.inf
+        self.plain_from = self.drawn_from if self.temperature == 0 else math.inf
+
+    @property
+    def _needs_tokens(self) -> bool:
+        """Whether its choices depend on the tokens of the answer."""
+        return self.counts is not None or self.bias is not None or self.matcher is not None
+
+    def is_drawn(self, length: int) -> bool:
+        """Return whether the token after so many depends only on logits, limits and a random number."""
+        return length >= self.drawn_from
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -281,11 +305,14 @@ class _SamplerState:
             sequence: its sequence.
             length: number of tokens of the answer.
         """
+        self.is_void = sequence.status == "finished"
+        if self.is_void or not self._needs_tokens:
+            return
         begin, tokens = sequence.num_tokens, sequence.token_ids
         # the engine's thread may append the last token meanwhile
         known = len(tokens) - begin
         is_known = known == length or (known, self._chosen[0]) == (length - 1, length - 1)
-        self.is_void = sequence.status == "finished" or not is_known
+        self.is_void = not is_known
         if self.is_void:
             return
         self.token_ids = tokens if known == length else [*tokens[: begin + known], self._chosen[1]]

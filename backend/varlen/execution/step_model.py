@@ -11,13 +11,17 @@ from torch import Tensor
 from varlen.execution.executor import WaitingLauncher
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
-from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
+from varlen.scheduling.sequence import BeamStep, Draws, GeneratedSequence, SampledToken
 
 # Chooses the token or search step of each row of logits, `[sequences, vocabulary]` fp32, given the sequences and the
 # lengths of their answers. It may overwrite the logits.
 Choose: TypeAlias = Callable[
     [Tensor, Sequence[GeneratedSequence], Sequence[int]], Sequence[SampledToken | BeamStep]
 ]
+
+
+# Returns what the tokens of such rows are drawn with; None if only `Choose` can choose them.
+ChooseDraws: TypeAlias = Callable[[Sequence[GeneratedSequence], Sequence[int]], Draws | None]
 
 
 class StepModel(WaitingLauncher, Protocol):

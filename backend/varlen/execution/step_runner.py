@@ -16,13 +16,14 @@ from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.step_runner import CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
-from varlen.execution.cuda.step_runner import CudaSteps
+from varlen.execution.cuda.step_launcher import StepLauncher
+from varlen.execution.cuda.step_runner import SLOTS, CudaSteps
 from varlen.execution.device import choose_device, name_of
 from varlen.execution.kv_cache import new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_model import Choose
+from varlen.execution.step_model import Choose, ChooseDraws
 from varlen.execution.step_packing import Int64Array, PackedStep
 from varlen.execution.step_program import load_programs
 from varlen.memory.memory_use import MemoryUse
@@ -76,6 +77,7 @@ class StepRunner:
         config: EngineConfig,
         choose: Choose,
         *,
+        draws: ChooseDraws = lambda *_: None,
         gpu: int = 0,
         kernels: object | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class StepRunner:
             checkpoint: the checkpoint to load.
             config: the settings.
             choose: chooses tokens from logits on the device of the settings.
+            draws: says how tokens can be chosen without the host.
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
 
@@ -125,6 +128,8 @@ class StepRunner:
         ]
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
         self.steps: DeviceSteps
+        self.slots = 1
+        self._launcher: StepLauncher | None = None
         self.graph_use = GraphUse()
         if self.device.type == "cuda":
             blocks = -(-self.max_sequence_tokens // self.kv.block_size)
@@ -135,32 +140,42 @@ class StepRunner:
                 graphs=CudaGraphs(self.device, config.device_timeout_seconds),
             )
             self.graph_use = self.steps.graph_use
+            self.slots = SLOTS
+            self._launcher = StepLauncher(self.steps, self._prepare, choose, draws)
         else:
             self.steps = CpuSteps(bound[0])
 
-    slots = 1
-
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Return a function that runs a step."""
-        return partial(self.run_batch, batch)
+        """Start a step on a GPU; return a function that waits for its outputs, or runs it on a CPU.
+
+        The outputs are the token or search step of each row of logits, chunk by chunk. The function raises:
+            MemoryError: too little memory for what the step needs beside the arena.
+            SkippedStepError: the step before it failed.
+        """
+        step = cast(StepBatch, batch)
+        if self._launcher is not None:
+            return self._launcher.launch(step)
+        return partial(self._run, step)
 
     def wait(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every launcher
-        """Return True: a step runs when its outputs are asked for."""
+        """Return True: nothing is known of a step before its outputs are asked for."""
         return True
 
     def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        """Return the token or search step of each row of logits, chunk by chunk.
+        """Return the outputs of a step; see `launch_batch`."""
+        return self.launch_batch(batch)()
 
-        Raises:
-            MemoryError: too little memory for what the step needs beside the arena.
-        """
-        step = cast(StepBatch, batch)
+    def _run(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
         with memory_errors(), torch.inference_mode(), self.steps.stream():
-            self._copy_blocks(step.copies)
-            if self._encoder is not None:
-                self._encoder.encode(step.chunks)
+            self._prepare(step)
             logits = self.steps.logits(step.chunks)
             return self._choose(logits, *step.sampled)
+
+    def _prepare(self, step: StepBatch) -> None:
+        """Start the copies of blocks, and the encoder."""
+        self._copy_blocks(step.copies)
+        if self._encoder is not None:
+            self._encoder.encode(step.chunks)
 
     def run_packed(self, step: PackedStep) -> Tensor:
         """Return the logits of a step on a CPU, `[logit rows, vocabulary]`, valid until the next one.
@@ -229,10 +244,14 @@ class StepRunner:
     def _copy_blocks(self, copies: Int64Array | Sequence[tuple[int, int]]) -> None:
         if not len(copies):
             return
-        sources, destinations = torch.tensor(np.array(copies).T, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        # nothing waits for the copy of pinned memory
+        blocks = torch.empty(2, len(copies), dtype=torch.int64, pin_memory=on_gpu)
+        blocks.numpy()[:] = np.array(copies).T
         caches = list(self._caches.values())
-        if self.device.type == "cpu":
-            copy_blocks(caches, sources, destinations)
+        if not on_gpu:
+            copy_blocks(caches, *blocks)
         else:
+            sources, destinations = blocks.to(self.device, non_blocking=True)
             for cache in caches:
                 cache[destinations] = cache[sources]

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import VarlenError
 from varlen.request.generation import GenerationOptions
@@ -306,6 +309,18 @@ class StepBatch(Batch):
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
         lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]
         return sequences, lengths
+
+
+class Draws(NamedTuple):
+    """What the tokens of a step are drawn with, if nothing else changes their choice.
+
+    Attributes:
+        limits: temperature, top-k, top-p and min-p of each row.
+        uniform: `[rows]` fp64, a random number from 0 to below 1 for each; None if all temperatures are 0.
+    """
+
+    limits: Sequence[tuple[float, int, float, float]]
+    uniform: npt.NDArray[np.float64] | None
 
 
 @dataclass(frozen=True, slots=True)

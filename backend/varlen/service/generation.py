@@ -97,7 +97,13 @@ class GenerationService(RunningModel):
             bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
             choice = TokenChoice(checkpoint, grammars, bad_words, choose_device(config.device, gpu))
             runner = load_step_model(
-                checkpoint, config, choice.choose, stats, gpu=gpu, isolated=isolated
+                checkpoint,
+                config,
+                choice.choose,
+                choice.draws,
+                stats,
+                gpu=gpu,
+                isolated=isolated,
             )
             opened.callback(runner.close)
             info = runner.info

@@ -123,9 +123,7 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
-    runner = StepRunner(
-        Checkpoint.open(make_checkpoint(kind)), config, lambda *_: []
-    )
+    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, lambda *_: [])
     warm_up(runner)
     logits, steps = runner.steps.logits, []
 
@@ -148,9 +146,7 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     make_checkpoint, monkeypatch, hangs_at
 ):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
-    runner = StepRunner(
-        Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, lambda *_: []
-    )
+    runner = StepRunner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, lambda *_: [])
     logits, limits, go_on = runner.steps.logits, [], Event()
     runner.device = torch.device("cuda")
     monkeypatch.setattr(runner, "_copy_blocks", lambda copies: None)
@@ -198,9 +194,7 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     config = EngineConfig(
         device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
     )
-    runner = StepRunner(
-        Checkpoint.open(make_checkpoint(kind)), config, lambda *_: []
-    )
+    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, lambda *_: [])
     logits, shapes = runner.steps.logits, []
     monkeypatch.setattr(
         runner.steps,

@@ -1,6 +1,6 @@
 """Executors on an emulated GPU: right answers, and counts of launches, copies and waits."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from varlen.config import EngineConfig
 from varlen.decoding.choice import TokenChoice
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.token_bias import BadWords
+from varlen.execution.executor import SkippedStepError
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import step_models
@@ -95,36 +96,34 @@ KINDS = {
     "sampled": GenerationOptions(temperature=0.8, top_k=20, top_p=0.9, seed=1),
     "beams": GenerationOptions(num_beams=2),
 }
-# What a decode step of two sequences costs: its inputs, the graph, and the answers that the host waits for.
+# What a decode step of two sequences costs: its inputs and the graph, then the tokens, for which the host waits.
 _STEP = {"pinned copies to the device": 1, "replays": 1}
+_TOKENS = {"pinned copies to the host": 1, "waits": 1}
 # The copy of a block: its numbers, then a read and a write of the keys and of the values.
 _BLOCK_LAUNCHES = 4
 DECODE_STEPS = {
     "greedy": {
         **_STEP,
-        "pageable copies to the device": 1,
-        # argmax
-        "launches": _BLOCK_LAUNCHES + 1,
-        "pageable copies to the host": 1,
-        "waits": 2,
+        **_TOKENS,
+        "pinned copies to the device": 2,
+        "launches": _BLOCK_LAUNCHES,
     },
     "sampled": {
         **_STEP,
-        # with temperature, top_k, top_p, min_p, random numbers
+        **_TOKENS,
         "pinned copies to the device": 2,
-        "pageable copies to the device": 1,
+        # one kernel draws the tokens
         "launches": _BLOCK_LAUNCHES + 1,
-        "pageable copies to the host": 1,
-        "waits": 2,
     },
     "beams": {
         **_STEP,
-        "pageable copies to the device": 1,
+        # the numbers of blocks, and the tokens for the next step
+        "pinned copies to the device": 3,
         # zeros, and two kernels of the beam step
         "launches": _BLOCK_LAUNCHES + 3,
         # tokens, scores
         "pageable copies to the host": 2,
-        "waits": 3,
+        "waits": 2,
     },
 }
 
@@ -137,7 +136,8 @@ def step_runner(folder: Path, device: str) -> StepRunner:
     # no request has a grammar
     grammars = cast(Grammars, None)
     choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device))
-    return StepRunner(checkpoint, EngineConfig(device=device, **STEPS), choice.choose)
+    config = EngineConfig(device=device, **STEPS)
+    return StepRunner(checkpoint, config, choice.choose, draws=choice.draws)
 
 
 def chosen(results: Sequence[SampledToken | BeamStep]) -> list[object]:
@@ -173,6 +173,78 @@ def test_generation_gives_the_tokens_of_the_cpu_in_few_launches_copies_and_waits
     assert found == DECODE_STEPS
     for runner in runners:
         runner.close()
+
+
+# Two steps after a prompt, each launched before the tokens of the one before it are read.
+AHEAD = {
+    "greedy": ({"temperature": 0.0}, {**_STEP}),
+    # and the kernel that draws
+    "sampled": ({"temperature": 0.8, "seed": 1}, {**_STEP, "launches": 1}),
+    # the host chooses the tokens before, so the step only waits in a queue
+    "penalties": ({"temperature": 0.8, "seed": 1, "frequency_penalty": 0.5}, {}),
+}
+
+
+@pytest.mark.parametrize(("options", "launch"), AHEAD.values(), ids=AHEAD)
+def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
+    gpu: FakeCuda, tmp_path: Path, options: dict[str, float], launch: dict[str, int]
+) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
+    cpu, cuda = (step_runner(folder, device) for device in ("cpu", "cuda"))
+    expected = tokens_one_by_one(cpu, GenerationOptions(**options), steps=4)
+
+    prompt = prompt_chunk(cuda, 3, GenerationOptions(**options))
+    waiting, found = deque([cuda.launch_batch(step_of((prompt,)))]), list[int]()
+    for number in range(1, 4):
+        chunk = prompt._replace(start=2 + number, token_ids=(0,), follows=0)
+        step = replace(step_of((chunk,)), number=number, after=number - 1)
+        with gpu.counted() as counts:
+            waiting.append(cuda.launch_batch(step))
+        assert counts == ({"pinned copies to the host": 1, **launch} if launch else {})
+        (token,) = waiting.popleft()()
+        assert isinstance(token, SampledToken)
+        found.append(token.token_id)
+        prompt.sequence.token_ids.append(token.token_id)
+    (last,) = waiting.popleft()()
+
+    assert [*found, last.token_id] == expected
+    for runner in (cpu, cuda):
+        runner.close()
+
+
+def tokens_one_by_one(runner: StepRunner, options: GenerationOptions, *, steps: int) -> list[int]:
+    """Return the tokens after a prompt of three, each known before the next step begins."""
+    chunk = prompt_chunk(runner, 3, options)
+    found = list[int]()
+    while True:
+        (token,) = runner.run_batch(step_of((chunk,)))
+        assert isinstance(token, SampledToken)
+        found.append(token.token_id)
+        chunk.sequence.token_ids.append(token.token_id)
+        if len(found) == steps:
+            return found
+        chunk = chunk._replace(start=2 + len(found), token_ids=(token.token_id,))
+
+
+def test_a_step_after_one_that_fails_does_not_count(gpu: FakeCuda, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
+    runner = step_runner(folder, "cuda")
+    chunk = prompt_chunk(runner, 3, KINDS["greedy"])
+    expected = chosen(runner.run_batch(step_of((chunk,))))
+
+    broken = replace(step_of((chunk,)), copies=((0, 1 << 30),), number=1)
+    outputs = [
+        runner.launch_batch(step)
+        for step in (broken, replace(step_of((chunk,)), number=2, after=1))
+    ]
+
+    with pytest.raises(IndexError):
+        outputs[0]()
+    with pytest.raises(SkippedStepError):
+        outputs[1]()
+    # what follows does not need it
+    assert chosen(runner.run_batch(replace(step_of((chunk,)), number=3))) == expected
+    runner.close()
 
 
 @pytest.fixture

@@ -4,13 +4,18 @@ The ops of a step are shorter on the GPU than the Python that launches them, so 
 step has one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of them. A step
 with a chunk of a prompt has tokens and sequences, and runs in the smallest of the buckets that encoders have, too.
 docs/decisions/0050-graphs-of-steps.md has the reasons.
+
+The tokens that a step chooses stay on the device, where the next one takes them. So it can start before the host has
+read them; docs/decisions/0059-steps-ahead.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -20,12 +25,45 @@ from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
 from varlen.execution.packing import InputLayout
 from varlen.execution.step_packing import StepArrays, step_arrays
-from varlen.scheduling.sequence import Chunk
+from varlen.memory.usage import Size
+from varlen.program.program import Value
+from varlen.scheduling.sequence import Chunk, Draws
+from varlen_kernels.ops import kernels_for
 
 # Its length depends on contexts. It is last in the buffer, so that only what is used of it is copied.
 _TABLES = "block_ids"
+# Behind the tokens that the step before has chosen.
+_TOKENS = "token_ids"
 # The slot of a token that is written nowhere.
 _NO_SLOT = -1
+# Where each token of a step lies: among the chosen ones, or among its inputs.
+_PLACES = Value("places", (Size(tokens=1),), torch.int32)
+# What tokens are drawn with, as `sample_tokens` takes it.
+_ROW = (Size(logit_rows=1),)
+_DRAWS = (
+    Value("temperature", _ROW, torch.float32),
+    Value("top_k", _ROW, torch.int32),
+    Value("top_p", _ROW, torch.float32),
+    Value("min_p", _ROW, torch.float32),
+    Value("uniform", _ROW, torch.float64),
+)
+# Steps in flight: one runs, and the next one is ready on the GPU's queue.
+SLOTS = 2
+# Chosen tokens are as many bytes as keep what follows them aligned.
+_ALIGNED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffers:
+    """Memory of the host for one step in flight.
+
+    Attributes:
+        inputs: `[bytes]` uint8, read by the GPU until the step has run.
+        tokens: `[rows]` int32, written by the GPU.
+    """
+
+    inputs: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +71,20 @@ class _Captured:
     """The graph of steps of up to these dimensions.
 
     Attributes:
-        inputs: its inputs on the host, by name.
+        inputs: its inputs in each set of buffers, by name.
+        draws: what tokens are drawn with, on the device.
         bytes_before_tables: bytes of all inputs but the block tables.
         replay: starts it.
     """
 
-    inputs: Mapping[str, npt.NDArray[Any]]
+    inputs: Mapping[_Buffers, Mapping[str, npt.NDArray[Any]]]
+    draws: Sequence[Tensor]
     bytes_before_tables: int
     replay: Replay
 
 
 class CudaSteps:
-    """Runs a program's steps on a GPU. Not for two threads at once.
+    """Starts a program's steps on a GPU. Not for two threads at once.
 
     Attributes:
         graph_use: cost of the graphs.
@@ -71,16 +111,29 @@ class CudaSteps:
         self._blocks_per_sequence = blocks_per_sequence
         self._blocks_per_source = blocks_per_source
         self._graphs = graphs or CudaGraphs(arena.device)
-        # tables last
-        self._declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
+        # tokens first, tables last
+        declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
+        declared.sort(key=lambda value: value.name != _TOKENS)
+        self._declared = [*declared[:-1], _PLACES, *_DRAWS, declared[-1]]
         rows, tokens = arena.largest["logit_rows"], arena.largest["tokens"]
         most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
         # a step of prompts has tables for each of its tokens
         blocks = {"blocks": rows * blocks_per_sequence, "source_blocks": tokens * blocks_per_source}
         size = InputLayout.of(self._declared, {**most, **blocks}).num_bytes
-        pinned = arena.device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        self._device = torch.zeros(size, dtype=torch.uint8, device=arena.device)
+        # inputs of tokens that the host knows follow those that the step before has chosen
+        self._first_input = -(-rows // _ALIGNED_TOKENS) * _ALIGNED_TOKENS
+        self._words = torch.zeros(
+            self._first_input + -(-size // 4), dtype=torch.int32, device=arena.device
+        )
+        self._device = self._words[self._first_input :].view(torch.uint8)
+        self._chosen = self._words[:rows]
+        self._best = torch.zeros(rows, dtype=torch.int64, device=arena.device)
+        self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=arena.device)
+        self._buffers = [
+            _Buffers(_on_host(self._device), _on_host(self._chosen)) for _ in range(SLOTS)
+        ]
+        self._next_buffers = cycle(self._buffers)
+        self._kernels = kernels_for(arena.device)
         (self._logits,) = program.new_outputs(most, arena.device)
         self._decode_sizes = _decode_sizes(rows)
         self._buckets = Buckets(tokens, rows)
@@ -97,16 +150,71 @@ class CudaSteps:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one.
 
         Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
-        logits waits here, so the next one may overwrite the inputs on the host.
+        logits waits here. So the step after the next one may overwrite the inputs on the host.
         """
+        self._start(chunks, None, next(self._next_buffers))
+        rows = sum(len(chunk.samples) for chunk in chunks)
+        if not rows:
+            self.wait()
+        return self.last_logits(rows)
+
+    def last_logits(self, rows: int) -> Tensor:
+        """Return the logits of the last step that was started, `[rows, vocabulary]`, valid until the next one."""
+        return self._logits[:rows]
+
+    def draw(self, chunks: Sequence[Chunk], draws: Draws) -> Callable[[], list[int]]:
+        """Start a step and the choice of its tokens; return a function that waits for the tokens.
+
+        Called in the context of `stream`, for at most two steps before the function of the first one is called.
+        """
+        buffers, rows = next(self._next_buffers), len(draws.limits)
+        captured = self._start(chunks, draws, buffers)
+        if draws.uniform is not None:
+            numbers = [each[:rows] for each in captured.draws]
+            self._kernels.sample_tokens(self._logits[:rows], *numbers, out=self._chosen[:rows])
+        if rows:
+            self._graphs.copy(buffers.tokens[:rows], self._chosen[:rows])
+        wait = self._graphs.record()
+
+        def tokens() -> list[int]:
+            wait()
+            chosen: list[int] = buffers.tokens[:rows].tolist()
+            return chosen
+
+        return tokens
+
+    def set_tokens(self, token_ids: Sequence[int]) -> None:
+        """Set the tokens that the last step has chosen, for the next one; in the context of `stream`."""
+        chosen = _on_host(self._chosen[: len(token_ids)])
+        chosen.numpy()[:] = token_ids
+        # torch keeps pinned memory until the copy has run
+        self._chosen[: len(chosen)].copy_(chosen, non_blocking=True)
+
+    def _start(self, chunks: Sequence[Chunk], draws: Draws | None, buffers: _Buffers) -> _Captured:
+        """Start a step; return its graph."""
         arrays = step_arrays(chunks, self._bound.block_size)
-        tokens, logit_rows = len(arrays["token_ids"]), len(arrays["logit_rows"])
-        captured = self._captured[self._bucket(tokens, max(len(chunks), logit_rows))]
-        self._copy(arrays, captured)
+        tokens, rows = len(arrays["token_ids"]), len(arrays["logit_rows"])
+        captured = self._captured[self._bucket(tokens, max(len(chunks), rows))]
+        inputs = captured.inputs[buffers]
+        _fill(inputs, arrays)
+        places = inputs[_PLACES.name]
+        places[:] = np.arange(self._first_input, self._first_input + len(places))
+        for place, chunk in enumerate(chunks):
+            # chunks of one token come first
+            if chunk.follows is not None:
+                places[place] = chunk.follows
+        if draws is not None and draws.uniform is not None:
+            columns = (*zip(*draws.limits, strict=True), draws.uniform)
+            for value, column in zip(_DRAWS, columns, strict=True):
+                inputs[value.name][:rows] = column
+        num_bytes = captured.bytes_before_tables + arrays[_TABLES].nbytes
+        self._graphs.copy(self._device[:num_bytes], buffers.inputs[:num_bytes])
         captured.replay()
-        if not logit_rows:
-            self._graphs.record()()
-        return self._logits[:logit_rows]
+        return captured
+
+    def wait(self) -> None:
+        """Wait until everything that was started has run."""
+        self._graphs.record()()
 
     def graph(self, sequences: int) -> Replay:
         """Return what starts a decode step's graph, on the inputs of the last step."""
@@ -136,35 +244,56 @@ class CudaSteps:
         layout = InputLayout.of(self._declared, dims)
         inputs = layout.views(self._device)
         inputs["slots"].fill_(_NO_SLOT)
-        logits = [self._logits[: bucket.sequences]]
-        replay = self._graphs.capture(lambda: self._bound.run(inputs, dims, logits))
-        on_host = {name: view.numpy() for name, view in layout.views(self._host).items()}
+        draws = [inputs.pop(value.name) for value in _DRAWS]
+        places = inputs.pop(_PLACES.name)
+        inputs[_TOKENS] = self._token_ids[: bucket.tokens]
+        rows = bucket.sequences
+
+        def work() -> None:
+            torch.index_select(self._words, 0, places, out=inputs[_TOKENS])
+            self._bound.run(inputs, dims, [self._logits[:rows]])
+            torch.argmax(self._logits[:rows], 1, out=self._best[:rows])
+            self._chosen[:rows].copy_(self._best[:rows])
+
+        replay = self._graphs.capture(work)
+        on_host = {
+            buffers: {name: view.numpy() for name, view in layout.views(buffers.inputs).items()}
+            for buffers in self._buffers
+        }
         *_, (_, _, tables) = layout.places
-        return _Captured(on_host, tables.start, replay)
+        return _Captured(on_host, draws, tables.start, replay)
 
-    def _copy(self, arrays: StepArrays, captured: _Captured) -> None:
-        """Copy the inputs of a step to the device.
 
-        Places that are left belong to no token and to no sequence.
-        """
-        for name, into in captured.inputs.items():
-            used = len(arrays[name])
-            into[:used] = arrays[name]
-            match name:
-                case "slots":
-                    into[used:] = _NO_SLOT
-                case "cu_seqlens" | "cu_blocks" | "cu_source_blocks":
-                    into[used:] = into[used - 1]
-                case "source_rows":
-                    # each token is a row
-                    into[used:] = range(used, len(into))
-                case "block_ids" | "source_block_ids":
-                    # nothing reads beyond the bounds
-                    pass
-                case _:
-                    into[used:] = 0
-        num_bytes = captured.bytes_before_tables + arrays[_TABLES].nbytes
-        self._graphs.copy(self._device[:num_bytes], self._host[:num_bytes])
+def _fill(inputs: Mapping[str, npt.NDArray[Any]], arrays: StepArrays) -> None:
+    """Write the arrays of a step into its inputs on the host.
+
+    Places that are left belong to no token and to no sequence.
+    """
+    for name, array in arrays.items():
+        into = inputs.get(name)
+        if into is None:
+            # no program reads all of them
+            continue
+        used = len(array)
+        into[:used] = array
+        match name:
+            case "slots":
+                into[used:] = _NO_SLOT
+            case "cu_seqlens" | "cu_blocks" | "cu_source_blocks":
+                into[used:] = into[used - 1]
+            case "source_rows":
+                # each token is a row
+                into[used:] = range(used, len(into))
+            case "block_ids" | "source_block_ids":
+                # nothing reads beyond the bounds
+                pass
+            case _:
+                into[used:] = 0
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return memory of the host for a copy of a tensor, pinned for a GPU."""
+    return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _decode_sizes(most: int) -> list[int]:

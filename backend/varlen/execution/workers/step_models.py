@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from varlen.config import EngineConfig
 from varlen.execution.device import choose_device
-from varlen.execution.step_model import Choose, StepModel
+from varlen.execution.step_model import Choose, ChooseDraws, StepModel
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess
@@ -21,6 +21,7 @@ def load_step_model(
     checkpoint: Checkpoint,
     config: EngineConfig,
     choose: Choose,
+    draws: ChooseDraws,
     stats: Stats,
     *,
     gpu: int,
@@ -32,6 +33,7 @@ def load_step_model(
         checkpoint: checkpoint to load.
         config: the settings.
         choose: chooses tokens from logits on the device of the settings.
+        draws: says how tokens can be chosen without the host.
         stats: counts processes that had to be started again.
         gpu: number of the GPU, if the model runs on one.
         isolated: whether a model on a CPU has a process of its own.
@@ -43,7 +45,7 @@ def load_step_model(
     on_cpu = choose_device(config.device, gpu).type == "cpu"
     if on_cpu and isolated:
         return _process(checkpoint, config, choose, stats)
-    runner = StepRunner(checkpoint, config, choose, gpu=gpu)
+    runner = StepRunner(checkpoint, config, choose, draws=draws, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
     return runner
 
