@@ -29,6 +29,8 @@ class Group:
         order: place among running and waiting sequences: by rank, then by arrival, then by row.
         sequences: sequences of the answer, at least one.
         claim: tokens that it shares with the other samples of its prompt.
+        first: the first sequence of the answer, whose status is the group's.
+        max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
         branches: computed sequences: the first sequence, or the beams that are alive.
@@ -42,6 +44,8 @@ class Group:
     order: tuple[int, int, int]
     sequences: tuple[GeneratedSequence, ...]
     claim: Claim
+    first: GeneratedSequence = field(init=False)
+    max_length: int = field(init=False)
     has_beams: bool = field(init=False)
     max_branches: int = field(init=False)
     branches: list[GeneratedSequence] = field(init=False)
@@ -52,17 +56,14 @@ class Group:
     has_started: bool = False
 
     def __post_init__(self) -> None:
+        self.first = self.sequences[0]
+        self.max_length = self.first.num_tokens + self.first.generation.max_tokens
         generation = self.first.generation
         self.has_beams = self.first.is_searched
         self.max_branches = generation.num_beams if self.has_beams else len(self.sequences)
         self.branches = [self.first]
         self.source_tokens = self.first.prompt.num_source_tokens
         self.is_encoded = not self.source_tokens
-
-    @property
-    def first(self) -> GeneratedSequence:
-        """The first sequence of the answer, whose status is the group's."""
-        return self.sequences[0]
 
     @property
     def remaining(self) -> int:
@@ -72,8 +73,7 @@ class Group:
     @property
     def is_ending(self) -> bool:
         """Whether steps in flight choose its last token."""
-        first = self.first
-        return first.num_generated + first.num_unknown >= first.generation.max_tokens
+        return self.first.length >= self.max_length
 
     @property
     def can_follow(self) -> bool:
@@ -110,6 +110,8 @@ class Group:
     @property
     def is_finished(self) -> bool:
         """Whether it was removed, or has generated its last token."""
+        if self.first.status != "finished":
+            return False
         return all(sequence.status == "finished" for sequence in self.sequences)
 
     def follow(self, parents: Sequence[int], token_ids: Sequence[int]) -> None:

@@ -273,7 +273,8 @@ class IterationScheduler:
         # the end of one sample ends others, which then have no events
         present = set(step.groups)
         for group, chunks in step.chunks.items():
-            chosen = list(islice(outputs, sum(len(chunk.samples) for chunk in chunks)))
+            # all chunks of a group have as many
+            chosen = list(islice(outputs, len(chunks) * len(chunks[0].samples)))
             if group in present:
                 events += self._update_group(group, chunks, chosen)
         return events
@@ -386,7 +387,9 @@ class IterationScheduler:
         self, group: Group, chunks: list[Chunk], outputs: Sequence[object]
     ) -> list[Event]:
         """Return the events of a group that has run."""
-        is_pending = any(isinstance(each, SampledToken) and each.is_pending for each in outputs)
+        is_pending = not group.has_beams and any(
+            each.is_pending for each in cast(Sequence[SampledToken], outputs)
+        )
         if is_pending:
             # the last token runs again for its logits; until then its block is not shared
             self._memory.undo(group, chunks, tokens=1)
@@ -402,12 +405,14 @@ class IterationScheduler:
     def _count_computed(self, group: Group, chunks: list[Chunk], *, repeated: int) -> None:
         """Count the tokens of a group that have run, and share the blocks that they have filled."""
         # all of a group have as many
-        begin, tokens = chunks[0].start, len(chunks[0].token_ids)
-        if group.first.num_generated and chunks[0].samples and tokens == 1:
-            self._decode_tokens += len(chunks)
+        first = chunks[0]
+        begin, tokens = first.start, len(first.token_ids)
+        served = len(chunks) * (tokens + len(first.encodes))
+        if tokens == 1 and first.samples and group.first.num_generated:
+            self._decode_tokens += served
         else:
-            self._prefill_tokens += sum(tokens + len(chunk.encodes) for chunk in chunks)
-        self._claims.serve(group.claim, sum(tokens + len(chunk.encodes) for chunk in chunks))
+            self._prefill_tokens += served
+        self._claims.serve(group.claim, served)
         self._memory.store(group, begin, begin + tokens - repeated)
 
     def _continue(self, group: Group, outputs: Sequence[object]) -> list[Event]:

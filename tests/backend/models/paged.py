@@ -34,7 +34,7 @@ class Row:
 
 
 def run_in_chunks(
-    folder, rows, sizes, *, block_size=4, dtype=torch.float32, compiled=False, seed=0
+    folder, rows, sizes, *, block_size=4, dtype=torch.float32, compiled=False, path="", seed=0
 ):
     """Return hidden states and logits of all tokens of each row.
 
@@ -42,13 +42,15 @@ def run_in_chunks(
         rows: token ids.
         sizes: tokens of each row's chunks; a row begins at the step of its number.
         compiled: whether to run compiled steps on two cores, as generation on CPUs does, and not the reference.
+        path: how these multiply; "" is the default of the dtype.
     """
     rows = [Row(list(map(int, row))) for row in rows]
     needed = [-(-len(row.token_ids) // block_size) for row in rows]
     ids = np.random.default_rng(seed).permutation(sum(needed) + 3).tolist()
     for row, count in zip(rows, needed, strict=True):
         row.blocks = [ids.pop() for _ in range(count)]
-    program, arena, caches = _record(folder, sum(needed) + 3, block_size, dtype, compiled)
+    program, arena, caches = _record(folder, sum(needed) + 3, block_size, dtype)
+    program = use_paths(program, {}, path) if compiled else program
     run = runner_of(program, caches, compiled=compiled)
     step = 0
     while any(row.done < len(row.token_ids) for row in rows):
@@ -85,7 +87,7 @@ def runner_of(program, caches, *, compiled):
     return run
 
 
-def _record(folder, num_blocks, block_size, dtype, compiled):
+def _record(folder, num_blocks, block_size, dtype):
     """Return a program for hidden states and logits, its arena and poisoned caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("generate")
@@ -94,7 +96,6 @@ def _record(folder, num_blocks, block_size, dtype, compiled):
     hidden = decoder.record(ops, PagedAttention(num_blocks, block_size, dtype))
     logits = decoder.record_logits(ops, ops.select_rows(hidden, inputs.logit_rows(ops)))
     program = ops.finish(hidden, logits)
-    program = use_paths(program, {}) if compiled else program
     assert len(program.states) == 2 * decoder.num_layers
     largest = {"tokens": 1024, "sequences": 16, "blocks": 1024, "logit_rows": 1024}
     arena = Arena(Layout(program.buffers, 64), largest, CPU)

@@ -1,15 +1,20 @@
 """Compiled programs give the results of their ops, on any number of cores."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from tests.backend.models.paged import run_in_chunks
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.cpu.compiled_program import compile_program
+from varlen.execution.cpu.linear_paths import PLAIN
 from varlen.execution.packing import dims_of, packed_batch
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import Program
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
@@ -80,6 +85,34 @@ def test_ops_without_a_compiled_form_run_between(small_bert, task):
     others = [runner.program.ops[each].kernel for each in stretches if isinstance(each, int)]
     assert others == ["pool" if task == "embed" else "to_fp32"]
     assert_close(actual, run(runner, batch), roundings=encoder_roundings(small_bert))
+
+
+def test_a_step_whose_products_are_not_compiled_has_the_results_of_its_ops(make_checkpoint):
+    folder = make_checkpoint("GPT2LMHeadModel")
+    rows, sizes = [range(1, 30), range(5, 12), range(20, 21)], [7, 1, 1]
+
+    hidden, logits = run_in_chunks(folder, rows, sizes, compiled=True, path=PLAIN)
+
+    expected = run_in_chunks(folder, rows, sizes)
+    roundings = encoder_roundings(folder)
+    for actual, right in zip((*hidden, *logits), (*expected[0], *expected[1]), strict=True):
+        assert_close(actual, right, roundings=roundings)
+
+
+def test_an_encoder_whose_products_are_not_compiled_is_not(small_bert):
+    runner = runner_of(small_bert)
+    products = {op.kernel for op in runner.program.ops if op.kernel.startswith("linear")}
+    plain = Program(
+        [
+            replace(op, kernel="linear_packed") if op.kernel in products else op
+            for op in runner.program.ops
+        ],
+        runner.program.outputs,
+    )
+
+    assert compile_program(runner.program, cpu, needs_products=True) is not None
+    assert compile_program(plain, cpu, needs_products=True) is None
+    assert compile_program(plain, cpu) is not None
 
 
 def test_kernels_of_other_modules_have_no_compiled_form(small_bert):
