@@ -1,8 +1,13 @@
 """The order of weights in panels, for products in fp32 and bf16 (`panel_tile`)."""
 
+import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.target_cpu import LANES, target_cpu
+
+# Whether an instruction multiplies pairs of bf16 numbers and adds both products. Panels of bf16 hold pairs of hidden
+# features side by side then.
+HAS_PAIRS = target_cpu().has("avx512bf16")
 
 # Rows of a tile, and vectors of a panel's row: 24 sums of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 TILE_ROWS = 6
@@ -19,8 +24,10 @@ def pack_panels(weight: Tensor) -> Tensor:
         weight: `[hidden, features]` fp32 or bf16.
 
     Returns:
-        `[panels, hidden * PANEL_FEATURES]`; the last panel is filled with zeros.
+        `[panels, hidden * PANEL_FEATURES]`; the last panel is filled with zeros, and so is the last pair.
     """
+    if HAS_PAIRS and weight.dtype == torch.bfloat16:
+        return _pairs(weight)
     hidden, features = weight.shape
     panels = -(-features // PANEL_FEATURES)
     packed = weight.new_zeros(panels, hidden, PANEL_FEATURES)
@@ -29,3 +36,13 @@ def pack_panels(weight: Tensor) -> Tensor:
     packed[:whole] = parts.transpose(0, 1)
     packed[whole:, :, : features - whole * PANEL_FEATURES] = weight[:, whole * PANEL_FEATURES :]
     return packed.view(panels, -1)
+
+
+def _pairs(weight: Tensor) -> Tensor:
+    """Return a bf16 weight with pairs of hidden features side by side, for each feature of a panel."""
+    hidden, features = weight.shape
+    panels, pairs = -(-features // PANEL_FEATURES), -(-hidden // 2)
+    padded = weight.new_zeros(2 * pairs, panels * PANEL_FEATURES)
+    padded[:hidden, :features] = weight
+    parts = padded.view(pairs, 2, panels, PANEL_FEATURES).permute(2, 0, 3, 1)
+    return parts.reshape(panels, -1)

@@ -1,8 +1,9 @@
-"""Linear layers in fp32 with what follows them, compiled by numba.
+"""Linear layers with what follows them, compiled by numba.
 
 The weight is in panels, which `panel_tile` multiplies. Many tokens are multiplied in blocks whose rows stay in the
 second-level cache while each panel passes; few tokens are split over cores by panels. Bias and activation are added to
-a tile while it is in the first-level cache. bf16 is widened when it is loaded, and summed in fp32.
+a tile while it is in the first-level cache. bf16 is summed in fp32; where the CPU does not multiply it, it is widened
+when it is loaded.
 A token has the same result by itself and in a batch, and on any number of threads, to the last bit.
 Source: the specifications are `reference.linear` and `reference.activate`.
 """
@@ -17,7 +18,7 @@ from varlen_kernels.cpu.native import (
     inlined,
     new_memory,
 )
-from varlen_kernels.cpu.panel_layout import BLOCK, PANEL_FEATURES, TILE_ROWS
+from varlen_kernels.cpu.panel_layout import BLOCK, HAS_PAIRS, PANEL_FEATURES, TILE_ROWS
 from varlen_kernels.cpu.panel_tile import multiply_rows
 from varlen_kernels.cpu.target_cpu import LANES
 
@@ -42,8 +43,8 @@ def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias,
     """Write some features of up to a block of tokens."""
     count = last - first
     tiles = (count + TILE_ROWS - 1) // TILE_ROWS
-    is_wide = wide.shape[1] == 0
-    if not is_wide:
+    is_ready = wide.shape[1] == 0
+    if not is_ready:
         for i in range(count):
             for column in range(0, x.shape[1], LANES):
                 store_within(wide, i, column, load_within(x, first + i, column))
@@ -51,7 +52,7 @@ def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias,
         # tiles of about the same height: a low one takes as long as one of four rows
         for tile in range(tiles):
             begin, end = count * tile // tiles, count * (tile + 1) // tiles
-            if is_wide:
+            if is_ready:
                 multiply_rows(end - begin, x, first + begin, panels, panel, sums)
             else:
                 multiply_rows(end - begin, wide, begin, panels, panel, sums)
@@ -69,7 +70,7 @@ def multiply_units(
     out,  # [tokens, features]
 ):
     """Write the results of some units, by block; return whether memory ran out."""
-    wide_features = 0 if x.itemsize == 4 else x.shape[1]
+    wide_features = 0 if x.itemsize == 4 or HAS_PAIRS else x.shape[1]
     sum_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES)
     memory = new_memory(sum_bytes + 4 * BLOCK * wide_features)
     if memory == 0:

@@ -66,11 +66,8 @@ class _Linear(Protocol):
 def paths_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Return the paths that multiply weights of this dtype on this CPU, the default last."""
     packed = (PACKED,) if can_pack(dtype) else ()
-    panels = (PANELS,) if has_compiled_ops() else ()
-    if dtype == torch.bfloat16 and packed:
-        # oneDNN multiplies many rows faster than panels can, where the CPU multiplies bf16 at all
-        return (PLAIN, *panels, *packed)
-    return (PLAIN, *packed, *panels)
+    has_panels = dtype in (torch.float32, torch.bfloat16) and has_compiled_ops()
+    return (PLAIN, *packed, *((PANELS,) if has_panels else ()))
 
 
 def choose_paths(
