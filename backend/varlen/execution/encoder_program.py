@@ -9,7 +9,7 @@ from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import to_int8
-from varlen.execution.cpu.linear_paths import BATCH_ROWS, choose_paths
+from varlen.execution.cpu.linear_paths import BATCHES, choose_paths
 from varlen.execution.cpu.quantization import product_of
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.weight_pages import in_large_pages
@@ -96,7 +96,7 @@ def load_program(
     if device.type == "cpu":
         limit_primitives()
         program = choose_paths(
-            program, kernels, config, fields, rows=BATCH_ROWS, threads=1, seconds=seconds
+            program, kernels, config, fields, use=BATCHES, threads=1, seconds=seconds
         )
         (program,) = in_large_pages([program])
     sizes = encoder.vocab_size, encoder.type_vocab_size

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ from torch import Tensor
 from varlen.execution.packing import bounds_of, positions_of
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
-from varlen.scheduling.sequence import Chunk, StepBatch
+from varlen.scheduling.sequence import Chunk, Draws, StepBatch
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.
 StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
+DrawArrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +29,72 @@ class PackedStep:
         copies: `[copies, 2]`, source and destination of blocks to copy before the step.
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
         inputs: inputs of the decoder.
+        order: its number, then the number of the step that it needs, if any.
+        follows: `[2, tokens]`, places of tokens that the step before chooses, and the numbers of its outputs.
+        draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
+            chooses the tokens.
     """
 
     copies: Int64Array
     sources: StepArrays
     inputs: StepArrays
+    order: Int64Array
+    follows: Int32Array
+    draws: DrawArrays
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return int(self.order[0])
+
+    @property
+    def after(self) -> int | None:
+        """Number of the step that it needs."""
+        return int(self.order[1]) if len(self.order) > 1 else None
+
+    def take_tokens(self, chosen: npt.NDArray[np.integer[Any]]) -> None:
+        """Set the tokens that the step before has chosen, given those of all its outputs."""
+        places, outputs = self.follows
+        self.inputs["token_ids"][places] = chosen[outputs]
 
 
-def pack_step(step: StepBatch, block_size: int) -> PackedStep:
+def pack_step(step: StepBatch, block_size: int, draws: Draws | None = None) -> PackedStep:
     """Return a step as arrays.
 
     Args:
         step: the step.
         block_size: tokens of a block.
+        draws: what its tokens are drawn with; None if the engine chooses them.
     """
     return PackedStep(
         np.array(step.copies, np.int64).reshape(-1, 2),
         source_arrays(step.chunks, block_size),
         step_arrays(step.chunks, block_size),
+        np.array([step.number] if step.after is None else [step.number, step.after], np.int64),
+        followed(step.chunks),
+        {} if draws is None else draw_arrays(draws),
     )
+
+
+def followed(chunks: Sequence[Chunk]) -> Int32Array:
+    """Return the places of tokens that the step before chooses, and the numbers of its outputs, `[2, tokens]`."""
+    # chunks of one token come first
+    pairs = [(place, each.follows) for place, each in enumerate(chunks) if each.follows is not None]
+    return np.array(pairs, np.int32).reshape(-1, 2).T
+
+
+def draw_arrays(draws: Draws) -> DrawArrays:
+    """Return what tokens are drawn with as arrays, see `PackedStep`."""
+    if draws.uniform is None:
+        return {"temperature": np.zeros(len(draws.limits), np.float32)}
+    temperatures, top_ks, top_ps, min_ps = zip(*draws.limits, strict=True)
+    return {
+        "temperature": np.array(temperatures, np.float32),
+        "top_k": np.array(top_ks, np.int32),
+        "top_p": np.array(top_ps, np.float32),
+        "min_p": np.array(min_ps, np.float32),
+        "uniform": draws.uniform,
+    }
 
 
 def step_dims(inputs: Mapping[str, Tensor]) -> Dims:

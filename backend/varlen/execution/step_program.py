@@ -10,7 +10,7 @@ from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_model import to_int8
-from varlen.execution.cpu.linear_paths import STEP_ROWS, choose_paths
+from varlen.execution.cpu.linear_paths import STEPS, choose_paths
 from varlen.execution.cpu.quantization import BITS, product_of
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
@@ -94,7 +94,7 @@ def load_programs(
             kernels=kernels,
             config=config,
             key=fields,
-            rows=STEP_ROWS,
+            use=STEPS,
             threads=torch.get_num_threads(),
             seconds=config.warmup_seconds,
         )

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,13 +17,14 @@ from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.step_runner import CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
-from varlen.execution.cuda.step_launcher import StepLauncher
-from varlen.execution.cuda.step_runner import SLOTS, CudaSteps
+from varlen.execution.cuda.step_device import GpuSteps
+from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.device import choose_device, name_of
 from varlen.execution.kv_cache import new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
+from varlen.execution.step_launcher import SLOTS, StepLauncher
 from varlen.execution.step_model import Choose, ChooseDraws
 from varlen.execution.step_packing import Int64Array, PackedStep
 from varlen.execution.step_program import load_programs
@@ -33,10 +35,12 @@ from varlen.scheduling.sequence import (
     Batch,
     BeamStep,
     Chunk,
+    Draws,
     SampledToken,
     StepBatch,
 )
-from varlen_kernels.cpu import copy_blocks
+from varlen_kernels.cpu import copy_blocks, sample_tokens
+from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for
 
 
@@ -129,7 +133,7 @@ class StepRunner:
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
         self.steps: DeviceSteps
         self.slots = 1
-        self._launcher: StepLauncher | None = None
+        self._launcher: StepLauncher[Draws | None] | None = None
         self.graph_use = GraphUse()
         if self.device.type == "cuda":
             blocks = -(-self.max_sequence_tokens // self.kv.block_size)
@@ -141,7 +145,7 @@ class StepRunner:
             )
             self.graph_use = self.steps.graph_use
             self.slots = SLOTS
-            self._launcher = StepLauncher(self.steps, self._prepare, choose, draws)
+            self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choose), draws)
         else:
             self.steps = CpuSteps(bound[0])
 
@@ -177,8 +181,8 @@ class StepRunner:
         if self._encoder is not None:
             self._encoder.encode(step.chunks)
 
-    def run_packed(self, step: PackedStep) -> Tensor:
-        """Return the logits of a step on a CPU, `[logit rows, vocabulary]`, valid until the next one.
+    def run_packed(self, step: PackedStep) -> npt.NDArray[np.integer[Any]] | None:
+        """Run a step on a CPU; return the tokens that were drawn, `[logit rows]`, or None if the engine chooses them.
 
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.
@@ -188,7 +192,14 @@ class StepRunner:
             self._copy_blocks(step.copies)
             if self._encoder is not None:
                 self._encoder.run(step.sources)
-            return self.steps.run(step.inputs)
+            logits = self.steps.run(step.inputs)
+            if not step.draws:
+                return None
+            if "uniform" not in step.draws:
+                return best_tokens(logits).numpy()
+            numbers = {name: torch.from_numpy(each) for name, each in step.draws.items()}
+            tokens: npt.NDArray[np.integer[Any]] = sample_tokens(logits, **numbers).numpy()
+            return tokens
 
     @property
     def has_sources(self) -> bool:

@@ -88,19 +88,19 @@ class Killer:
         self.at = set(at)
         self.steps = 0
         self._runner = generator._service.runner
-        self._send = type(self._runner)._send
-        self._runner._send = self.send
+        self._start = type(self._runner).start
+        self._runner.start = self.start
 
-    def send(self, launched):
+    def start(self, step, packed):
         if self.steps in self.at:
             # it gets the step and cannot answer
             os.kill(self._runner.pid, signal.SIGSTOP)
             Timer(0.05, os.kill, (self._runner.pid, signal.SIGKILL)).start()
         self.steps += 1
-        self._send(self._runner, launched)
+        return self._start(self._runner, step, packed)
 
     def stop(self):
-        del self._runner._send
+        del self._runner.start
 
 
 def answers_of(generator, kinds, *, max_tokens=24):
@@ -212,8 +212,8 @@ def test_a_step_that_fails_in_the_worker_fails_its_requests_and_no_worker_ends(
     with generator_of(decoder) as made:
         pid = made._service.runner.pid
 
-        def broken(step, block_size):
-            return replace(pack_step(step, block_size), inputs={})
+        def broken(*step):
+            return replace(pack_step(*step), inputs={})
 
         with monkeypatch.context() as context:
             context.setattr(step_process, "pack_step", broken)

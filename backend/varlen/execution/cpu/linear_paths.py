@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -42,21 +42,35 @@ _LAYOUTS: Mapping[str, Callable[[Tensor], Weights]] = {
     PACKED: pack_weight,
     PANELS: pack_panels,
 }
-# Typical numbers of rows: of an encoder's batches, and of generation's steps.
-BATCH_ROWS = (32, 96, 384)
-STEP_ROWS = (1, 8, 32, 128)
 
 # To be increased when paths are measured in another way.
-_PLAN_VERSION = "4"
+_PLAN_VERSION = "5"
 # Seconds of a measurement at most.
 _LONGEST = 3.0
 _ROUNDS = 9
 # With fewer rounds a layer keeps its default.
 _FEWEST_ROUNDS = 3
-# A path has to be this much faster than the default one to replace it.
-_MARGIN = 1.03
 # Seconds to wait while another model is measured.
 _LOCK_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """How linear layers are used.
+
+    Attributes:
+        rows: typical numbers of rows, which count equally.
+        margin: how many times as fast as the default path another one has to be.
+    """
+
+    rows: tuple[int, ...]
+    margin: float
+
+
+BATCHES = LayerUse((32, 96, 384), 1.03)
+# In steps of generation another path costs more than its own time: its library has threads of its own, which spin
+# beside those of compiled steps. docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
+STEPS = LayerUse((1, 8, 32, 128), 1.5)
 
 
 class _Linear(Protocol):
@@ -76,14 +90,14 @@ def choose_paths(
     config: EngineConfig,
     key: CostKey,
     *,
-    rows: Sequence[int],
+    use: LayerUse,
     threads: int,
     seconds: float,
 ) -> Program:
     """Return the program with the fastest path for each linear layer.
 
     Args:
-        program, kernels, rows: arguments of `measure_paths`.
+        program, kernels, use: arguments of `measure_paths`.
         config: says where measurements are stored.
         key: cost key of whatever else decides which path is fastest.
         threads: number of threads that will run a layer.
@@ -102,13 +116,13 @@ def choose_paths(
         "layers": " ".join(sorted(shapes)),
         "dtype": " ".join(dtypes),
         "threads": str(threads),
-        "rows": " ".join(map(str, rows)),
+        "rows": " ".join(map(str, use.rows)),
         "plan": _PLAN_VERSION,
     }
 
     def measure() -> LinearPaths:
         with _torch_threads(threads):
-            return measure_paths(program, kernels, rows=rows, seconds=seconds, clock=clock)
+            return measure_paths(program, kernels, use=use, seconds=seconds, clock=clock)
 
     store = CostStore(cache_folder(config.cache_folder))
     return use_paths(program, stored_paths(store, {**key, **more}, measure))
@@ -167,7 +181,7 @@ def measure_paths(
     program: Program,
     kernels: object,
     *,
-    rows: Sequence[int],
+    use: LayerUse,
     seconds: float,
     clock: Clock,
 ) -> LinearPaths:
@@ -178,7 +192,7 @@ def measure_paths(
     Args:
         program: has the layers, as ops named `linear`.
         kernels: has the paths, in the threads that will use them.
-        rows: typical numbers of rows, which count equally.
+        use: how the layers are used.
         seconds: most time to spend.
         clock: returns seconds.
     """
@@ -191,7 +205,7 @@ def measure_paths(
     began, deadline = clock(), clock() + min(seconds, _LONGEST)
     for number in range(_ROUNDS + 1):
         for shape, weights in layers.items():
-            for count in rows:
+            for count in use.rows:
                 x, out = _operands(plain[shape], count)
                 for path, weight in weights.items():
                     multiply: _Linear = getattr(kernels, path)
@@ -211,7 +225,8 @@ def measure_paths(
     paths, lines = {}, []
     for shape, weights in layers.items():
         best, gain = _fastest(
-            {path: [times[shape, path, count] for count in rows] for path in weights}
+            {path: [times[shape, path, count] for count in use.rows] for path in weights},
+            use.margin,
         )
         paths[shape] = best
         lines.append(f"{shape} {best} ({gain:.2f}x)")
@@ -219,12 +234,13 @@ def measure_paths(
     return paths
 
 
-def _fastest(times: Mapping[str, Sequence[Sequence[float]]]) -> tuple[str, float]:
+def _fastest(times: Mapping[str, Sequence[Sequence[float]]], margin: float) -> tuple[str, float]:
     """Return a path, and how many times as fast as the slowest it is.
 
     Args:
         times: seconds of each round, per path and number of rows. The last path is the default: the result unless
             another one is clearly faster, and if there are too few rounds.
+        margin: see `LayerUse`.
     """
     default = [*times][-1]
     if len(next(iter(times.values()))[0]) < _FEWEST_ROUNDS:
@@ -234,7 +250,7 @@ def _fastest(times: Mapping[str, Sequence[Sequence[float]]]) -> tuple[str, float
         path: statistics.geometric_mean(max(statistics.median(each), 1e-9) for each in rounds)
         for path, rounds in times.items()
     }
-    best = min(means, key=lambda path: means[path] * (1.0 if path == default else _MARGIN))
+    best = min(means, key=lambda path: means[path] * (1.0 if path == default else margin))
     return best, max(means.values()) / means[best]
 
 

@@ -24,7 +24,8 @@ from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
 from varlen.execution.packing import InputLayout
-from varlen.execution.step_packing import StepArrays, step_arrays
+from varlen.execution.step_launcher import SLOTS
+from varlen.execution.step_packing import StepArrays, draw_arrays, followed, step_arrays
 from varlen.memory.usage import Size
 from varlen.program.program import Value
 from varlen.scheduling.sequence import Chunk, Draws
@@ -47,8 +48,6 @@ _DRAWS = (
     Value("min_p", _ROW, torch.float32),
     Value("uniform", _ROW, torch.float64),
 )
-# Steps in flight: one runs, and the next one is ready on the GPU's queue.
-SLOTS = 2
 # Chosen tokens are as many bytes as keep what follows them aligned.
 _ALIGNED_TOKENS = 64
 
@@ -199,14 +198,11 @@ class CudaSteps:
         _fill(inputs, arrays)
         places = inputs[_PLACES.name]
         places[:] = np.arange(self._first_input, self._first_input + len(places))
-        for place, chunk in enumerate(chunks):
-            # chunks of one token come first
-            if chunk.follows is not None:
-                places[place] = chunk.follows
+        of_tokens, outputs = followed(chunks)
+        places[of_tokens] = outputs
         if draws is not None and draws.uniform is not None:
-            columns = (*zip(*draws.limits, strict=True), draws.uniform)
-            for value, column in zip(_DRAWS, columns, strict=True):
-                inputs[value.name][:rows] = column
+            for name, numbers in draw_arrays(draws).items():
+                inputs[name][:rows] = numbers
         num_bytes = captured.bytes_before_tables + arrays[_TABLES].nbytes
         self._graphs.copy(self._device[:num_bytes], buffers.inputs[:num_bytes])
         captured.replay()

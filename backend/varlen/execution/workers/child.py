@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from varlen.config import EngineConfig
 from varlen.errors import VarlenError
+from varlen.execution.executor import SkippedStepError
 from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.workers.messages import Answers, send_answers
 from varlen.memory.heap import return_large_memory, trim_heap
@@ -149,6 +150,8 @@ def _answers(
         rows = run(order)
     except MemoryError:
         return Answers((), use(), "memory")
+    except SkippedStepError:
+        return Answers((), use(), "skipped")
     except Exception:
         return Answers((), use(), "error", traceback.format_exc())
     return Answers(rows, use())

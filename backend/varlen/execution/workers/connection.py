@@ -10,7 +10,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from varlen.errors import EngineError
-from varlen.execution.executor import WorkerEndedError
+from varlen.execution.executor import SkippedStepError, WorkerEndedError
 from varlen.execution.workers.messages import Answers, receive_answers
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Float32Array
@@ -85,6 +85,7 @@ class WorkerConnection:
         Raises:
             WorkerEndedError: the process has ended, or hung and was ended.
             MemoryError: the worker has too little memory.
+            SkippedStepError: the step before failed.
             EngineError: the batch failed.
         """
         try:
@@ -119,6 +120,8 @@ class WorkerConnection:
         )
         if answers.problem == "memory":
             raise MemoryError("too little memory in a worker process")
+        if answers.problem == "skipped":
+            raise SkippedStepError
         if answers.problem:
             raise EngineError(f"a worker process failed:\n{answers.trace}")
         return answers.rows

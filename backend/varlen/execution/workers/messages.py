@@ -18,7 +18,7 @@ from varlen.request.request import PAYLOADS, Float32Array, Prompt, RequestOption
 _COLUMNS = 5
 _NONE = -1
 
-Problem: TypeAlias = Literal["memory", "error"]
+Problem: TypeAlias = Literal["memory", "error", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Answers:
     Attributes:
         rows: the answer of each sequence, in the order of the batch; empty after a problem.
         use: memory use of the worker.
-        problem: reason why there are no answers: too little memory, or an exception.
+        problem: reason why there are no answers: too little memory, an exception, or a step before that failed.
         trace: traceback of that exception, for the log.
     """
 

@@ -3,16 +3,21 @@
 A message has the length of every array in a fixed order, then the arrays. Nothing is pickled.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from varlen.execution.step_packing import Int64Array, PackedStep
-from varlen.request.request import Int32Array
+from varlen.execution.step_packing import PackedStep
 
 # Group, name and data type of every array. The larger type comes first, so that all arrays are aligned.
 _LAYOUT = (
     ("copies", "", np.int64),
+    ("order", "", np.int64),
+    ("draws", "uniform", np.float64),
     ("sources", "slots", np.int64),
     ("inputs", "slots", np.int64),
     ("sources", "token_ids", np.int32),
@@ -29,6 +34,11 @@ _LAYOUT = (
     ("inputs", "source_lens", np.int32),
     ("inputs", "source_block_ids", np.int32),
     ("inputs", "cu_source_blocks", np.int32),
+    ("follows", "", np.int32),
+    ("draws", "temperature", np.float32),
+    ("draws", "top_k", np.int32),
+    ("draws", "top_p", np.float32),
+    ("draws", "min_p", np.float32),
 )
 # Length of an array that is absent.
 _ABSENT = -1
@@ -39,7 +49,14 @@ def send_step(connection: Connection, step: PackedStep | None) -> None:
     if step is None:
         connection.send_bytes(b"")
         return
-    groups = {"copies": {"": step.copies.ravel()}, "sources": step.sources, "inputs": step.inputs}
+    groups: Mapping[str, Mapping[str, npt.NDArray[Any]]] = {
+        "copies": {"": step.copies.ravel()},
+        "order": {"": step.order},
+        "follows": {"": step.follows.ravel()},
+        "sources": step.sources,
+        "inputs": step.inputs,
+        "draws": step.draws,
+    }
     found = [groups[group].get(name) for group, name, _ in _LAYOUT]
     lengths = [_ABSENT if array is None else len(array) for array in found]
     arrays = [array.data for array in found if array is not None]
@@ -58,15 +75,19 @@ def receive_step(connection: Connection) -> PackedStep | None:
     if not content:
         return None
     lengths = np.frombuffer(content, np.int64, len(_LAYOUT))
-    groups: dict[str, dict[str, Int32Array | Int64Array]] = {"sources": {}, "inputs": {}}
-    copies, offset = np.empty(0, np.int64), lengths.nbytes
+    groups: defaultdict[str, dict[str, npt.NDArray[Any]]] = defaultdict(dict)
+    offset = lengths.nbytes
     for (group, name, dtype), length in zip(_LAYOUT, lengths.tolist(), strict=True):
         if length == _ABSENT:
             continue
         array = np.frombuffer(content, dtype, length, offset)
         offset += array.nbytes
-        if group == "copies":
-            copies = array.astype(np.int64, copy=False)
-        else:
-            groups[group][name] = array
-    return PackedStep(copies.reshape(-1, 2), **groups)
+        groups[group][name] = array
+    return PackedStep(
+        groups["copies"][""].reshape(-1, 2),
+        groups["sources"],
+        groups["inputs"],
+        groups["order"][""],
+        groups["follows"][""].reshape(2, -1),
+        groups["draws"],
+    )

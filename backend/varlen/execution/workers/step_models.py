@@ -44,19 +44,24 @@ def load_step_model(
     """
     on_cpu = choose_device(config.device, gpu).type == "cpu"
     if on_cpu and isolated:
-        return _process(checkpoint, config, choose, stats)
+        return _process(checkpoint, config, choose, draws, stats)
     runner = StepRunner(checkpoint, config, choose, draws=draws, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
     return runner
 
 
 def _process(
-    checkpoint: Checkpoint, config: EngineConfig, choose: Choose, stats: Stats
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    choose: Choose,
+    draws: ChooseDraws,
+    stats: Stats,
 ) -> StepProcess:
     model = StepProcess(
         checkpoint.folder,
         replace(config, device="cpu"),
         choose,
+        draws,
         lambda: stats.count(CountedMetric.WORKER_RESTARTS),
     )
     try:

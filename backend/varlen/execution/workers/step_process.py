@@ -1,7 +1,8 @@
 """The engine's side of a model that generates in a process of its own.
 
-The process computes logits on a CPU; the engine chooses tokens from them. A crash, or an end for lack of memory, ends
-the process, not the engine: sequences are computed again in the next one, from their tokens.
+The process computes logits on a CPU, and draws the tokens that depend on them alone; the engine chooses others. A
+crash, or an end for lack of memory, ends the process, not the engine: sequences are computed again in the next one,
+from their tokens.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from contextlib import suppress
+from dataclasses import astuple, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from varlen.config import EngineConfig
@@ -25,8 +28,8 @@ from varlen.errors import EngineError
 from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, StepInfo
-from varlen.execution.step_model import Choose
-from varlen.execution.step_order import StepOrder
+from varlen.execution.step_launcher import SLOTS, StepLauncher
+from varlen.execution.step_model import Choose, ChooseDraws
 from varlen.execution.step_packing import PackedStep, pack_step
 from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.model_process import ENDED, ModelProcess
@@ -35,26 +38,12 @@ from varlen.execution.workers.start import STEPS
 from varlen.execution.workers.step_messages import send_step
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
-from varlen.scheduling.sequence import Batch, BeamStep, SampledToken, StepBatch
+from varlen.scheduling.sequence import Batch, BeamStep, Draws, SampledToken, StepBatch
 
 _log = logging.getLogger(__name__)
 
 # Restarts that are allowed, and the seconds in which they are counted.
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
-
-
-@dataclass(slots=True, eq=False)
-class _Launched:
-    """A step in flight.
-
-    Attributes:
-        step, packed: the step, and its arrays, perhaps without tokens that the step before it chooses.
-        error: reason why it could not be sent to the process.
-    """
-
-    step: StepBatch
-    packed: PackedStep
-    error: BaseException | None = None
 
 
 class StepProcess(ModelProcess[StepInfo]):
@@ -68,13 +57,14 @@ class StepProcess(ModelProcess[StepInfo]):
         graph_use: cost of CUDA graphs, which it has none of.
     """
 
-    slots = 2
+    slots = SLOTS
 
     def __init__(
         self,
         folder: Path,
         config: EngineConfig,
         choose: Choose,
+        draws: ChooseDraws,
         restarted: Callable[[], None],
         restarts: RestartLimit | None = None,
     ) -> None:
@@ -84,6 +74,7 @@ class StepProcess(ModelProcess[StepInfo]):
             folder: folder of the checkpoint.
             config: the settings; the device is a CPU.
             choose: chooses tokens from logits on a CPU.
+            draws: says how the process can choose tokens.
             restarted: called after the process ended and another one has started.
             restarts: limit of these restarts; None is 3 in 10 minutes.
 
@@ -96,8 +87,9 @@ class StepProcess(ModelProcess[StepInfo]):
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
         self._is_lost = False
-        self._launched: deque[_Launched] = deque()
-        self._order = StepOrder()
+        self._launcher = StepLauncher(self, draws)
+        # tokens that the engine has chosen in the last step; None if the process has drawn them
+        self._chosen: npt.NDArray[np.int32] | None = None
         self.graph_use = GraphUse()
         try:
             connection = self._connect()
@@ -107,63 +99,65 @@ class StepProcess(ModelProcess[StepInfo]):
         self._worker = WorkerConnection(connection, self.pid)
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Send a step to the process, now or once the one before has run; return a function that waits for its outputs.
+        """Send a step to the process, now or once the tokens before it are chosen; return what waits for its outputs.
 
-        The outputs are those of `StepRunner.run_batch`. The functions are called in the order of the steps. They raise:
+        The outputs are those of `StepRunner.launch_batch`. The functions are called in the order of the steps. They
+        raise:
             MemoryError: too little memory.
             WorkerEndedError: the process ended; another one has started, whose KV caches are empty.
             SkippedStepError: the step before it failed.
             EngineError: the step failed, or the process ended and no other one could be started.
         """
-        step = cast(StepBatch, batch)
-        launched = _Launched(step, pack_step(step, self.info.block_size))
-        self._launched.append(launched)
-        if len(self._launched) == 1:
-            self._send(launched)
-        return partial(self._outputs, launched)
+        return self._launcher.launch(cast(StepBatch, batch))
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until the process has run the first step in flight; see `WaitingLauncher.wait`."""
-        launched = self._launched[0]
-        # without a limit, `outputs` waits, and finds out whether the process hangs
-        if timeout is None or launched.error or self._order.is_skipped(launched.step):
+        # without a limit, the outputs wait, and find out whether the process hangs
+        if timeout is None or not self._launcher.awaits_device:
             return True
         return self._worker.wait(max(0.0, timeout))
 
-    def _outputs(self, launched: _Launched) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of the first step in flight, and send the one after it."""
-        step = launched.step
-        try:
-            with self._order.running(step):
-                self._await(launched)
-                sequences, lengths = step.sampled
-                with memory_errors(), torch.inference_mode():
-                    outputs = self._choose(self._logits[: len(sequences)], sequences, lengths)
-                self._order.chose(outputs)
-        finally:
-            self._launched.popleft()
-            if self._launched and not self._order.is_skipped(self._launched[0].step):
-                self._send(self._launched[0])
+    def pack(self, step: StepBatch, draws: Draws | None) -> PackedStep:
+        """Return a step as the process takes it; see `StepDevice`."""
+        return pack_step(step, self.info.block_size, draws)
+
+    def start(self, step: StepBatch, packed: PackedStep) -> Callable[[], Sequence[int]]:
+        """Send a step to the process; return a function that waits for the tokens that it draws.
+
+        What the process has not drawn it does not know.
+        """
+        if self._chosen is not None:
+            packed.take_tokens(self._chosen)
+            packed = replace(packed, follows=np.empty((2, 0), np.int32))
+        self._chosen = None
+        # the wait finds out that the process has ended, and starts another one
+        with suppress(WorkerEndedError):
+            self._worker.send(partial(send_step, step=packed))
+        return partial(self._await, self.pid, step.seconds)
+
+    def choose(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
+        """Return what the engine chooses from the logits of a step, which are in its memory."""
+        with memory_errors(), torch.inference_mode():
+            outputs = self._choose(self._logits[: step.num_outputs], *step.sampled)
+        token_ids = (each.token_id if isinstance(each, SampledToken) else 0 for each in outputs)
+        self._chosen = np.fromiter(token_ids, np.int32, len(outputs))
         return outputs
 
-    def _send(self, launched: _Launched) -> None:
-        """Send a step to the process, which waits for it; an error is kept."""
-        packed = launched.packed
-        try:
-            self._order.set_tokens(packed.inputs, launched.step.chunks)
-            self._worker.send(partial(send_step, step=packed))
-        except BaseException as error:
-            launched.error = error
+    def _await(self, pid: int, seconds: float) -> Sequence[int]:
+        """Wait until the process has run a step; return the tokens that it has drawn.
 
-    def _await(self, launched: _Launched) -> None:
-        """Wait until the process has run a step, whose logits are in its memory then."""
+        Args:
+            pid: the process that has got it.
+            seconds: its expected run time.
+        """
+        if pid != self.pid:
+            raise WorkerEndedError
         try:
-            if launched.error is not None:
-                raise launched.error
-            self._worker.receive(seconds=launched.step.seconds)
+            answers = self._worker.receive(seconds=seconds)
         except WorkerEndedError:
             self._restart()
             raise
+        return [int(token_id) for row in answers for token_id in row.tolist()]
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""
@@ -179,6 +173,8 @@ class StepProcess(ModelProcess[StepInfo]):
         """
         if self._is_lost:
             raise EngineError(ENDED)
+        # their answers come before the one to this
+        self._launcher.drain()
         try:
             self._worker.run(partial(send_step, step=None))
         except WorkerEndedError:

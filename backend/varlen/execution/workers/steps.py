@@ -1,7 +1,7 @@
 """The process that loads a model that generates and runs its steps: `python -m varlen.execution.workers.steps FD`.
 
-It has the weights, the KV caches and the intermediates. Tokens are chosen by the engine, from logits in memory that
-both map.
+It has the weights, the KV caches and the intermediates. It draws tokens that depend on the logits alone, and the next
+step takes them. Others are chosen by the engine, from logits in memory that both map.
 
 FD is its control socket (`child`). After the model's description, one message of the engine brings the socket of the
 steps; its answer brings the memory of the logits.
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
@@ -21,6 +24,7 @@ from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_mode
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
     from varlen.execution.step_runner import StepRunner
+    from varlen.request.request import Float32Array, Int32Array
 
 
 def main() -> None:
@@ -47,6 +51,7 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
 
 def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     from varlen.execution.cpu.step_runner import CpuSteps
+    from varlen.execution.step_order import StepOrder
     from varlen.execution.workers.step_messages import receive_step
 
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
@@ -57,12 +62,22 @@ def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     send(control, {}, [logits])
     os.close(logits)
 
-    def run(step: PackedStep | None) -> tuple[()]:
+    order = StepOrder()
+    chosen: Int32Array = np.empty(0, np.int32)
+
+    def run(step: PackedStep | None) -> Sequence[Float32Array]:
+        nonlocal chosen
         if step is None:
             runner.check()
-        else:
-            runner.run_packed(step)
-        return ()
+            return ()
+        with order.running(step.number, step.after):
+            step.take_tokens(chosen)
+            token_ids = runner.run_packed(step)
+        if token_ids is None:
+            return ()
+        chosen = token_ids.astype(np.int32)
+        # exact up to 2 ** 24
+        return (chosen.astype(np.float32),)
 
     connection = Connection(descriptors[0])
     answer_batches(connection, receive_step, run, runner.use, runner.release_arenas)

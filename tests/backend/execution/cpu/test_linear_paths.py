@@ -15,6 +15,7 @@ from varlen.execution.cpu.linear_paths import (
     PACKED,
     PANELS,
     PLAIN,
+    LayerUse,
     choose_paths,
     measure_paths,
     paths_of,
@@ -87,7 +88,9 @@ def run(program, kernels, x):
 
 def measured(kernels, *, seconds=1e9, rows=(4, 16)):
     program, _ = program_of(*WIDTHS)
-    return measure_paths(program, kernels, rows=rows, seconds=seconds, clock=kernels.clock)
+    return measure_paths(
+        program, kernels, use=LayerUse(rows, 1.03), seconds=seconds, clock=kernels.clock
+    )
 
 
 def kernels_of(program):
@@ -216,7 +219,9 @@ def test_without_time_to_measure_every_layer_gets_the_default(tmp_path, dtype):
     config = EngineConfig(cache_folder=str(tmp_path / "cache"))
     program, _ = program_of(*WIDTHS, dtype=dtype)
 
-    program = choose_paths(program, cpu, config, KEY, rows=(4,), threads=1, seconds=0.0)
+    program = choose_paths(
+        program, cpu, config, KEY, use=LayerUse((4,), 1.03), threads=1, seconds=0.0
+    )
 
     assert set(kernels_of(program)) == {paths_of(dtype)[-1]}
     assert not (tmp_path / "cache").exists()
@@ -227,7 +232,10 @@ def test_kernels_without_packed_layers_run_plain_ones(tmp_path):
     program, _ = program_of(*WIDTHS)
 
     assert (
-        choose_paths(program, reference, config, KEY, rows=(4,), threads=1, seconds=1.0) is program
+        choose_paths(
+            program, reference, config, KEY, use=LayerUse((4,), 1.03), threads=1, seconds=1.0
+        )
+        is program
     )
 
 
@@ -242,7 +250,9 @@ def test_a_measurement_uses_the_given_threads_and_is_stored(tmp_path):
             return getattr(cpu, name)
 
     def choose(kernels):
-        chosen = choose_paths(program, kernels, config, KEY, rows=(4,), threads=1, seconds=1.0)
+        chosen = choose_paths(
+            program, kernels, config, KEY, use=LayerUse((4,), 1.03), threads=1, seconds=1.0
+        )
         return kernels_of(chosen)
 
     first = choose(Watched())

@@ -5,9 +5,10 @@ from multiprocessing.connection import Pipe
 import numpy as np
 import pytest
 
-from varlen.execution.step_packing import PackedStep, source_arrays, step_arrays
+from varlen.costs.batch_shape import BatchShape
+from varlen.execution.step_packing import pack_step
 from varlen.execution.workers.step_messages import receive_step, send_step
-from varlen.scheduling.sequence import Chunk
+from varlen.scheduling.sequence import Chunk, Draws, StepBatch
 
 from ..test_step_packing import sequence_of_source
 
@@ -23,23 +24,41 @@ def chunk_of(length, *, has_source):
     return Chunk(sequence, 0, tokens, blocks, (sequence,), (7, 8), (1, 2, 3, 4, 5))
 
 
+LIMITS = [(0.7, 3, 0.9, 0.1), (0.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0)]
+DRAWS = {
+    "chosen by the engine": None,
+    "greedy": Draws(LIMITS, None),
+    "drawn": Draws(LIMITS, np.array([0.1, 0.5, 1 - 2**-53])),
+    "no tokens": Draws([], None),
+}
+
+
 @pytest.mark.parametrize("has_source", [False, True], ids=["decoder", "translation"])
-@pytest.mark.parametrize("copies", [[], [(1, 2), (3, 4)]], ids=["no copies", "copies"])
-def test_a_step_arrives_with_all_its_arrays(has_source, copies):
+@pytest.mark.parametrize("copies", [(), ((1, 2), (3, 4))], ids=["no copies", "copies"])
+@pytest.mark.parametrize("draws", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize(("number", "after"), [(0, None), (7, 6)], ids=["first", "ahead"])
+def test_a_step_arrives_with_all_its_arrays(has_source, copies, draws, number, after):
     ours, theirs = Pipe()
     chunks = [chunk_of(length, has_source=has_source) for length in (1, 1, 9)]
-    step = PackedStep(
-        np.array(copies, np.int64).reshape(-1, 2),
-        source_arrays(chunks, BLOCK_SIZE),
-        step_arrays(chunks, BLOCK_SIZE),
-    )
+    if after is not None:
+        chunks[1] = chunks[1]._replace(follows=3)
+    sequences, shape = tuple(chunk.sequence for chunk in chunks), BatchShape.of([1, 1, 9])
+    batch = StepBatch(sequences, shape, 1.0, "", tuple(chunks), copies, number, after)
+    step = pack_step(batch, BLOCK_SIZE, draws)
     assert bool(step.sources) == has_source
 
     send_step(ours, step)
     received = receive_step(theirs)
 
     np.testing.assert_array_equal(received.copies, step.copies)
-    for sent, got in ((step.sources, received.sources), (step.inputs, received.inputs)):
+    assert (received.number, received.after) == (number, after)
+    assert received.follows.tolist() == ([[], []] if after is None else [[1], [3]])
+    pairs = (
+        (step.sources, received.sources),
+        (step.inputs, received.inputs),
+        (step.draws, received.draws),
+    )
+    for sent, got in pairs:
         assert sent.keys() == got.keys()
         for name, array in sent.items():
             np.testing.assert_array_equal(got[name], array)
@@ -47,6 +66,20 @@ def test_a_step_arrives_with_all_its_arrays(has_source, copies):
             # torch warns of others
             assert got[name].flags.writeable
             assert got[name].flags.aligned
+
+
+def test_a_step_takes_the_tokens_that_the_step_before_has_chosen():
+    chunks = [chunk_of(1, has_source=False) for _ in range(4)]
+    chunks = [
+        each._replace(follows=output) for each, output in zip(chunks, [2, None, 0, 1], strict=True)
+    ]
+    sequences, shape = tuple(chunk.sequence for chunk in chunks), BatchShape.of([1] * 4)
+    step = pack_step(StepBatch(sequences, shape, 1.0, "", tuple(chunks)), BLOCK_SIZE)
+    known = int(step.inputs["token_ids"][1])
+
+    step.take_tokens(np.array([10, 11, 12]))
+
+    assert step.inputs["token_ids"].tolist() == [12, known, 10, 11]
 
 
 def test_a_check_arrives_as_one():

@@ -1,0 +1,148 @@
+"""Launches steps of generation before the device has run the ones before them.
+
+A step whose tokens are drawn from its logits alone is launched as a whole, and the next one behind it: the device
+gives it the tokens. Where the host takes part in the choice, for a grammar or a search, it needs the tokens before, so
+the next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Generic, Protocol, TypeVar
+
+from varlen.execution.step_model import ChooseDraws
+from varlen.execution.step_order import StepOrder
+from varlen.scheduling.sequence import BeamStep, Draws, SampledToken, StepBatch
+
+# Steps in flight: one runs, and the next one is ready on the device's queue.
+SLOTS = 2
+
+_Packed = TypeVar("_Packed")
+
+
+class StepDevice(Protocol[_Packed]):
+    """What runs steps, in the order in which they start."""
+
+    def pack(self, step: StepBatch, draws: Draws | None) -> _Packed:
+        """Return a step as the device takes it.
+
+        Args:
+            step: the step.
+            draws: what its tokens are drawn with; None if the host chooses them.
+        """
+
+    def start(self, step: StepBatch, packed: _Packed) -> Callable[[], Sequence[int]]:
+        """Start a step; return a function that waits for the tokens that were drawn, or returns none.
+
+        Args:
+            step, packed: the step, and what `pack` has made of it.
+        """
+
+    def choose(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
+        """Return what the host chooses from the logits of the step that was started last."""
+
+
+@dataclass(slots=True, eq=False)
+class _Launched(Generic[_Packed]):
+    """A step in flight.
+
+    Attributes:
+        step, packed: the step, as it is and as the device takes it.
+        is_drawn: whether the device chooses its tokens.
+        is_started: whether it is on the device's queue, or never will be.
+        tokens: waits for the tokens, once.
+        error: reason why it could not be started.
+    """
+
+    step: StepBatch
+    packed: _Packed
+    is_drawn: bool
+    is_started: bool = False
+    tokens: Callable[[], Sequence[int]] | None = None
+    error: BaseException | None = None
+
+
+class StepLauncher(Generic[_Packed]):
+    """Launches steps from one thread; their outputs are asked for in order, in the same thread or another one."""
+
+    def __init__(self, device: StepDevice[_Packed], draws: ChooseDraws) -> None:
+        """Start without a step.
+
+        Args:
+            device: runs them.
+            draws: returns what the tokens of a step are drawn with, if nothing else is needed.
+        """
+        self._device = device
+        self._draws = draws
+        self._order = StepOrder()
+        self._in_flight: deque[_Launched[_Packed]] = deque()
+        self._lock = Lock()
+
+    def launch(self, step: StepBatch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Start a step, now or once the host has chosen the tokens before it; return what waits for its outputs.
+
+        What that function raises: see `StepRunner.launch_batch`.
+        """
+        draws = self._draws(*step.sampled)
+        launched = _Launched(step, self._device.pack(step, draws), draws is not None)
+        with self._lock:
+            self._in_flight.append(launched)
+            self._start_all()
+        return partial(self._outputs, launched)
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether the outputs of the first step in flight depend on the device."""
+        launched = self._in_flight[0]
+        return launched.tokens is not None and not self._order.is_skipped(launched.step.after)
+
+    def drain(self) -> None:
+        """Wait for steps that were started and must not run, since the one before them has failed."""
+        for launched in self._in_flight:
+            if launched.tokens is not None and self._order.is_skipped(launched.step.after):
+                with suppress(Exception):
+                    launched.tokens()
+                launched.tokens = None
+
+    def _outputs(self, launched: _Launched[_Packed]) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of the first step in flight."""
+        step = launched.step
+        try:
+            # until then the device uses the inputs of a step that is skipped
+            self.drain()
+            with self._order.running(step.number, step.after):
+                if launched.error is not None:
+                    raise launched.error
+                assert launched.tokens is not None
+                waits, launched.tokens = launched.tokens, None
+                token_ids = waits()
+                if launched.is_drawn:
+                    return [SampledToken(token_id) for token_id in token_ids]
+                return self._device.choose(step)
+        finally:
+            with self._lock:
+                self._in_flight.popleft()
+                self._start_all()
+
+    def _start_all(self) -> None:
+        """Start the steps in flight, up to the first one whose tokens the host has to choose."""
+        for launched in self._in_flight:
+            if not launched.is_started:
+                self._start(launched)
+            if not launched.is_drawn:
+                return
+
+    def _start(self, launched: _Launched[_Packed]) -> None:
+        """Start a step unless it must not run; an error is kept."""
+        launched.is_started = True
+        if self._order.is_skipped(launched.step.after):
+            return
+        try:
+            launched.tokens = self._device.start(launched.step, launched.packed)
+        except BaseException as error:
+            launched.error = error
