@@ -42,7 +42,7 @@ class TokenChoice:
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
     def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
-        """Return what all tokens of a step are drawn with; None if only `choose` can choose them."""
+        """Return the numbers that all tokens of a step are drawn with; see `Sampler.draws`."""
         if any(sequence.is_searched for sequence in sequences):
             return None
         return self._sampler.draws(sequences, lengths)

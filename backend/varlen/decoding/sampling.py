@@ -67,9 +67,10 @@ class Sampler:
         self._kernels = kernels_for(device)
 
     def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
-        """Return what tokens are drawn with, where that is known before the tokens before them are.
+        """Return the numbers that tokens are drawn with, if nothing else decides them.
 
-        None if anything else changes a choice or is asked for: then only `sample` can choose.
+        They are known before the tokens before them are. None if anything else changes a choice or is asked for: then
+        only `sample` can choose.
 
         Args:
             sequences, lengths: see `sample`.
@@ -256,7 +257,11 @@ class _SamplerState:
         return self.counts is not None or self.bias is not None or self.matcher is not None
 
     def is_drawn(self, length: int) -> bool:
-        """Return whether the token after so many depends only on logits, limits and a random number."""
+        """Return whether the next token depends only on logits, limits and a random number.
+
+        Args:
+            length: number of tokens of the answer before it.
+        """
         return length >= self.drawn_from
 
     @contextmanager
@@ -286,7 +291,7 @@ class _SamplerState:
                 )
 
     def expect(self, token_id: int, length: int) -> None:
-        """Remember a token that was chosen, and start to compute the mask of the next step.
+        """Remember a chosen token, and start to compute the mask of the next step.
 
         Args:
             token_id: the token.

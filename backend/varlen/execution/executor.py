@@ -67,7 +67,9 @@ class WaitingLauncher(Launcher, Protocol):
     """Starts batches, and tells whether the first one has ended."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the outputs of the first batch in flight can be had soon; return False after the time.
+        """Wait until the first batch in flight has ended, or nothing is known of it.
+
+        Returns False after the time.
 
         Args:
             timeout: longest time in seconds; None is no limit.
@@ -148,7 +150,7 @@ class Turns:
 
 
 class InlineExecutor:
-    """Launches batches and waits for them in the engine's thread, so none has to wake up.
+    """Launches batches and waits for them in the engine's thread, so none wakes up.
 
     It is for batches that are short, since that thread does nothing else while it waits.
 
@@ -179,7 +181,7 @@ class InlineExecutor:
         return self._turns.free_at()
 
     def collect(self, timeout: float | None) -> bool:
-        """Wait for the first batch in flight and complete it, unless it takes longer; return True."""
+        """Complete the first batch in flight, unless it takes longer; return True."""
         if self._launcher.wait(timeout):
             launched = self._in_flight.popleft()
             result = self._turns.finish(self._launcher, launched)

@@ -33,11 +33,11 @@ class StepDevice(Protocol[_Packed]):
 
         Args:
             step: the step.
-            draws: what its tokens are drawn with; None if the host chooses them.
+            draws: numbers that its tokens are drawn with; None if the host chooses them.
         """
 
     def start(self, step: StepBatch, packed: _Packed) -> Callable[[], Sequence[int]]:
-        """Start a step; return a function that waits for the tokens that were drawn, or returns none.
+        """Start a step; return a function that waits for drawn tokens, or returns none.
 
         Args:
             step, packed: the step, and what `pack` has made of it.
@@ -68,7 +68,10 @@ class _Launched(Generic[_Packed]):
 
 
 class StepLauncher(Generic[_Packed]):
-    """Launches steps from one thread; their outputs are asked for in order, in the same thread or another one."""
+    """Launches steps from one thread.
+
+    Their outputs are asked for in order, in the same thread or another one.
+    """
 
     def __init__(self, device: StepDevice[_Packed], draws: ChooseDraws) -> None:
         """Start without a step.
@@ -84,9 +87,10 @@ class StepLauncher(Generic[_Packed]):
         self._lock = Lock()
 
     def launch(self, step: StepBatch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Start a step, now or once the host has chosen the tokens before it; return what waits for its outputs.
+        """Start a step; return a function that waits for its outputs.
 
-        What that function raises: see `StepRunner.launch_batch`.
+        If the host has to choose the tokens before it, it starts after that. `StepRunner.launch_batch` says what the
+        function raises.
         """
         draws = self._draws(*step.sampled)
         launched = _Launched(step, self._device.pack(step, draws), draws is not None)
@@ -102,7 +106,7 @@ class StepLauncher(Generic[_Packed]):
         return launched.tokens is not None and not self._order.is_skipped(launched.step.after)
 
     def drain(self) -> None:
-        """Wait for steps that were started and must not run, since the one before them has failed."""
+        """Wait for steps that were started and do not count: one before them has failed."""
         for launched in self._in_flight:
             if launched.tokens is not None and self._order.is_skipped(launched.step.after):
                 with suppress(Exception):
@@ -130,7 +134,7 @@ class StepLauncher(Generic[_Packed]):
                 self._start_all()
 
     def _start_all(self) -> None:
-        """Start the steps in flight, up to the first one whose tokens the host has to choose."""
+        """Start the steps in flight, up to the first whose tokens the host chooses."""
         for launched in self._in_flight:
             if not launched.is_started:
                 self._start(launched)

@@ -19,7 +19,7 @@ class StepOrder:
         self._failed: int | None = None
 
     def is_skipped(self, after: int | None) -> bool:
-        """Return whether a step must not run that was scheduled after this one, which failed or was skipped."""
+        """Return whether a step must not run that needs the step of this number."""
         return after is not None and after == self._failed
 
     @contextmanager

@@ -53,7 +53,11 @@ class PackedStep:
         return int(self.order[1]) if len(self.order) > 1 else None
 
     def take_tokens(self, chosen: npt.NDArray[np.integer[Any]]) -> None:
-        """Set the tokens that the step before has chosen, given those of all its outputs."""
+        """Set the tokens that the step before has chosen.
+
+        Args:
+            chosen: tokens of all its outputs.
+        """
         places, outputs = self.follows
         self.inputs["token_ids"][places] = chosen[outputs]
 
@@ -64,7 +68,7 @@ def pack_step(step: StepBatch, block_size: int, draws: Draws | None = None) -> P
     Args:
         step: the step.
         block_size: tokens of a block.
-        draws: what its tokens are drawn with; None if the engine chooses them.
+        draws: numbers that its tokens are drawn with; None if the engine chooses them.
     """
     return PackedStep(
         np.array(step.copies, np.int64).reshape(-1, 2),
@@ -77,7 +81,10 @@ def pack_step(step: StepBatch, block_size: int, draws: Draws | None = None) -> P
 
 
 def followed(chunks: Sequence[Chunk]) -> Int32Array:
-    """Return the places of tokens that the step before chooses, and the numbers of its outputs, `[2, tokens]`."""
+    """Return where tokens of the step before go, `[2, tokens]`.
+
+    The first row has their places in this step, the second one the numbers of its outputs.
+    """
     # chunks of one token come first
     pairs = [(place, each.follows) for place, each in enumerate(chunks) if each.follows is not None]
     return np.array(pairs, np.int32).reshape(-1, 2).T

@@ -150,9 +150,10 @@ class StepRunner:
             self.steps = CpuSteps(bound[0])
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Start a step on a GPU; return a function that waits for its outputs, or runs it on a CPU.
+        """Start a step; return a function that waits for its outputs.
 
-        The outputs are the token or search step of each row of logits, chunk by chunk. The function raises:
+        On a CPU that function runs the step. The outputs are the token or search step of each row of logits, chunk by
+        chunk. The function raises:
             MemoryError: too little memory for what the step needs beside the arena.
             SkippedStepError: the step before it failed.
         """
@@ -182,7 +183,9 @@ class StepRunner:
             self._encoder.encode(step.chunks)
 
     def run_packed(self, step: PackedStep) -> npt.NDArray[np.integer[Any]] | None:
-        """Run a step on a CPU; return the tokens that were drawn, `[logit rows]`, or None if the engine chooses them.
+        """Run a step on a CPU; return the tokens that were drawn, `[logit rows]`.
+
+        None if the engine chooses them, from logits that are valid until the next step.
 
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.

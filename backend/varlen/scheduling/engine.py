@@ -103,7 +103,7 @@ class Executor(Protocol):
         """Return when a batch that is started now will run; minus infinity if at once."""
 
     def collect(self, timeout: float | None) -> bool:
-        """Wait for the first batch in flight and complete it, in this thread, unless it takes longer.
+        """Complete the first batch in flight in this thread, unless it takes longer.
 
         Returns whether this is how batches are completed; if not, a thread of the executor does it.
 

@@ -77,7 +77,7 @@ class Group:
 
     @property
     def can_follow(self) -> bool:
-        """Whether it can go on before a token that a step in flight chooses is known.
+        """Whether it can go on before tokens of steps in flight are known.
 
         A search continues beams that its step chooses, and the samples of a prompt part after their first token.
         """
@@ -146,7 +146,7 @@ class GroupMemory:
         blocks: the pool.
         reserves: whether groups reserve all that they may need.
         copies: source by destination of blocks that are copied before the next step.
-        copies_in_flight: those of each step in flight that has any, in order.
+        copies_in_flight: copies of each step in flight that has any, in order.
         kept: sources of all these copies that no group holds any more.
     """
 
@@ -180,7 +180,7 @@ class GroupMemory:
             self._release_kept()
 
     def return_copies(self, copies: dict[int, int]) -> None:
-        """Let the next step make the copies of the last step in flight, which does not run."""
+        """Let the next step make the copies of one that does not run."""
         if self.copies_in_flight and self.copies_in_flight[-1] is copies:
             del self.copies_in_flight[-1]
             self.copies = {**copies, **self.copies}
@@ -290,7 +290,7 @@ class GroupMemory:
 
         Args:
             group: a group of the step; what later steps have of it is ignored.
-            chunks: what the step has of it.
+            chunks: its chunks in the step.
             tokens: number of the last tokens of each chunk that run again; None is all of them.
         """
         first = chunks[0]
@@ -450,7 +450,7 @@ class GroupMemory:
 
 
 def groups_of_step(running: Iterable[Group], step_tokens: int) -> list[Group]:
-    """Return the running groups that go on and fit into a step; the first one always does."""
+    """Return the groups that go on and fit into a step; the first always fits."""
     groups: list[Group] = []
     tokens = 0
     for group in running:

@@ -226,7 +226,10 @@ class IterationScheduler:
             self._queues.add(group)
 
     def wake_at(self, now: float) -> float | None:
-        """Return `now` if a step can be scheduled; None if nothing waits, or all that waits needs a step in flight."""
+        """Return `now` if a step can be scheduled.
+
+        None if nothing waits, or the next step has to wait for one in flight.
+        """
         return None if self._queues.is_empty or self._has_to_wait else now
 
     def schedule(self, now: float) -> StepBatch | None:
@@ -344,7 +347,7 @@ class IterationScheduler:
         Args:
             step: the step, which was the first one in flight.
             tokens: number of its tokens.
-            failure: why it failed.
+            failure: reason of the failure.
         """
         if step.is_void:
             return []
@@ -403,7 +406,7 @@ class IterationScheduler:
         return [] if is_pending else self._continue(group, outputs)
 
     def _count_computed(self, group: Group, chunks: list[Chunk], *, repeated: int) -> None:
-        """Count the tokens of a group that have run, and share the blocks that they have filled."""
+        """Count the tokens of a group that have run, and share its full blocks."""
         # all of a group have as many
         first = chunks[0]
         begin, tokens = first.start, len(first.token_ids)

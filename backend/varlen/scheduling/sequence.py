@@ -304,7 +304,7 @@ class StepBatch(Batch):
 
     @property
     def sampled(self) -> tuple[list[GeneratedSequence], list[int]]:
-        """The sequence of each token that is sampled, and the number of generated tokens before it."""
+        """The sequence of each token that is sampled, and the length of its answer."""
         chunks = self.chunks
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
         lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]

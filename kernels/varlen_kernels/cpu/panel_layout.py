@@ -39,7 +39,7 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def _pairs(weight: Tensor) -> Tensor:
-    """Return a bf16 weight with pairs of hidden features side by side, for each feature of a panel."""
+    """Return a bf16 weight in panels, with pairs of hidden features side by side."""
     hidden, features = weight.shape
     panels, pairs = -(-features // PANEL_FEATURES), -(-hidden // 2)
     padded = weight.new_zeros(2 * pairs, panels * PANEL_FEATURES)

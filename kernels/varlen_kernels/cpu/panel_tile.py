@@ -84,7 +84,7 @@ class _Tile:
                 self._add_products(places, is_last=True)
 
     def _add_products(self, place: Any, *, is_last: bool = False) -> None:
-        """Add the products with one row of the panel, or a pair of rows, to the sums.
+        """Add the products with a row or a pair of rows of the panel.
 
         Args:
             place: number of the row, or of the pair.

@@ -42,7 +42,7 @@ def run_in_chunks(
         rows: token ids.
         sizes: tokens of each row's chunks; a row begins at the step of its number.
         compiled: whether to run compiled steps on two cores, as generation on CPUs does, and not the reference.
-        path: how these multiply; "" is the default of the dtype.
+        path: op of their linear layers; "" is the default of the dtype.
     """
     rows = [Row(list(map(int, row))) for row in rows]
     needed = [-(-len(row.token_ids) // block_size) for row in rows]

@@ -156,7 +156,7 @@ class KvExecutor(HeldExecutor):
         return BatchResult(outputs, self.seconds(batch))
 
     def _tokens(self, chunk):
-        """Return the tokens of a chunk; None is one that the step before could not choose."""
+        """Return the tokens of a chunk; None is one that could not be chosen."""
         if chunk.follows is None:
             return chunk.token_ids
         assert chunk.token_ids == (0,)

@@ -60,7 +60,7 @@ class LayerUse:
 
     Attributes:
         rows: typical numbers of rows, which count equally.
-        margin: how many times as fast as the default path another one has to be.
+        margin: least ratio of speeds at which another path replaces the default one.
     """
 
     rows: tuple[int, ...]
@@ -69,7 +69,7 @@ class LayerUse:
 
 BATCHES = LayerUse((32, 96, 384), 1.03)
 # In steps of generation another path costs more than its own time: its library has threads of its own, which spin
-# beside those of compiled steps. docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
+# beside the threads of compiled steps. docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
 STEPS = LayerUse((1, 8, 32, 128), 1.5)
 
 
@@ -192,7 +192,7 @@ def measure_paths(
     Args:
         program: has the layers, as ops named `linear`.
         kernels: has the paths, in the threads that will use them.
-        use: how the layers are used.
+        use: typical use of the layers.
         seconds: most time to spend.
         clock: returns seconds.
     """

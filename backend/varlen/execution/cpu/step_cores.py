@@ -19,7 +19,7 @@ _LONGEST = 5e-3
 
 @dataclass(slots=True)
 class _Times:
-    """Recent times of steps of one size, in seconds, on all cores and on one, and their number."""
+    """Recent times of steps of one size in seconds, and the number of steps."""
 
     on_all: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     on_one: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))

@@ -16,7 +16,10 @@ from varlen_kernels.cpu.threads import usable_cores, using_cores
 
 
 class CpuSteps:
-    """Runs a program's steps on one core, or on all cores of torch. Not for two threads at once."""
+    """Runs a program's steps on one core or on all cores of torch.
+
+    Not for two threads at once.
+    """
 
     def __init__(self, bound: BoundProgram) -> None:
         self._bound = bound

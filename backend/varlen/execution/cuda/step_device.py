@@ -30,11 +30,11 @@ class GpuSteps:
         self._choose = choose
 
     def pack(self, step: StepBatch, draws: Draws | None) -> Draws | None:  # noqa: ARG002  # packed when it starts
-        """Return what the tokens of a step are drawn with: it is packed into memory that the GPU reads."""
+        """Return `draws`: a step is packed when it starts, into memory that the GPU reads."""
         return draws
 
     def start(self, step: StepBatch, packed: Draws | None) -> Callable[[], Sequence[int]]:
-        """Start a step; return a function that waits for the tokens that were drawn, or returns none."""
+        """Start a step; return a function that waits for drawn tokens, or returns none."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():
             self._prepare(step)
             if packed is not None:

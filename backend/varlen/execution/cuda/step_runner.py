@@ -71,7 +71,7 @@ class _Captured:
 
     Attributes:
         inputs: its inputs in each set of buffers, by name.
-        draws: what tokens are drawn with, on the device.
+        draws: arguments of `sample_tokens` on the device.
         bytes_before_tables: bytes of all inputs but the block tables.
         replay: starts it.
     """
@@ -158,11 +158,11 @@ class CudaSteps:
         return self.last_logits(rows)
 
     def last_logits(self, rows: int) -> Tensor:
-        """Return the logits of the last step that was started, `[rows, vocabulary]`, valid until the next one."""
+        """Return the logits of the step that was started last, `[rows, vocabulary]`."""
         return self._logits[:rows]
 
     def draw(self, chunks: Sequence[Chunk], draws: Draws) -> Callable[[], list[int]]:
-        """Start a step and the choice of its tokens; return a function that waits for the tokens.
+        """Start a step that draws its tokens; return a function that waits for them.
 
         Called in the context of `stream`, for at most two steps before the function of the first one is called.
         """
@@ -183,7 +183,7 @@ class CudaSteps:
         return tokens
 
     def set_tokens(self, token_ids: Sequence[int]) -> None:
-        """Set the tokens that the last step has chosen, for the next one; in the context of `stream`."""
+        """Give the next step the tokens that were chosen; in the context of `stream`."""
         chosen = _on_host(self._chosen[: len(token_ids)])
         chosen.numpy()[:] = token_ids
         # torch keeps pinned memory until the copy has run

@@ -69,7 +69,7 @@ class WorkerConnection:
             raise
 
     def wait(self, timeout: float) -> bool:
-        """Wait for the answers of the batch that was sent; return False after this many seconds."""
+        """Wait for the answers of a batch; return False after this many seconds."""
         try:
             return self._connection.poll(timeout)
         except OSError:

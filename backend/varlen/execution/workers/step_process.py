@@ -99,9 +99,10 @@ class StepProcess(ModelProcess[StepInfo]):
         self._worker = WorkerConnection(connection, self.pid)
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Send a step to the process, now or once the tokens before it are chosen; return what waits for its outputs.
+        """Send a step to the process; return a function that waits for its outputs.
 
-        The outputs are those of `StepRunner.launch_batch`. The functions are called in the order of the steps. They
+        If the engine has to choose the tokens before it, it is sent after that. `StepRunner.launch_batch` describes the
+        outputs. The functions are called in the order of the steps. They
         raise:
             MemoryError: too little memory.
             WorkerEndedError: the process ended; another one has started, whose KV caches are empty.
@@ -122,7 +123,7 @@ class StepProcess(ModelProcess[StepInfo]):
         return pack_step(step, self.info.block_size, draws)
 
     def start(self, step: StepBatch, packed: PackedStep) -> Callable[[], Sequence[int]]:
-        """Send a step to the process; return a function that waits for the tokens that it draws.
+        """Send a step to the process; return a function that waits for its tokens.
 
         What the process has not drawn it does not know.
         """
@@ -136,7 +137,7 @@ class StepProcess(ModelProcess[StepInfo]):
         return partial(self._await, self.pid, step.seconds)
 
     def choose(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
-        """Return what the engine chooses from the logits of a step, which are in its memory."""
+        """Return the choice of the engine from the logits of a step."""
         with memory_errors(), torch.inference_mode():
             outputs = self._choose(self._logits[: step.num_outputs], *step.sampled)
         token_ids = (each.token_id if isinstance(each, SampledToken) else 0 for each in outputs)

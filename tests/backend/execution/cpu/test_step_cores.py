@@ -10,7 +10,7 @@ from ...fakes.engine_parts import Clock
 
 
 class Steps:
-    """Runs steps that take a time for each number of tokens and cores; counts the cores of each."""
+    """Runs steps whose time depends on tokens and cores; lists the cores of each."""
 
     def __init__(self, seconds):
         self.clock = Clock()
