@@ -16,7 +16,8 @@ from copy import copy
 from sortedcontainers import SortedKeyList
 
 from varlen.scheduling.fair_share import RANK_UNIT
-from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
+from varlen.scheduling.group_memory import GroupMemory
+from varlen.scheduling.groups import Group, groups_of_step
 from varlen.scheduling.places import Places
 from varlen.scheduling.step_size import StepSize
 

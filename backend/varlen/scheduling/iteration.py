@@ -31,20 +31,21 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import cast
 
 from varlen.config import KvPolicy
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
-from varlen.memory.blocks import BlockCounts, BlockPool
+from varlen.memory.blocks import BlockPool
 from varlen.request.request import Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
 from varlen.scheduling.claims import Claims
+from varlen.scheduling.generation_counts import GenerationCounts
+from varlen.scheduling.group_memory import GroupMemory
 from varlen.scheduling.group_queues import GroupQueues, HeldByStepError
-from varlen.scheduling.groups import Group, GroupMemory, groups_of_step
+from varlen.scheduling.groups import Group, groups_of_step
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
@@ -61,6 +62,7 @@ from varlen.scheduling.sequence import (
 )
 from varlen.scheduling.step_budget import tokens_of_step
 from varlen.scheduling.step_cost import StepCost
+from varlen.scheduling.step_in_flight import StepInFlight
 from varlen.scheduling.step_limits import StepLimits, check_fits
 from varlen.scheduling.step_size import StepSize
 
@@ -73,70 +75,6 @@ _OUT_OF_MEMORY = "the server had too little memory to run this request; it may p
 _MAX_IN_FLIGHT = 2
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationCounts:
-    """What a scheduler does now, and has done so far.
-
-    Attributes:
-        running, waiting: sequences; of samples of one prompt, each counts.
-        blocks: use of KV memory.
-        prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
-        decode_tokens: generated tokens that have run.
-        memory_preemptions: number of times that sequences gave back their blocks because there were too few.
-        order_preemptions: number of times that sequences gave back their blocks to a request before them.
-    """
-
-    running: int
-    waiting: int
-    blocks: BlockCounts
-    prefill_tokens: int
-    decode_tokens: int
-    memory_preemptions: int
-    order_preemptions: int
-
-    @property
-    def preemptions(self) -> int:
-        """Number of times that sequences gave back their blocks."""
-        return self.memory_preemptions + self.order_preemptions
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A step in flight.
-
-    Attributes:
-        number, after: see `StepBatch`.
-        chunks: its groups in order, and the chunks of each.
-        copies: source by destination of the blocks that it copies.
-        ignored: groups that run again, and whose outputs are ignored.
-        is_void: whether this is so of all of them, because a step before it has failed.
-    """
-
-    number: int
-    after: int | None
-    chunks: dict[Group, list[Chunk]]
-    copies: dict[int, int]
-    ignored: set[Group] = field(default_factory=set)
-    is_void: bool = False
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups whose outputs count."""
-        if self.is_void:
-            return []
-        return [group for group in self.chunks if not (group.is_finished or group in self.ignored)]
-
-    def outputs(self) -> dict[GeneratedSequence, int]:
-        """Return the number of the output of each sequence that has one."""
-        sequences = (
-            sequence
-            for chunks in self.chunks.values()
-            for chunk in chunks
-            for sequence in chunk.samples
-        )
-        return {sequence: number for number, sequence in enumerate(sequences)}
 
 
 class IterationScheduler:
@@ -171,7 +109,7 @@ class IterationScheduler:
         self._numbers = count()
         # groups of each request that have not run yet
         self._new: Counter[RequestState] = Counter()
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._step_numbers = count()
         # whether the next step has to wait for the end of the one in flight
         self._has_to_wait = False
@@ -241,8 +179,8 @@ class IterationScheduler:
             before = None
         chunks = self._next_chunks(before)
         if chunks:
-            copies, after = self._memory.start_copies(), None if before is None else before.number
-            step = _Step(next(self._step_numbers), after, chunks, copies)
+            copies, after = self._memory.copies.start(), None if before is None else before.number
+            step = StepInFlight(next(self._step_numbers), after, chunks, copies)
             self._in_flight.append(step)
         in_flight = len(self._in_flight)
         self._has_to_wait = in_flight == _MAX_IN_FLIGHT or (in_flight > 0 and not chunks)
@@ -257,7 +195,7 @@ class IterationScheduler:
         if step.chunks:
             return self._start(step, now)
         self._in_flight.pop()
-        self._memory.return_copies(step.copies)
+        self._memory.copies.take_back(step.copies)
         self._has_to_wait = False
         return None
 
@@ -270,7 +208,7 @@ class IterationScheduler:
             return self._fail_step(step, batch.shape.tokens, result.failure)
         self._cost.learn(batch.shape.tokens, result.seconds)
         self._step_size.grow()
-        self._memory.end_copies(step.copies)
+        self._memory.copies.end(step.copies)
         outputs = iter(result.outputs)
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
@@ -303,7 +241,7 @@ class IterationScheduler:
     def drain(self) -> None:
         """Do nothing: no step waits for more requests."""
 
-    def _next_chunks(self, before: _Step | None) -> dict[Group, list[Chunk]]:
+    def _next_chunks(self, before: StepInFlight | None) -> dict[Group, list[Chunk]]:
         """Return what runs of each group in the next step.
 
         Args:
@@ -324,7 +262,7 @@ class IterationScheduler:
             return self._memory.next_chunks(groups, tokens, outputs)
         return {}
 
-    def _start(self, step: _Step, now: float) -> StepBatch:
+    def _start(self, step: StepInFlight, now: float) -> StepBatch:
         """Return a step as a batch."""
         chunks = tuple(chain.from_iterable(step.chunks.values()))
         lengths = [len(chunk.token_ids) for chunk in chunks]
@@ -341,7 +279,7 @@ class IterationScheduler:
         self._admission.start(batch, until=now + seconds, left=self._leave(new))
         return batch
 
-    def _fail_step(self, step: _Step, tokens: int, failure: Failure) -> list[Event]:
+    def _fail_step(self, step: StepInFlight, tokens: int, failure: Failure) -> list[Event]:
         """Return the failures of a step that has failed; groups without one run again.
 
         Args:
@@ -357,7 +295,7 @@ class IterationScheduler:
             for group in each.groups:
                 self._memory.undo(group, each.chunks[group])
             each.is_void = True
-        self._memory.repeat_copies()
+        self._memory.copies.repeat()
         if failure == "memory" and (
             len(step.chunks) > 1 or next(iter(step.chunks)).least_tokens < tokens
         ):

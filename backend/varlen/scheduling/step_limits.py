@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt
-from varlen.scheduling.groups import GroupMemory
+from varlen.scheduling.group_memory import GroupMemory
 from varlen.scheduling.places import Places
 
 

@@ -408,8 +408,8 @@ class Bench:
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
         # a step that failed copies them again
-        memory, kept = self.scheduler._memory, self.scheduler._memory.kept
-        assert set(kept) <= memory._sources()
+        copies, kept = self.scheduler._memory.copies, self.scheduler._memory.copies.kept
+        assert set(kept) <= copies.sources()
         tables.append(kept)
         holders = Counter(block for table in tables for block in table)
         assert self.pool.counts().used == len(holders)
@@ -418,8 +418,8 @@ class Bench:
         for branch in branches:
             assert branch.num_computed <= len(branch.block_ids) * self.pool.block_size
         assert not any(each.block_ids for each in self.sequences if each not in branches)
-        for copies in (memory.copies, *memory.copies_in_flight):
-            assert copies.keys() <= holders.keys()
+        for each in (copies.next, *copies.in_flight):
+            assert each.keys() <= holders.keys()
         for step in self.scheduler._in_flight:
             for chunk in chain.from_iterable(map(step.chunks.get, step.groups)):
                 assert {*chunk.block_ids, *chunk.source_block_ids} <= holders.keys()
@@ -460,8 +460,8 @@ class Bench:
         assert self.admission.depth == (0, 0)
         assert self.scheduler.wake_at(0.0) is None
         assert not any(sequence.block_ids for sequence in self.sequences)
-        assert not self.scheduler._memory.copies
-        assert not self.scheduler._memory.copies_in_flight
+        assert not self.scheduler._memory.copies.next
+        assert not self.scheduler._memory.copies.in_flight
         # nothing is remembered of what has ended
         assert not self.scheduler._group_of
         assert not self.scheduler._new

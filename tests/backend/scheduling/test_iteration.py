@@ -15,7 +15,7 @@ from varlen.errors import (
     RequestError,
 )
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling import groups
+from varlen.scheduling import group_memory
 from varlen.scheduling.groups import divide_step
 
 from ..fakes.engine_parts import FakeReply
@@ -800,7 +800,7 @@ def test_a_fault_between_the_start_of_a_group_and_its_first_step_leaves_nothing_
         raise RuntimeError
 
     with monkeypatch.context() as patch:
-        patch.setattr(groups, "divide_step", fail)
+        patch.setattr(group_memory, "divide_step", fail)
         with pytest.raises(RuntimeError):
             bench.engine.step()
     bench.engine._fail_all(EngineError("the engine failed"))

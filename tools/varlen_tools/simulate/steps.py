@@ -14,7 +14,8 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.iteration import GenerationCounts, IterationScheduler
+from varlen.scheduling.generation_counts import GenerationCounts
+from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
