@@ -2,6 +2,7 @@
 
 import math
 import socket
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import (
 
 from tests.closeness import assert_close
 from varlen.decoding import sampling
+from varlen.decoding.random_numbers import uniform_numbers
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.token_bias import BadWords
 
@@ -453,3 +455,89 @@ def test_a_step_waits_once_for_the_mask_of_a_slow_grammar(monkeypatch):
     assert waits == [0.01, pytest.approx(0.02)]
     for matcher in grammars.matchers:
         matcher.close()
+
+
+# Options whose choices depend on the tokens of the answer.
+OF_TOKENS = {
+    "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+    "bias": {"logit_bias": {"7": 2.0}},
+    "bad words": {"bad_words": ["ab", "abc", "b"]},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("options", OF_TOKENS.values(), ids=OF_TOKENS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_the_same_before_the_last_one_is_read(sampler, options, temperature):
+    if "logit_bias" in options:
+        options = {"logit_bias": tuple((int(k), v) for k, v in options["logit_bias"].items())}
+    if "bad_words" in options:
+        options = {"bad_words": tuple(options["bad_words"])}
+    model, options = RandomModel(VOCABULARY), {**options, "temperature": temperature, "seed": 3}
+    known = sequence_of(1, 2, **options)
+    extend(sampler, model, [known], 20)
+
+    late, pending = sequence_of(1, 2, **options), []
+    for length in range(20):
+        whole = copy(late)
+        whole.token_ids = [*late.token_ids, *pending]
+        [token] = sampler.sample(model.logits([whole]), [late], [length])
+        assert not token.is_pending
+        # the engine reads each token when the next one has been chosen
+        late.token_ids += pending
+        pending = [token.token_id]
+
+    assert [*late.token_ids, *pending] == known.token_ids
+
+
+def test_a_token_after_one_that_was_not_chosen_is_pending_and_changes_nothing(sampler):
+    sequence = sequence_of(1, 2, temperature=0.0, frequency_penalty=1.0)
+    model = RandomModel(VOCABULARY)
+    extend(sampler, model, [sequence], 2)
+
+    # one token more than is known, and than was chosen
+    [token] = sampler.sample(model.logits([sequence]), [sequence], [4])
+
+    assert token.is_pending
+    [again] = sample(sampler, model.logits([sequence]), [sequence])
+    other = sequence_of(1, 2, temperature=0.0, frequency_penalty=1.0)
+    extend(sampler, model, [other], 3)
+    assert again.token_id == other.token_ids[-1]
+
+
+DRAWN = {
+    "greedy": ({"temperature": 0.0}, False),
+    "sampled": ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1}, True),
+}
+
+
+@pytest.mark.parametrize(("options", "is_random"), DRAWN.values(), ids=DRAWN)
+def test_draws_give_the_tokens_of_a_sample(sampler, options, is_random):
+    sequences = [sequence_of(1, 2, **options) for _ in range(3)]
+
+    draws = sampler.draws(sequences, [0, 4, 9])
+
+    assert [limits[0] for limits in draws.limits] == [options["temperature"]] * 3
+    assert (draws.uniform is not None) == is_random
+    if is_random:
+        numbers = uniform_numbers([each.sampler_state.key for each in sequences], [0, 4, 9])
+        assert draws.uniform.tolist() == numbers.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprobs": 0},
+        {"min_tokens": 5},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": ((3, 1.0),)},
+        {"bad_words": ("a",)},
+    ],
+    ids=str,
+)
+def test_nothing_is_drawn_where_more_decides(sampler, options):
+    plain, other = sequence_of(1, 2, seed=1), sequence_of(1, 2, seed=1, **options)
+
+    assert sampler.draws([plain, other], [4, 4]) is None
+    # the smallest number of tokens is reached
+    assert (sampler.draws([plain, other], [5, 5]) is not None) == ("min_tokens" in options)
