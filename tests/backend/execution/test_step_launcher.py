@@ -1,4 +1,4 @@
-"""Steps are launched early where the device chooses their tokens, in their order, and never after a failure."""
+"""Steps are launched early where the device chooses their tokens, never after a failure."""
 
 from itertools import count
 
