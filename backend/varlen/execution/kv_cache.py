@@ -74,18 +74,21 @@ def kv_size(
     return KvSize(min(allowed // block_bytes, useful), block_size, block_bytes, dtype)
 
 
-def new_caches(states: Sequence[State], device: torch.device) -> dict[str, Tensor]:
-    """Return an uninitialised tensor for each state, by name.
+def new_caches(states: Sequence[State], device: torch.device) -> Tensor:
+    """Return uninitialised memory for states of one shape: `[states, *shape]`.
 
     Raises:
         ConfigError: the device has too little memory.
     """
-    size = sum(torch.Size(state.shape).numel() * state.dtype.itemsize for state in states)
+    ((shape, dtype),) = {(state.shape, state.dtype) for state in states}
+    size = len(states) * torch.Size(shape).numel() * dtype.itemsize
     with device_memory(
         f"keys and values need {size} bytes, more than the device has free: lower kv_bytes"
     ):
         # on a CPU, memory is taken when a block is first written
-        return {
-            state.name: torch.empty(state.shape, dtype=state.dtype, device=device)
-            for state in states
-        }
+        return torch.empty((len(states), *shape), dtype=dtype, device=device)
+
+
+def caches_of(states: Sequence[State], memory: Tensor) -> dict[str, Tensor]:
+    """Return the tensor of each state by name, in the memory of `new_caches`."""
+    return {state.name: cache for state, cache in zip(states, memory, strict=True)}

@@ -20,7 +20,7 @@ from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_device import GpuSteps
 from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.device import choose_device, name_of
-from varlen.execution.kv_cache import new_caches
+from varlen.execution.kv_cache import caches_of, new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
@@ -114,7 +114,9 @@ class StepRunner:
         )
         self.programs, self.vocab_size = loaded.programs, loaded.vocab_size
         self.dtype, self.kv, self.weight_bytes = loaded.dtype, loaded.kv, loaded.weight_bytes
-        self._caches = new_caches(self.programs[0].states, self.device)
+        states = self.programs[0].states
+        self._kv_memory = new_caches(states, self.device)
+        self._caches = caches_of(states, self._kv_memory)
         self._choose = choose
         self.arenas = step_arenas(
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
@@ -254,6 +256,7 @@ class StepRunner:
         """Release the KV caches, and what runs steps."""
         self.steps.close()
         self._caches.clear()
+        del self._kv_memory
 
     def _copy_blocks(self, copies: Int64Array | Sequence[tuple[int, int]]) -> None:
         if not len(copies):
@@ -262,10 +265,9 @@ class StepRunner:
         # nothing waits for the copy of pinned memory
         blocks = torch.empty(2, len(copies), dtype=torch.int64, pin_memory=on_gpu)
         blocks.numpy()[:] = np.array(copies).T
-        caches = list(self._caches.values())
-        if not on_gpu:
-            copy_blocks(caches, *blocks)
-        else:
+        if on_gpu:
             sources, destinations = blocks.to(self.device, non_blocking=True)
-            for cache in caches:
-                cache[destinations] = cache[sources]
+            # of all layers
+            self._kv_memory[:, destinations] = self._kv_memory[:, sources]
+        else:
+            copy_blocks(list(self._caches.values()), *blocks)

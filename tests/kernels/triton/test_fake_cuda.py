@@ -99,8 +99,8 @@ KINDS = {
 # What a decode step of two sequences costs: its inputs and the graph, then the tokens, for which the host waits.
 _STEP = {"pinned copies to the device": 1, "replays": 1}
 _TOKENS = {"pinned copies to the host": 1, "waits": 1}
-# The copy of a block: its numbers, then a read and a write of the keys and of the values.
-_BLOCK_LAUNCHES = 4
+# The copy of a block: its numbers, then a read and a write in the keys and values of all layers.
+_BLOCK_LAUNCHES = 2
 DECODE_STEPS = {
     "greedy": {
         **_STEP,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.quality import LogitQuality, compare_logits
-from varlen.execution.kv_cache import KvSize, new_caches
+from varlen.execution.kv_cache import KvSize, caches_of, new_caches
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_packing import step_arrays, step_dims, tensors_of
 from varlen.memory.arena import Arena, alignment_of
@@ -90,7 +90,7 @@ class _Steps:
     """Runs steps of up to `_TOGETHER` texts."""
 
     def __init__(self, programs: Sequence[Program], kernels: object) -> None:
-        caches = new_caches(programs[0].states, _CPU)
+        caches = caches_of(programs[0].states, new_caches(programs[0].states, _CPU))
         # the sources of a step are encoded together
         tokens = _LONGEST * (_TOGETHER if len(programs) > 1 else 1)
         largest = {"tokens": tokens, "sequences": _TOGETHER, "logit_rows": _LONGEST}
