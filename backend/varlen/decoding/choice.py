@@ -43,9 +43,12 @@ class TokenChoice:
 
     def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
         """Return the numbers that all tokens of a step are drawn with; see `Sampler.draws`."""
-        if any(sequence.is_searched for sequence in sequences):
-            return None
-        return self._sampler.draws(sequences, lengths)
+        rows = [row for row, sequence in enumerate(sequences) if not sequence.is_searched]
+        # in any case: the states of sequences begin in the thread that launches steps
+        draws = self._sampler.draws(
+            [sequences[row] for row in rows], [lengths[row] for row in rows]
+        )
+        return draws if len(rows) == len(sequences) else None
 
     def choose(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]

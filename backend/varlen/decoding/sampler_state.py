@@ -98,7 +98,7 @@ class SamplerState:
         self.token_ids: list[int] = []
         self.is_void = False
         self._num_read = sequence.num_tokens
-        # the last token that was chosen, and the number of tokens of the answer before it
+        # the number of tokens of the answer before the last token that was chosen, and that token
         self._chosen = (-1, 0)
         # a grammar that could not be opened is an error that only `sample` reports
         is_drawn = not self._needs_tokens and self.num_logprobs is None and self.error is None

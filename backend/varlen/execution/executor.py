@@ -181,7 +181,9 @@ class InlineExecutor:
         return self._turns.free_at()
 
     def collect(self, timeout: float | None) -> bool:
-        """Complete the first batch in flight, unless it takes longer; return True."""
+        """Complete the first batch in flight unless it takes longer; return False without one."""
+        if not self._in_flight:
+            return False
         if self._launcher.wait(timeout):
             launched = self._in_flight.popleft()
             result = self._turns.finish(self._launcher, launched)

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.step_packing import StepArrays, source_arrays, tensors_of
 from varlen.scheduling.sequence import Chunk
@@ -22,7 +25,7 @@ class SourceEncoder:
         if not arrays:
             return
         device = self._bound.arena.device
-        inputs = {name: each.to(device) for name, each in tensors_of(arrays).items()}
+        inputs = {name: _on_device(each, device) for name, each in tensors_of(arrays).items()}
         # the arena has the dimensions of all programs
         dims = {
             "tokens": len(arrays["token_ids"]),
@@ -30,3 +33,12 @@ class SourceEncoder:
             "logit_rows": 0,
         }
         self._bound.run(inputs, dims, [])
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without waiting for it."""
+    if device.type == "cpu":
+        return tensor
+    pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    # torch keeps pinned memory until the copy has run
+    return pinned.to(device, non_blocking=True)

@@ -13,14 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from varlen.execution.step_model import ChooseDraws
 from varlen.execution.step_order import StepOrder
 from varlen.scheduling.sequence import BeamStep, Draws, SampledToken, StepBatch
-
-# Steps in flight: one runs, and the next one is ready on the device's queue.
-SLOTS = 2
 
 _Packed = TypeVar("_Packed")
 
@@ -35,6 +32,9 @@ class StepDevice(Protocol[_Packed]):
             step: the step.
             draws: numbers that its tokens are drawn with; None if the host chooses them.
         """
+
+    def may_queue(self, packed: _Packed) -> bool:
+        """Return whether a step can start while another one runs, without waiting for it."""
 
     def start(self, step: StepBatch, packed: _Packed) -> Callable[[], Sequence[int]]:
         """Start a step; return a function that waits for drawn tokens, or returns none.
@@ -56,12 +56,12 @@ class _Launched(Generic[_Packed]):
         is_drawn: whether the device chooses its tokens.
         is_started: whether it is on the device's queue, or never will be.
         tokens: waits for the tokens, once.
-        error: reason why it could not be started.
+        error: reason why it could not be packed or started.
     """
 
     step: StepBatch
-    packed: _Packed
-    is_drawn: bool
+    packed: _Packed | None = None
+    is_drawn: bool = False
     is_started: bool = False
     tokens: Callable[[], Sequence[int]] | None = None
     error: BaseException | None = None
@@ -92,8 +92,13 @@ class StepLauncher(Generic[_Packed]):
         If the host has to choose the tokens before it, it starts after that. `StepRunner.launch_batch` says what the
         function raises.
         """
-        draws = self._draws(*step.sampled)
-        launched = _Launched(step, self._device.pack(step, draws), draws is not None)
+        launched = _Launched[_Packed](step)
+        try:
+            draws = self._draws(*step.sampled)
+            launched.packed = self._device.pack(step, draws)
+            launched.is_drawn = draws is not None
+        except BaseException as error:
+            launched.error = error.with_traceback(None)
         with self._lock:
             self._in_flight.append(launched)
             self._start_all()
@@ -102,16 +107,22 @@ class StepLauncher(Generic[_Packed]):
     @property
     def awaits_device(self) -> bool:
         """Whether the outputs of the first step in flight depend on the device."""
+        if not self._in_flight:
+            return False
         launched = self._in_flight[0]
         return launched.tokens is not None and not self._order.is_skipped(launched.step.after)
 
     def drain(self) -> None:
         """Wait for steps that were started and do not count: one before them has failed."""
-        for launched in self._in_flight:
-            if launched.tokens is not None and self._order.is_skipped(launched.step.after):
-                with suppress(Exception):
-                    launched.tokens()
-                launched.tokens = None
+        waits = []
+        with self._lock:
+            for launched in self._in_flight:
+                if launched.tokens is not None and self._order.is_skipped(launched.step.after):
+                    waits.append(launched.tokens)
+                    launched.tokens = None
+        for wait in waits:
+            with suppress(Exception):
+                wait()
 
     def _outputs(self, launched: _Launched[_Packed]) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of the first step in flight."""
@@ -134,19 +145,24 @@ class StepLauncher(Generic[_Packed]):
                 self._start_all()
 
     def _start_all(self) -> None:
-        """Start the steps in flight, up to the first whose tokens the host chooses."""
-        for launched in self._in_flight:
-            if not launched.is_started:
-                self._start(launched)
-            if not launched.is_drawn:
+        """Start the steps in flight, up to one that the next has to wait for."""
+        for place, launched in enumerate(self._in_flight):
+            if not launched.is_started and launched.error is None:
+                packed = cast(_Packed, launched.packed)
+                if place and not self._device.may_queue(packed):
+                    return
+                self._start(launched, packed)
+            # the host chooses its tokens, or it does not run
+            if not launched.is_drawn or launched.error is not None:
                 return
 
-    def _start(self, launched: _Launched[_Packed]) -> None:
+    def _start(self, launched: _Launched[_Packed], packed: _Packed) -> None:
         """Start a step unless it must not run; an error is kept."""
         launched.is_started = True
         if self._order.is_skipped(launched.step.after):
             return
         try:
-            launched.tokens = self._device.start(launched.step, launched.packed)
+            launched.tokens = self._device.start(launched.step, packed)
         except BaseException as error:
-            launched.error = error
+            # its frames hold the step
+            launched.error = error.with_traceback(None)

@@ -24,7 +24,7 @@ from varlen.execution.kv_cache import caches_of, new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_launcher import SLOTS, StepLauncher
+from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import Choose, ChooseDraws
 from varlen.execution.step_packing import Int64Array, PackedStep
 from varlen.execution.step_program import load_programs
@@ -39,6 +39,7 @@ from varlen.scheduling.sequence import (
     SampledToken,
     StepBatch,
 )
+from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.cpu import copy_blocks, sample_tokens
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for
@@ -146,7 +147,7 @@ class StepRunner:
                 graphs=CudaGraphs(self.device, config.device_timeout_seconds),
             )
             self.graph_use = self.steps.graph_use
-            self.slots = SLOTS
+            self.slots = MAX_IN_FLIGHT
             self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choose), draws)
         else:
             self.steps = CpuSteps(bound[0])

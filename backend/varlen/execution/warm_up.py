@@ -23,9 +23,16 @@ from varlen.errors import ConfigError
 from varlen.execution.cuda.buckets import Bucket
 from varlen.execution.cuda.timeout import call_within
 from varlen.execution.model_info import ModelInfo, StepInfo
+from varlen.execution.step_packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
-from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
+from varlen.scheduling.sequence import (
+    Chunk,
+    Draws,
+    GeneratedSequence,
+    StepBatch,
+    unanswered_sequences,
+)
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner
@@ -39,6 +46,8 @@ _COMPILE_SECONDS = 240.0
 
 _GREEDY = GenerationOptions(temperature=0.0)
 _DRAWN = GenerationOptions(top_k=2, top_p=0.5)
+# the host chooses these, also where a GPU draws others
+_REPORTED = GenerationOptions(top_k=2, top_p=0.5, logprobs=0)
 _SEARCHED = GenerationOptions(num_beams=2)
 
 
@@ -114,6 +123,18 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     call_within(limit, partial(_check_logits, runner))
 
 
+def warm_up_draws(runner: StepRunner) -> None:
+    """Run steps on a CPU that draw their tokens."""
+    limits = [(_DRAWN.temperature, _DRAWN.top_k, _DRAWN.top_p, _DRAWN.min_p)]
+    if runner.has_sources:
+        # they are searched
+        return
+    for uniform in (None, np.zeros(1)):
+        chunk = _chunk(runner, 1, 1)
+        step = _step([chunk._replace(samples=(chunk.sequence,))])
+        runner.run_packed(pack_step(step, runner.kv.block_size, Draws(limits, uniform)))
+
+
 def warm_up_choice(choose: Choose, info: StepInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
@@ -180,11 +201,16 @@ def _check_logits(runner: StepRunner) -> None:
 
 
 def _run(runner: StepRunner, chunks: Sequence[Chunk], timeout: float) -> None:
-    """Run a step, which begins with the copy of a block onto itself."""
+    """Run a step."""
+    run = partial(runner.run_batch, _step(chunks))
+    call_within(timeout, run, compile_seconds=_COMPILE_SECONDS)
+
+
+def _step(chunks: Sequence[Chunk]) -> StepBatch:
+    """Return a step, which begins with the copy of a block onto itself."""
     sequences = tuple(chunk.sequence for chunk in chunks)
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
-    step = StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))
-    call_within(timeout, partial(runner.run_batch, step), compile_seconds=_COMPILE_SECONDS)
+    return StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))
 
 
 def _chunk(
@@ -200,7 +226,7 @@ def _chunk(
 
 def _options(*, has_sources: bool) -> tuple[GenerationOptions, ...]:
     """Return options of each kind of choice that a model has."""
-    return (_SEARCHED,) if has_sources else (_GREEDY, _DRAWN, _SEARCHED)
+    return (_SEARCHED,) if has_sources else (_GREEDY, _DRAWN, _REPORTED, _SEARCHED)
 
 
 def _sequence(

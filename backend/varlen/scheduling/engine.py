@@ -321,8 +321,12 @@ class Engine:
             request.started = True
             if trace := request.request.trace:
                 trace.start(now, sequences=batch.shape.sequences, tokens=batch.shape.tokens)
-        self._executor.start(batch, self._completed)
         self._in_flight += 1
+        try:
+            self._executor.start(batch, self._completed)
+        except BaseException:
+            self._completed(batch, BatchResult([], 0.0, failure="batch"))
+            raise
         self._stats.count_start(self._scheduling_seconds, [now - r.arrival for r in starting])
         self._scheduling_seconds = 0.0
 

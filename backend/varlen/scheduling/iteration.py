@@ -62,7 +62,7 @@ from varlen.scheduling.sequence import (
 )
 from varlen.scheduling.step_budget import tokens_of_step
 from varlen.scheduling.step_cost import StepCost
-from varlen.scheduling.step_in_flight import StepInFlight
+from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT, StepInFlight
 from varlen.scheduling.step_limits import StepLimits, check_fits
 from varlen.scheduling.step_size import StepSize
 
@@ -71,8 +71,6 @@ _log = logging.getLogger(__name__)
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
-# Steps in flight: one runs, and the next one is ready.
-_MAX_IN_FLIGHT = 2
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
 
@@ -154,7 +152,7 @@ class IterationScheduler:
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
-        self._has_to_wait = len(self._in_flight) == _MAX_IN_FLIGHT
+        self._has_to_wait = len(self._in_flight) == MAX_IN_FLIGHT
         number, samples = next(self._numbers), sequences[0].generation.n
         for row in range(0, len(sequences), samples):
             rank, claim = self._claims.enter(sequences[row])
@@ -183,7 +181,7 @@ class IterationScheduler:
             step = StepInFlight(next(self._step_numbers), after, chunks, copies)
             self._in_flight.append(step)
         in_flight = len(self._in_flight)
-        self._has_to_wait = in_flight == _MAX_IN_FLIGHT or (in_flight > 0 and not chunks)
+        self._has_to_wait = in_flight == MAX_IN_FLIGHT or (in_flight > 0 and not chunks)
         return self._start(step, now) if chunks else None
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
@@ -204,6 +202,10 @@ class IterationScheduler:
         self._admission.end(batch)
         step = self._in_flight.popleft()
         self._has_to_wait = False
+        if step.number != cast(StepBatch, batch).number:
+            # a fault kept it from starting, and its requests have failed
+            self._undo(step)
+            return self.update(batch, result)
         if result.failure is not None:
             return self._fail_step(step, batch.shape.tokens, result.failure)
         self._cost.learn(batch.shape.tokens, result.seconds)
@@ -222,7 +224,7 @@ class IterationScheduler:
 
     def remove(self, request: RequestState) -> None:
         """Finish all sequences of a request, and release their blocks."""
-        self._has_to_wait = len(self._in_flight) == _MAX_IN_FLIGHT
+        self._has_to_wait = len(self._in_flight) == MAX_IN_FLIGHT
         groups = {self._group_of[s]: None for s in request.sequences if s in self._group_of}
         waiting = [group for group in groups if group.first.status == "waiting"]
         # a fault may have come between the start of a group and its first step
@@ -290,12 +292,7 @@ class IterationScheduler:
         if step.is_void:
             return []
         present = step.groups
-        # those after it need what it has not computed; the last one first, as they were scheduled
-        for each in (*reversed(self._in_flight), step):
-            for group in each.groups:
-                self._memory.undo(group, each.chunks[group])
-            each.is_void = True
-        self._memory.copies.repeat()
+        self._undo(step)
         if failure == "memory" and (
             len(step.chunks) > 1 or next(iter(step.chunks)).least_tokens < tokens
         ):
@@ -306,6 +303,15 @@ class IterationScheduler:
             return self._restart_all(present)
         error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
         return [SequenceFailure(group.first, error) for group in present]
+
+    def _undo(self, step: StepInFlight) -> None:
+        """Let a step that has not run, and the steps after it, run again."""
+        # the last one first: it was scheduled last
+        for each in (*reversed(self._in_flight), step):
+            for group in each.groups:
+                self._memory.undo(group, each.chunks[group])
+            each.is_void = True
+        self._memory.copies.repeat()
 
     def _restart_all(self, present: list[Group]) -> list[Event]:
         """Let all running groups start again, after their worker ended; return the failures.

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from varlen.scheduling.groups import Group
 from varlen.scheduling.sequence import Chunk, GeneratedSequence
 
+# Steps in flight: one runs, and the next one is ready.
+MAX_IN_FLIGHT = 2
+
 
 @dataclass(slots=True, eq=False)
 class StepInFlight:

@@ -1,6 +1,9 @@
 """Steps are launched early where the device chooses their tokens, never after a failure."""
 
+import sys
 from itertools import count
+from queue import SimpleQueue
+from threading import Thread
 
 import pytest
 
@@ -23,6 +26,7 @@ class Device:
     def __init__(self):
         self.happened = []
         self.failing = set()
+        self.takes_more = True
 
     def _do(self, what, step):
         self.happened.append((what, step.number))
@@ -32,6 +36,9 @@ class Device:
     def pack(self, step, draws):
         self._do("pack", step)
         return draws
+
+    def may_queue(self, packed):
+        return self.takes_more
 
     def start(self, step, packed):
         self._do("start", step)
@@ -56,10 +63,17 @@ def device():
 def launch(device):
     """Return a function that launches a step and returns what waits for it."""
     draws, numbers = [], count()
-    launcher = StepLauncher(device, lambda *_: draws.pop())
 
-    def launch(of_step, after=None):
-        draws.append(of_step)
+    def draws_of(*_):
+        of_step, fails = draws.pop()
+        if fails:
+            raise ZeroDivisionError
+        return of_step
+
+    launcher = StepLauncher(device, draws_of)
+
+    def launch(of_step, after=None, *, fails=False):
+        draws.append((of_step, fails))
         number = next(numbers)
         step = StepBatch((), BatchShape.of([1]), 1.0, "", (), (), number, after)
         return launcher.launch(step)
@@ -93,7 +107,17 @@ def test_a_choice_of_the_host_may_wait_for_drawn_tokens_on_the_device(launch, de
     assert second() == [SampledToken(201)]
 
 
-@pytest.mark.parametrize("what", ["start", "wait", "choose"])
+def test_a_step_that_the_device_cannot_queue_starts_after_the_one_before(launch, device):
+    device.takes_more = False
+    first, second = launch(DRAWN), launch(DRAWN, after=0)
+
+    assert device.happened == [("pack", 0), ("start", 0), ("pack", 1)]
+    assert first() == [SampledToken(100)]
+    assert device.happened[3:] == [("wait", 0), ("start", 1)]
+    assert second() == [SampledToken(101)]
+
+
+@pytest.mark.parametrize("what", ["pack", "start", "wait", "choose"])
 @pytest.mark.parametrize("kind", [DRAWN, CHOSEN], ids=["drawn", "chosen"])
 def test_a_step_behind_one_that_failed_is_skipped_and_the_one_behind_that_runs(
     launch, device, what, kind
@@ -131,6 +155,45 @@ def test_a_step_that_does_not_need_the_one_that_failed_runs(launch, device):
         first()
 
     assert launch(DRAWN)() == [SampledToken(101)]
+
+
+def test_a_step_whose_draws_fail_fails_and_the_one_behind_it_is_skipped(launch, device):
+    first, second = launch(None, fails=True), launch(DRAWN, after=0)
+
+    with pytest.raises(ZeroDivisionError):
+        first()
+    with pytest.raises(SkippedStepError):
+        second()
+    assert ("start", 1) not in device.happened
+
+
+def test_one_thread_launches_steps_and_another_one_takes_their_outputs(launch, device):
+    waiting, found = SimpleQueue(), []
+
+    def take():
+        while (outputs := waiting.get()) is not None:
+            found.extend(outputs())
+            free.put(None)
+
+    free = SimpleQueue()
+    free.put(None)
+    free.put(None)
+    taker = Thread(target=take)
+    taker.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(3000):
+            free.get(timeout=10.0)
+            kind = CHOSEN if number % 3 == 0 else DRAWN
+            waiting.put(launch(kind, after=number - 1 if number else None))
+    finally:
+        sys.setswitchinterval(before)
+        waiting.put(None)
+        taker.join(10.0)
+
+    expected = [(200 if number % 3 == 0 else 100) + number for number in range(3000)]
+    assert [token.token_id for token in found] == expected
 
 
 def test_only_steps_on_the_device_are_waited_for(launch, device):

@@ -790,6 +790,46 @@ def test_a_request_in_the_steps_of_two_workers_that_ended_fails_and_others_go_on
     bench.check_idle()
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_steps_that_could_not_be_started_leave_nothing_behind(slots, monkeypatch):
+    bench = Bench(slots=slots)
+
+    def fail(*_):
+        raise RuntimeError
+
+    for _ in range(3):
+        reply = bench.submit(prompt_of(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.executor, "start", fail)
+            with pytest.raises(RuntimeError):
+                bench.engine.step()
+        bench.engine._fail_all(EngineError("the engine failed"))
+        assert isinstance(reply.end, EngineError)
+
+    # what comes next has the right tokens
+    later = bench.submit(prompt_of(6), max_tokens=8)
+    bench.run_all()
+    assert tokens_of(later) == {0: answer(prompt_of(6), 8)}
+    bench.check_idle()
+
+
+def test_a_step_that_the_scheduler_lost_is_forgotten_when_the_next_one_ends():
+    bench = Bench(slots=2)
+    lost = bench.submit(prompt_of(5), n=2, max_tokens=9)
+    # scheduled, and never started
+    bench.engine._drain_inbox()
+    batch = bench.scheduler.schedule(bench.clock())
+    bench.engine._fail_all(EngineError("the engine failed"))
+
+    later = bench.submit(prompt_of(5, 2), max_tokens=9)
+    bench.run_all()
+
+    assert isinstance(lost.end, EngineError)
+    assert tokens_of(later) == {0: answer(prompt_of(5, 2), 9)}
+    bench.admission.end(batch)
+    bench.check_idle()
+
+
 def test_a_fault_between_the_start_of_a_group_and_its_first_step_leaves_nothing_counted(
     monkeypatch,
 ):

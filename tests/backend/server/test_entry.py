@@ -1044,8 +1044,20 @@ def series_of(model):
     return {metric.value: value for metric, value in model._service.snapshot().items()}
 
 
-def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask):
+def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask, monkeypatch):
     model = load_generator()
+    runner, steps = model._service.runner, []
+    launch = runner.launch_batch
+
+    def launch_when_sent(batch):
+        # parts that wait to be sent go together
+        steps.append(batch)
+        deadline = time.monotonic() + 10.0
+        while len(steps) == 6 and not streamed.sends and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch_batch", launch_when_sent)
     options = {"max_tokens": 9, **GREEDY}
     streamed, whole = (
         ask(options, decoupled=True, text_input=prompt(), stream=flag(stream))

@@ -33,6 +33,10 @@ class GpuSteps:
         """Return `draws`: a step is packed when it starts, into memory that the GPU reads."""
         return draws
 
+    def may_queue(self, packed: Draws | None) -> bool:  # noqa: ARG002  # of every device
+        """Return True: a stream takes any step."""
+        return True
+
     def start(self, step: StepBatch, packed: Draws | None) -> Callable[[], Sequence[int]]:
         """Start a step; return a function that waits for drawn tokens, or returns none."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():

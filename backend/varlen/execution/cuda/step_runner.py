@@ -24,11 +24,11 @@ from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
 from varlen.execution.packing import InputLayout
-from varlen.execution.step_launcher import SLOTS
 from varlen.execution.step_packing import StepArrays, draw_arrays, followed, step_arrays
 from varlen.memory.usage import Size
 from varlen.program.program import Value
 from varlen.scheduling.sequence import Chunk, Draws
+from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 
 # Its length depends on contexts. It is last in the buffer, so that only what is used of it is copied.
@@ -129,7 +129,7 @@ class CudaSteps:
         self._best = torch.zeros(rows, dtype=torch.int64, device=arena.device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=arena.device)
         self._buffers = [
-            _Buffers(_on_host(self._device), _on_host(self._chosen)) for _ in range(SLOTS)
+            _Buffers(_on_host(self._device), _on_host(self._chosen)) for _ in range(MAX_IN_FLIGHT)
         ]
         self._next_buffers = cycle(self._buffers)
         self._kernels = kernels_for(arena.device)

@@ -43,23 +43,26 @@ class WorkerConnection:
         self._connection, self.pid = connection, pid
 
     def run(
-        self, send: Callable[[Connection], None], *, seconds: float = 0.0
+        self, send: Callable[[Connection], None] | bytes, *, seconds: float = 0.0
     ) -> Sequence[Float32Array]:
         """Send a batch and return its answers; see `send` and `receive`."""
         self.send(send)
         return self.receive(seconds=seconds)
 
-    def send(self, send: Callable[[Connection], None]) -> None:
+    def send(self, send: Callable[[Connection], None] | bytes) -> None:
         """Send a batch, whose answers `receive` returns.
 
         Args:
-            send: sends the batch.
+            send: sends the batch, or is its message.
 
         Raises:
             WorkerEndedError: the process has ended.
         """
         try:
-            send(self._connection)
+            if isinstance(send, bytes):
+                self._connection.send_bytes(send)
+            else:
+                send(self._connection)
         except OSError:
             self._connection.close()
             raise WorkerEndedError from None

@@ -44,11 +44,10 @@ _LAYOUT = (
 _ABSENT = -1
 
 
-def send_step(connection: Connection, step: PackedStep | None) -> None:
-    """Send a step to a worker; None asks it to check its device."""
+def step_message(step: PackedStep | None) -> bytes:
+    """Return the message of a step; None asks the worker to check its device."""
     if step is None:
-        connection.send_bytes(b"")
-        return
+        return b""
     groups: Mapping[str, Mapping[str, npt.NDArray[Any]]] = {
         "copies": {"": step.copies.ravel()},
         "order": {"": step.order},
@@ -61,7 +60,7 @@ def send_step(connection: Connection, step: PackedStep | None) -> None:
     lengths = [_ABSENT if array is None else len(array) for array in found]
     arrays = [array.data for array in found if array is not None]
     assert len(arrays) == sum(map(len, groups.values()))
-    connection.send_bytes(b"".join((np.array(lengths, np.int64).data, *arrays)))
+    return b"".join((np.array(lengths, np.int64).data, *arrays))
 
 
 def receive_step(connection: Connection) -> PackedStep | None:

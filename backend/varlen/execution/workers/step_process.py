@@ -28,20 +28,23 @@ from varlen.errors import EngineError
 from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, StepInfo
-from varlen.execution.step_launcher import SLOTS, StepLauncher
+from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import Choose, ChooseDraws
 from varlen.execution.step_packing import PackedStep, pack_step
 from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
 from varlen.execution.workers.start import STEPS
-from varlen.execution.workers.step_messages import send_step
+from varlen.execution.workers.step_messages import step_message
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.sequence import Batch, BeamStep, Draws, SampledToken, StepBatch
+from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 
 _log = logging.getLogger(__name__)
 
+# Bytes of a step that is sent while another one runs: far below what a socket holds, which would have to wait.
+_QUEUED_BYTES = 1 << 16
 # Restarts that are allowed, and the seconds in which they are counted.
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
@@ -57,7 +60,7 @@ class StepProcess(ModelProcess[StepInfo]):
         graph_use: cost of CUDA graphs, which it has none of.
     """
 
-    slots = SLOTS
+    slots = MAX_IN_FLIGHT
 
     def __init__(
         self,
@@ -102,8 +105,7 @@ class StepProcess(ModelProcess[StepInfo]):
         """Send a step to the process; return a function that waits for its outputs.
 
         If the engine has to choose the tokens before it, it is sent after that. `StepRunner.launch_batch` describes the
-        outputs. The functions are called in the order of the steps. They
-        raise:
+        outputs. The functions are called in the order of the steps, and raise:
             MemoryError: too little memory.
             WorkerEndedError: the process ended; another one has started, whose KV caches are empty.
             SkippedStepError: the step before it failed.
@@ -122,6 +124,11 @@ class StepProcess(ModelProcess[StepInfo]):
         """Return a step as the process takes it; see `StepDevice`."""
         return pack_step(step, self.info.block_size, draws)
 
+    def may_queue(self, packed: PackedStep) -> bool:
+        """Return whether the socket takes a step while the process runs another one."""
+        arrays = (*packed.sources.values(), *packed.inputs.values())
+        return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
+
     def start(self, step: StepBatch, packed: PackedStep) -> Callable[[], Sequence[int]]:
         """Send a step to the process; return a function that waits for its tokens.
 
@@ -131,9 +138,10 @@ class StepProcess(ModelProcess[StepInfo]):
             packed.take_tokens(self._chosen)
             packed = replace(packed, follows=np.empty((2, 0), np.int32))
         self._chosen = None
+        message = step_message(packed)
         # the wait finds out that the process has ended, and starts another one
         with suppress(WorkerEndedError):
-            self._worker.send(partial(send_step, step=packed))
+            self._worker.send(message)
         return partial(self._await, self.pid, step.seconds)
 
     def choose(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
@@ -177,7 +185,7 @@ class StepProcess(ModelProcess[StepInfo]):
         # their answers come before the one to this
         self._launcher.drain()
         try:
-            self._worker.run(partial(send_step, step=None))
+            self._worker.run(step_message(None))
         except WorkerEndedError:
             _log.warning("worker process %d has ended; the next step starts another one", self.pid)
 

@@ -39,13 +39,14 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
 
     from varlen.execution.device import usable_cores
     from varlen.execution.step_runner import StepRunner
-    from varlen.execution.warm_up import warm_up
+    from varlen.execution.warm_up import warm_up, warm_up_draws
     from varlen.models.checkpoint_folder import Checkpoint
 
     torch.set_num_threads(settings.threads or usable_cores())
     checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
     runner = StepRunner(checkpoint, settings, lambda *_: [])  # chosen by the engine
     warm_up(runner)
+    warm_up_draws(runner)
     return runner
 
 

@@ -74,6 +74,30 @@ def test_a_long_step_is_never_tried_on_one_core():
     assert set(steps.used) == {4}
 
 
+def test_trials_cost_little_on_many_cores():
+    steps = Steps(lambda _, cores: 0.128 / cores)
+
+    for _ in range(5000):
+        steps.run(8, cores=32)
+
+    # trials of 32 times the time of the others
+    assert steps.used.count(1) <= 7
+    assert steps.used[-100:].count(1) <= 1
+
+
+def test_a_choice_that_was_much_slower_is_tried_again():
+    steps = Steps(lambda _, cores: 0.016 / cores)
+    for _ in range(1000):
+        steps.run(8, cores=8)
+
+    # other work has the other cores
+    steps.seconds = lambda _, cores: 2e-3 if cores == 1 else 4e-3
+    for _ in range(9000):
+        steps.run(8, cores=8)
+
+    assert steps.used[-1000:].count(1) > 970
+
+
 def test_with_one_core_nothing_is_tried():
     steps = Steps(lambda *_: 1e-3)
 

@@ -7,7 +7,7 @@ import pytest
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.step_packing import pack_step
-from varlen.execution.workers.step_messages import receive_step, send_step
+from varlen.execution.workers.step_messages import receive_step, step_message
 from varlen.scheduling.sequence import Chunk, Draws, StepBatch
 
 from ..test_step_packing import sequence_of_source
@@ -47,7 +47,7 @@ def test_a_step_arrives_with_all_its_arrays(has_source, copies, draws, number, a
     step = pack_step(batch, BLOCK_SIZE, draws)
     assert bool(step.sources) == has_source
 
-    send_step(ours, step)
+    ours.send_bytes(step_message(step))
     received = receive_step(theirs)
 
     np.testing.assert_array_equal(received.copies, step.copies)
@@ -85,6 +85,6 @@ def test_a_step_takes_the_tokens_that_the_step_before_has_chosen():
 def test_a_check_arrives_as_one():
     ours, theirs = Pipe()
 
-    send_step(ours, None)
+    ours.send_bytes(step_message(None))
 
     assert receive_step(theirs) is None
