@@ -128,6 +128,8 @@ class KvExecutor(HeldExecutor):
         if batch.after is not None and batch.after == self.last_failed:
             self.skipped.append(batch)
             self.last_failed = batch.number
+            # what has started with it is not new in the next one
+            self.bench.note_running()
             return BatchResult([], 0.0, failure="skipped")
         self.bench.check_step(batch)
         self.steps.append(batch)
@@ -387,7 +389,12 @@ class Bench:
                 filter(self._is_short_group, waiting) if self._is_short_group(group) else waiting
             )
             assert all(group.order < other.order for other in passed)
-        self.running_before = {sequence for group in running for sequence in group.sequences}
+        self.note_running()
+
+    def note_running(self):
+        """Remember the sequences that run, when a step starts."""
+        groups = self.scheduler._queues.running
+        self.running_before = {sequence for group in groups for sequence in group.sequences}
 
     def is_short(self, sequence):
         """Return whether a sequence may run in a place for short ones."""
