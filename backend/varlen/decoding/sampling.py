@@ -74,10 +74,7 @@ class Sampler:
         states = [self._state(sequence) for sequence in sequences]
         if not all(map(SamplerState.is_drawn, states, lengths)):
             return None
-        limits = [state.limits for state in states]
-        if all(state.temperature == 0 for state in states):
-            return Draws(limits, None)
-        return Draws(limits, uniform_numbers([state.key for state in states], lengths))
+        return _draws_of(states, lengths)
 
     def sample(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
@@ -153,12 +150,20 @@ class Sampler:
         self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]
     ) -> list[int]:
         """Return a token for each row of the final logits."""
-        if all(state.temperature == 0 for state in states):
+        draws = _draws_of(states, lengths)
+        if draws.uniform is None:
             return _first_of_largest(logits)
-        uniform = uniform_numbers([state.key for state in states], lengths)
-        numbers = _on_device([state.limits for state in states], uniform, logits.device)
+        numbers = _on_device(draws.limits, draws.uniform, logits.device)
         drawn: list[int] = self._kernels.sample_tokens(logits, *numbers).tolist()
         return drawn
+
+
+def _draws_of(states: Sequence[SamplerState], lengths: Sequence[int]) -> Draws:
+    """Return the numbers that the next tokens are drawn with."""
+    limits = [state.limits for state in states]
+    if all(state.temperature == 0 for state in states):
+        return Draws(limits, None)
+    return Draws(limits, uniform_numbers([state.key for state in states], lengths))
 
 
 def _on_device(

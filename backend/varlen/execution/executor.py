@@ -109,20 +109,21 @@ class Launched:
 
 
 class Turns:
-    """Times of batches that are launched early and run one after another."""
+    """Launches batches early, which run one after another, and keeps their times."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
+        self._launcher = launcher
         self._clock = clock
         self._lock = Lock()
         # expected seconds of the batches in flight, and when the first of them began to run
         self._expected: deque[float] = deque()
         self._runs_since = 0.0
 
-    def launch(self, launcher: Launcher, batch: Batch, completed: Completed) -> Launched:
+    def launch(self, batch: Batch, completed: Completed) -> Launched:
         """Launch a batch; what it raises is raised by its outputs."""
         began = self._clock()
         try:
-            outputs = launcher.launch_batch(batch)
+            outputs = self._launcher.launch_batch(batch)
         except BaseException as error:
             outputs = partial(_raise, error)
         with self._lock:
@@ -132,9 +133,9 @@ class Turns:
             self._expected.append(batch.seconds)
         return Launched(batch, completed, began, outputs)
 
-    def finish(self, launcher: Launcher, launched: Launched) -> BatchResult:
+    def finish(self, launched: Launched) -> BatchResult:
         """Return the result of the first batch in flight, once it has ended."""
-        result = result_of(launcher, launched.batch, launched.outputs)
+        result = result_of(self._launcher, launched.batch, launched.outputs)
         now = self._clock()
         with self._lock:
             # the time since it was the only one to run, which teaches the scheduler what such a batch costs
@@ -169,12 +170,12 @@ class InlineExecutor:
         """
         self.slots = launcher.slots
         self._launcher = launcher
-        self._turns = Turns(clock)
+        self._turns = Turns(launcher, clock)
         self._in_flight: deque[Launched] = deque()
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch; `collect` calls `completed` with the result."""
-        self._in_flight.append(self._turns.launch(self._launcher, batch, completed))
+        self._in_flight.append(self._turns.launch(batch, completed))
 
     def free_at(self) -> float:
         """Return when a batch that is started now is expected to run."""
@@ -186,7 +187,7 @@ class InlineExecutor:
             return False
         if self._launcher.wait(timeout):
             launched = self._in_flight.popleft()
-            result = self._turns.finish(self._launcher, launched)
+            result = self._turns.finish(launched)
             launched.completed(launched.batch, result)
         return True
 

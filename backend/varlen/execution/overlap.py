@@ -30,15 +30,14 @@ class OverlappingExecutor:
             clock: clock of the engine, in seconds.
         """
         self.slots = launcher.slots
-        self._launcher = launcher
-        self._turns = Turns(clock)
+        self._turns = Turns(launcher, clock)
         self._queue: SimpleQueue[Launched | None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
         self._thread.start()
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch; this executor's thread calls `completed` once with the result."""
-        self._queue.put(self._turns.launch(self._launcher, batch, completed))
+        self._queue.put(self._turns.launch(batch, completed))
 
     def free_at(self) -> float:
         """Return when a batch that is started now is expected to run."""
@@ -56,7 +55,7 @@ class OverlappingExecutor:
 
     def _loop(self) -> None:
         while (launched := self._queue.get()) is not None:
-            result = self._turns.finish(self._launcher, launched)
+            result = self._turns.finish(launched)
             launched.completed(launched.batch, result)
             # this frame must not keep a batch alive until the next one comes
             del launched, result

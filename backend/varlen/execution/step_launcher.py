@@ -98,7 +98,7 @@ class StepLauncher(Generic[_Packed]):
             launched.packed = self._device.pack(step, draws)
             launched.is_drawn = draws is not None
         except BaseException as error:
-            launched.error = error.with_traceback(None)
+            launched.error = error
         with self._lock:
             self._in_flight.append(launched)
             self._start_all()
@@ -142,6 +142,8 @@ class StepLauncher(Generic[_Packed]):
         finally:
             with self._lock:
                 self._in_flight.popleft()
+                # its frames hold the step
+                launched.error = None
                 self._start_all()
 
     def _start_all(self) -> None:
@@ -164,5 +166,4 @@ class StepLauncher(Generic[_Packed]):
         try:
             launched.tokens = self._device.start(launched.step, packed)
         except BaseException as error:
-            # its frames hold the step
-            launched.error = error.with_traceback(None)
+            launched.error = error

@@ -109,8 +109,8 @@ class IterationScheduler:
         self._new: Counter[RequestState] = Counter()
         self._in_flight: deque[StepInFlight] = deque()
         self._step_numbers = count()
-        # whether the next step has to wait for the end of the one in flight
-        self._has_to_wait = False
+        # whether the last try found that the next step needs the end of the one in flight
+        self._is_blocked = False
         self._prefill_tokens = self._decode_tokens = 0
 
     def snapshot(self) -> GenerationCounts:
@@ -152,7 +152,7 @@ class IterationScheduler:
     def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
-        self._has_to_wait = len(self._in_flight) == MAX_IN_FLIGHT
+        self._is_blocked = False
         number, samples = next(self._numbers), sequences[0].generation.n
         for row in range(0, len(sequences), samples):
             rank, claim = self._claims.enter(sequences[row])
@@ -168,6 +168,11 @@ class IterationScheduler:
         """
         return None if self._queues.is_empty or self._has_to_wait else now
 
+    @property
+    def _has_to_wait(self) -> bool:
+        """Whether the next step has to wait for the end of one in flight."""
+        return self._is_blocked or len(self._in_flight) == MAX_IN_FLIGHT
+
     def schedule(self, now: float) -> StepBatch | None:
         """Return the next step and mark its sequences as running; None if there is none."""
         if self._has_to_wait:
@@ -180,9 +185,9 @@ class IterationScheduler:
             copies, after = self._memory.copies.start(), None if before is None else before.number
             step = StepInFlight(next(self._step_numbers), after, chunks, copies)
             self._in_flight.append(step)
-        in_flight = len(self._in_flight)
-        self._has_to_wait = in_flight == MAX_IN_FLIGHT or (in_flight > 0 and not chunks)
-        return self._start(step, now) if chunks else None
+            return self._start(step, now)
+        self._is_blocked = bool(self._in_flight)
+        return None
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
@@ -194,14 +199,14 @@ class IterationScheduler:
             return self._start(step, now)
         self._in_flight.pop()
         self._memory.copies.take_back(step.copies)
-        self._has_to_wait = False
+        self._is_blocked = False
         return None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the new tokens of a step that has run, or its failures."""
         self._admission.end(batch)
         step = self._in_flight.popleft()
-        self._has_to_wait = False
+        self._is_blocked = False
         if step.number != cast(StepBatch, batch).number:
             # a fault kept it from starting, and its requests have failed
             self._undo(step)
@@ -224,7 +229,7 @@ class IterationScheduler:
 
     def remove(self, request: RequestState) -> None:
         """Finish all sequences of a request, and release their blocks."""
-        self._has_to_wait = len(self._in_flight) == MAX_IN_FLIGHT
+        self._is_blocked = False
         groups = {self._group_of[s]: None for s in request.sequences if s in self._group_of}
         waiting = [group for group in groups if group.first.status == "waiting"]
         # a fault may have come between the start of a group and its first step

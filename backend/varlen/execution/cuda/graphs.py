@@ -122,6 +122,11 @@ class CudaGraphs:
         self._graphs.clear()
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return memory of the host for a copy of a tensor, pinned for a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
 def capture_each(
     graphs: Graphs,
     sizes: Sequence[_Size],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from varlen.execution.cuda.buckets import Bucket, Buckets
-from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
+from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
 from varlen.execution.packing import InputLayout, dims_of, fill_inputs, split_answers
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
@@ -95,7 +95,7 @@ class CudaRunner:
         self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         (self._output,) = program.new_outputs(largest, device)
         self._buffers = [
-            _Buffers(_on_host(self._device_inputs), _on_host(self._output)) for _ in range(_SLOTS)
+            _Buffers(on_host(self._device_inputs), on_host(self._output)) for _ in range(_SLOTS)
         ]
         self._free: SimpleQueue[_Buffers] = SimpleQueue()
         for buffers in self._buffers:
@@ -227,8 +227,3 @@ def _sleep_until(at: float) -> None:
     left = at - time.monotonic()
     if left > 0:
         time.sleep(left)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return memory of the host for a copy of a tensor, pinned for a GPU."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

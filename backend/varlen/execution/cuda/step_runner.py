@@ -22,7 +22,7 @@ from torch import Tensor
 
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cuda.buckets import Bucket, Buckets
-from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each
+from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
 from varlen.execution.packing import InputLayout
 from varlen.execution.step_packing import StepArrays, draw_arrays, followed, step_arrays
 from varlen.memory.usage import Size
@@ -129,7 +129,7 @@ class CudaSteps:
         self._best = torch.zeros(rows, dtype=torch.int64, device=arena.device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=arena.device)
         self._buffers = [
-            _Buffers(_on_host(self._device), _on_host(self._chosen)) for _ in range(MAX_IN_FLIGHT)
+            _Buffers(on_host(self._device), on_host(self._chosen)) for _ in range(MAX_IN_FLIGHT)
         ]
         self._next_buffers = cycle(self._buffers)
         self._kernels = kernels_for(arena.device)
@@ -184,7 +184,7 @@ class CudaSteps:
 
     def set_tokens(self, token_ids: Sequence[int]) -> None:
         """Give the next step the tokens that were chosen; in the context of `stream`."""
-        chosen = _on_host(self._chosen[: len(token_ids)])
+        chosen = on_host(self._chosen[: len(token_ids)])
         chosen.numpy()[:] = token_ids
         # torch keeps pinned memory until the copy has run
         self._chosen[: len(chosen)].copy_(chosen, non_blocking=True)
@@ -285,11 +285,6 @@ def _fill(inputs: Mapping[str, npt.NDArray[Any]], arrays: StepArrays) -> None:
                 pass
             case _:
                 into[used:] = 0
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return memory of the host for a copy of a tensor, pinned for a GPU."""
-    return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _decode_sizes(most: int) -> list[int]:
