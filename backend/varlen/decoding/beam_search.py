@@ -22,7 +22,7 @@ from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, Token
 from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Float32Array
-from varlen.scheduling.sequence import BeamAnswer, BeamStep
+from varlen.scheduling.choices import BeamAnswer, BeamStep
 
 
 class BeamSearch:

@@ -11,7 +11,8 @@ from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
 from varlen.decoding.token_bias import BadWords
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.scheduling.sequence import BeamStep, Draws, GeneratedSequence, SampledToken
+from varlen.scheduling.choices import BeamStep, Draws, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence
 
 
 class TokenChoice:

@@ -23,7 +23,8 @@ from varlen.decoding.sampler_state import SamplerState
 from varlen.decoding.token_bias import BadWords, add_to_rows
 from varlen.decoding.token_counts import TokenCounts
 from varlen.request.request import TokenLogprobs
-from varlen.scheduling.sequence import Draws, GeneratedSequence, SampledToken
+from varlen.scheduling.choices import Draws, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for
 

@@ -23,7 +23,8 @@ from varlen.decoding.token_bias import BadWords, add_to_rows
 from varlen.decoding.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array
-from varlen.scheduling.sequence import BeamStep, GeneratedSequence
+from varlen.scheduling.choices import BeamStep
+from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam import BeamEdits
 

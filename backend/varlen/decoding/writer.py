@@ -8,7 +8,7 @@ from varlen.decoding.detokenizer import Detokenizer
 from varlen.decoding.stop_strings import StopStrings
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, GeneratedPart
-from varlen.scheduling.sequence import BeamAnswer, SampledToken
+from varlen.scheduling.choices import BeamAnswer, SampledToken
 
 
 class TextWriter:

@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.core_share import CoreShare
 from varlen.request.request import Float32Array
+from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
+from varlen.scheduling.choices import BeamStep, SampledToken
 from varlen.scheduling.engine import Executor
-from varlen.scheduling.sequence import Batch, BatchResult, BeamStep, Cores, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
 

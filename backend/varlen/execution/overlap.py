@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from varlen.execution.executor import Completed, Launched, Launcher, Turns
-from varlen.scheduling.sequence import Batch
+from varlen.scheduling.batch import Batch
 
 
 class OverlappingExecutor:

@@ -32,7 +32,7 @@ from varlen.request.request import (
     RequestOptions,
     Vectors,
 )
-from varlen.scheduling.sequence import Batch
+from varlen.scheduling.batch import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_kernels.ops import kernels_for
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.step_packing import StepArrays, source_arrays, tensors_of
-from varlen.scheduling.sequence import Chunk
+from varlen.scheduling.batch import Chunk
 
 
 class SourceEncoder:

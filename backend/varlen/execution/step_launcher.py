@@ -17,7 +17,8 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from varlen.execution.step_model import ChooseDraws
 from varlen.execution.step_order import StepOrder
-from varlen.scheduling.sequence import BeamStep, Draws, SampledToken, StepBatch
+from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.choices import BeamStep, Draws, SampledToken
 
 _Packed = TypeVar("_Packed")
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from varlen.execution.executor import WaitingLauncher
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
-from varlen.scheduling.sequence import BeamStep, Draws, GeneratedSequence, SampledToken
+from varlen.scheduling.choices import BeamStep, Draws, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence
 
 # Chooses the token or search step of each row of logits, `[sequences, vocabulary]` fp32, given the sequences and the
 # lengths of their answers. It may overwrite the logits.

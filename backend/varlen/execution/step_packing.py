@@ -13,7 +13,8 @@ from torch import Tensor
 from varlen.execution.packing import bounds_of, positions_of
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
-from varlen.scheduling.sequence import Chunk, Draws, StepBatch
+from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.choices import Draws
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.

@@ -31,14 +31,8 @@ from varlen.execution.step_program import load_programs
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.scheduling.sequence import (
-    Batch,
-    BeamStep,
-    Chunk,
-    Draws,
-    SampledToken,
-    StepBatch,
-)
+from varlen.scheduling.batch import Batch, Chunk, StepBatch
+from varlen.scheduling.choices import BeamStep, Draws, SampledToken
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.cpu import copy_blocks, sample_tokens
 from varlen_kernels.cpu.greedy import best_tokens

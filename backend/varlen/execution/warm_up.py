@@ -26,13 +26,9 @@ from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.step_packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
-from varlen.scheduling.sequence import (
-    Chunk,
-    Draws,
-    GeneratedSequence,
-    StepBatch,
-    unanswered_sequences,
-)
+from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.choices import Draws
+from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.request.request import Request
-from varlen.scheduling.sequence import Batch, Forecast
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.sequence import Forecast
 
 
 class Work(NamedTuple):

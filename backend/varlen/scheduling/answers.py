@@ -7,16 +7,9 @@ from itertools import chain, repeat
 from typing import cast
 
 from varlen.errors import EngineError
-from varlen.scheduling.sequence import (
-    BeamAnswer,
-    Event,
-    GeneratedSequence,
-    NewWriter,
-    RequestState,
-    SampledToken,
-    SequenceFailure,
-    SequenceOutput,
-)
+from varlen.scheduling.batch import Event, SequenceFailure, SequenceOutput
+from varlen.scheduling.choices import BeamAnswer, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState
 
 _log = logging.getLogger(__name__)
 

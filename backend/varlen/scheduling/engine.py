@@ -33,16 +33,8 @@ from varlen.errors import (
 )
 from varlen.request.request import Reply, Request
 from varlen.scheduling.answers import add_writers
-from varlen.scheduling.sequence import (
-    Batch,
-    BatchResult,
-    Event,
-    Forecast,
-    NewWriter,
-    RequestState,
-    SequenceOutput,
-    SequenceState,
-)
+from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceOutput
+from varlen.scheduling.sequence import Forecast, NewWriter, RequestState, SequenceState
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 _log = logging.getLogger(__name__)

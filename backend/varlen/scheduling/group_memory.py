@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source
+from varlen.scheduling.batch import Chunk
 from varlen.scheduling.block_copies import BlockCopies
 from varlen.scheduling.groups import Group, divide_step
-from varlen.scheduling.sequence import Chunk, GeneratedSequence
+from varlen.scheduling.sequence import GeneratedSequence
 
 # Token ids of a chunk that runs a token which the step before it chooses.
 _UNKNOWN = (0,)

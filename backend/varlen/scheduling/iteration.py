@@ -41,25 +41,22 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.request import Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.answers import append_token, write_answers
+from varlen.scheduling.batch import (
+    Batch,
+    BatchResult,
+    Chunk,
+    Event,
+    Failure,
+    SequenceFailure,
+    StepBatch,
+)
+from varlen.scheduling.choices import BeamStep, SampledToken
 from varlen.scheduling.claims import Claims
 from varlen.scheduling.generation_counts import GenerationCounts
 from varlen.scheduling.group_memory import GroupMemory
 from varlen.scheduling.group_queues import GroupQueues, HeldByStepError
 from varlen.scheduling.groups import Group, groups_of_step
-from varlen.scheduling.sequence import (
-    Batch,
-    BatchResult,
-    BeamStep,
-    Chunk,
-    Event,
-    Failure,
-    Forecast,
-    GeneratedSequence,
-    RequestState,
-    SampledToken,
-    SequenceFailure,
-    StepBatch,
-)
+from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 from varlen.scheduling.step_budget import tokens_of_step
 from varlen.scheduling.step_cost import StepCost
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT, StepInFlight

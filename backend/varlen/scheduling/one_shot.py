@@ -19,20 +19,12 @@ from varlen.costs.model import CostModel
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission, Work
+from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceFailure, SequenceOutput
 from varlen.scheduling.forecast import Forecaster
 from varlen.scheduling.partition import DpPartition
 from varlen.scheduling.policy import FullBatches, Policy
 from varlen.scheduling.queue import RequestQueue
-from varlen.scheduling.sequence import (
-    Batch,
-    BatchResult,
-    Event,
-    Forecast,
-    RequestState,
-    SequenceFailure,
-    SequenceOutput,
-    SequenceState,
-)
+from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
 
 _log = logging.getLogger(__name__)
 

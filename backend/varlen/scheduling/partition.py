@@ -12,10 +12,11 @@ import numpy as np
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape, FloatArray
 from varlen.costs.model import CostModel
+from varlen.scheduling.batch import Batch
 from varlen.scheduling.candidates import MAX_UNITS, Candidates, sliding_windows
 from varlen.scheduling.policy import longest_prefix
 from varlen.scheduling.queue import RequestQueue
-from varlen.scheduling.sequence import Batch, SequenceState
+from varlen.scheduling.sequence import SequenceState
 
 # Relative difference of sums that are equal but for rounding.
 _ROUNDING = 1e-9

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
+from varlen.scheduling.batch import Batch
 from varlen.scheduling.queue import RequestQueue
-from varlen.scheduling.sequence import Batch, SequenceState
+from varlen.scheduling.sequence import SequenceState
 
 
 class Policy(Protocol):

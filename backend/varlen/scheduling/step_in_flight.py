@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from varlen.scheduling.batch import Chunk
 from varlen.scheduling.groups import Group
-from varlen.scheduling.sequence import Chunk, GeneratedSequence
+from varlen.scheduling.sequence import GeneratedSequence
 
 # Steps in flight: one runs, and the next one is ready.
 MAX_IN_FLIGHT = 2

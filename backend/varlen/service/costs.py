@@ -22,7 +22,8 @@ from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Request
-from varlen.scheduling.sequence import Batch, BatchResult, unanswered_sequences
+from varlen.scheduling.batch import Batch, BatchResult
+from varlen.scheduling.sequence import unanswered_sequences
 
 _log = logging.getLogger(__name__)
 

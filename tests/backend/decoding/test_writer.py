@@ -10,7 +10,7 @@ from varlen.decoding.stop_strings import StopStrings
 from varlen.decoding.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
-from varlen.scheduling.sequence import SampledToken
+from varlen.scheduling.choices import SampledToken
 
 from .small_tokenizers import END, PAD, byte_level
 

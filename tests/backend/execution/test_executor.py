@@ -11,7 +11,8 @@ import pytest
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.core_share import CoreShare
 from varlen.execution.executor import InlineExecutor, ThreadExecutor
-from varlen.scheduling.sequence import Batch, RequestState
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.sequence import RequestState
 
 from ..fakes.engine_parts import Clock
 from ..requests import request_of

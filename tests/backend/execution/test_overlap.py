@@ -30,7 +30,8 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Request
-from varlen.scheduling.sequence import Batch, RequestState
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.sequence import RequestState
 from varlen.service import service
 from varlen.service.costs import warm_up
 from varlen.telemetry.metrics import SnapshotMetric, Stats

@@ -17,7 +17,7 @@ from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder_decoder
-from varlen.scheduling.sequence import Chunk
+from varlen.scheduling.batch import Chunk
 from varlen_kernels import reference
 
 from .test_step_packing import sequence_of_source

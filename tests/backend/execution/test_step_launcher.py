@@ -10,7 +10,8 @@ import pytest
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.step_launcher import StepLauncher
-from varlen.scheduling.sequence import Draws, SampledToken, StepBatch
+from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.choices import Draws, SampledToken
 
 DRAWN, CHOSEN = Draws([(0.0, 0, 1.0, 0.0)], None), None
 

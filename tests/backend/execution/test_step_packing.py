@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from varlen.execution.step_packing import step_dims, step_inputs
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
-from varlen.scheduling.sequence import Chunk, GeneratedSequence, RequestState
+from varlen.scheduling.batch import Chunk
+from varlen.scheduling.sequence import GeneratedSequence, RequestState
 
 
 def sequence_of_source(length):

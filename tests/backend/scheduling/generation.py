@@ -16,9 +16,10 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.admission import Admission
+from varlen.scheduling.batch import BatchResult
+from varlen.scheduling.choices import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
-from varlen.scheduling.sequence import BatchResult, BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.step_limits import StepLimits
 from varlen.telemetry.metrics import Stats
 

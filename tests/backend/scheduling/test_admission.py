@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission, Work
-from varlen.scheduling.sequence import Batch, Forecast
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.sequence import Forecast
 
 from ..refusals import raises
 from .waiting import request_of

@@ -25,9 +25,9 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
+from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot import OneShotScheduler
-from varlen.scheduling.sequence import BatchResult
 from varlen.telemetry.metrics import Stats
 
 from . import waiting

@@ -15,8 +15,9 @@ from tests.backend.fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from tests.backend.requests import request_of
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
+from varlen.scheduling.batch import Batch, BatchResult, SequenceFailure, SequenceOutput
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.sequence import Batch, BatchResult, Forecast, SequenceFailure, SequenceOutput
+from varlen.scheduling.sequence import Forecast
 from varlen.telemetry.metrics import Stats
 
 POISON = 13

@@ -7,7 +7,7 @@ import pytest
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import DeadlineError
-from varlen.scheduling.sequence import BatchResult
+from varlen.scheduling.batch import BatchResult
 
 from .waiting import add, cost_table, lengths_of, make_scheduler, request_of, run
 

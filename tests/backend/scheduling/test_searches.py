@@ -6,7 +6,7 @@ import pytest
 
 from varlen.errors import EngineError, RequestCancelled, RequestError
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.sequence import BeamStep
+from varlen.scheduling.choices import BeamStep
 
 from ..fakes.engine_parts import FakeReply
 from . import generation

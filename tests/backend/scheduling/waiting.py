@@ -7,8 +7,9 @@ import numpy as np
 from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
 from varlen.scheduling.admission import Admission
+from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.one_shot import OneShotScheduler
-from varlen.scheduling.sequence import BatchResult, Forecast, RequestState
+from varlen.scheduling.sequence import Forecast, RequestState
 
 from .. import requests
 

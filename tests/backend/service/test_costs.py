@@ -30,7 +30,7 @@ from varlen.execution.model_info import ModelInfo
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS
-from varlen.scheduling.sequence import BatchResult
+from varlen.scheduling.batch import BatchResult
 from varlen.service import costs as cost_warmup
 from varlen.service.costs import assumed_costs, costs_for, measured_costs
 

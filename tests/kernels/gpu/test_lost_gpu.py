@@ -26,7 +26,8 @@ from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, Request
-from varlen.scheduling.sequence import Batch, RequestState
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.sequence import RequestState
 
 config = EngineConfig(device="cuda", dtype="fp32", max_batch_tokens=64, max_sequence_tokens=32)
 runner = Runner(Checkpoint.open(Path(sys.argv[1])), config)

@@ -24,7 +24,7 @@ from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import RequestOptions
-from varlen.scheduling.sequence import BeamStep, SampledToken
+from varlen.scheduling.choices import BeamStep, SampledToken
 from varlen_bench.gpu_report import decode, dependent_launch, figures, overlap, serve
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
 from varlen_bench.gpu_report.encoders import EncoderGrid

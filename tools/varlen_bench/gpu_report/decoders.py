@@ -15,12 +15,8 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.execution.step_runner import StepRunner
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
-from varlen.scheduling.sequence import (
-    Chunk,
-    GeneratedSequence,
-    StepBatch,
-    unanswered_sequences,
-)
+from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen.service.generation import GenerationService
 from varlen.telemetry.metrics import Stats
 from varlen_bench.peers.checkpoints import GPT2_SMALL, GeneratorShape, save_random_decoder

@@ -30,7 +30,8 @@ from varlen.request.request import (
     RequestOptions,
     Source,
 )
-from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
+from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen.service.sandbox import generation_sandbox
 from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from varlen.config import Execution
 from varlen.costs.model import CostModel
 from varlen.costs.store import CostStore, StoredCosts, cache_folder
-from varlen.scheduling.sequence import StepBatch
+from varlen.scheduling.batch import StepBatch
 from varlen_tools.simulate.command import parse_numbers
 
 # Makes a new cost model for an execution.

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from varlen.costs.model import non_negative_least_squares
-from varlen.scheduling.sequence import StepBatch
+from varlen.scheduling.batch import StepBatch
 from varlen_tools.model_source import find_source
 from varlen_tools.simulate.costs import StepCosts
 from varlen_tools.simulate.steps import Step, simulate

@@ -14,16 +14,11 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
 from varlen.scheduling.admission import Admission
+from varlen.scheduling.batch import Batch, BatchResult, StepBatch
+from varlen.scheduling.choices import BeamAnswer, SampledToken
 from varlen.scheduling.generation_counts import GenerationCounts
 from varlen.scheduling.iteration import IterationScheduler
-from varlen.scheduling.sequence import (
-    Batch,
-    BatchResult,
-    BeamAnswer,
-    GeneratedSequence,
-    SampledToken,
-    StepBatch,
-)
+from varlen.scheduling.sequence import GeneratedSequence
 from varlen.scheduling.step_limits import StepLimits
 from varlen_tools.simulate.command import MILLISECONDS
 from varlen_tools.simulate.costs import StepCosts, kv_tokens

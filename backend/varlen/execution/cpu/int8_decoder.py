@@ -24,7 +24,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
-from varlen.scheduling.sequence import Chunk, GeneratedSequence, unanswered_sequences
+from varlen.scheduling.batch import Chunk
+from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_kernels import cpu
 
 _CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.step_cores import StepCores
 from varlen.execution.step_packing import StepArrays, step_arrays, step_dims, tensors_of
 from varlen.memory.shared import map_shared, new_shared
-from varlen.scheduling.sequence import Chunk
+from varlen.scheduling.batch import Chunk
 from varlen_kernels.cpu.threads import usable_cores, using_cores
 
 

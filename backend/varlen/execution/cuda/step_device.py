@@ -9,7 +9,8 @@ import torch
 from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.step_model import Choose
 from varlen.memory.out_of_memory import memory_errors
-from varlen.scheduling.sequence import BeamStep, Draws, SampledToken, StepBatch
+from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.choices import BeamStep, Draws, SampledToken
 
 
 class GpuSteps:

@@ -27,7 +27,8 @@ from varlen.execution.packing import InputLayout
 from varlen.execution.step_packing import StepArrays, draw_arrays, followed, step_arrays
 from varlen.memory.usage import Size
 from varlen.program.program import Value
-from varlen.scheduling.sequence import Chunk, Draws
+from varlen.scheduling.batch import Chunk
+from varlen.scheduling.choices import Draws
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 
 from varlen.errors import ModelFaultError
 from varlen.execution.executor import Completed, ModelExecutor
-from varlen.scheduling.sequence import Batch, BatchResult
+from varlen.scheduling.batch import Batch, BatchResult
 
 _log = logging.getLogger(__name__)
 

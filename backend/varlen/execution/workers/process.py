@@ -29,7 +29,7 @@ from varlen.request.request import (
     Prompt,
     RequestOptions,
 )
-from varlen.scheduling.sequence import Batch
+from varlen.scheduling.batch import Batch
 
 _log = logging.getLogger(__name__)
 

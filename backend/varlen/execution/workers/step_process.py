@@ -38,7 +38,8 @@ from varlen.execution.workers.start import STEPS
 from varlen.execution.workers.step_messages import step_message
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
-from varlen.scheduling.sequence import Batch, BeamStep, Draws, SampledToken, StepBatch
+from varlen.scheduling.batch import Batch, StepBatch
+from varlen.scheduling.choices import BeamStep, Draws, SampledToken
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.recorder import Recorder
-from varlen.scheduling.sequence import Chunk
+from varlen.scheduling.batch import Chunk
 from varlen_kernels import reference
 
 CPU = torch.device("cpu")

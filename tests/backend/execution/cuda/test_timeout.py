@@ -26,7 +26,8 @@ from varlen.execution.workers.workers import Workers
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.request.request import Request
-from varlen.scheduling.sequence import Batch, BatchResult, RequestState
+from varlen.scheduling.batch import Batch, BatchResult
+from varlen.scheduling.sequence import RequestState
 from varlen.service import service
 from varlen.telemetry.metrics import Stats
 from varlen_kernels import reference

@@ -8,7 +8,8 @@ import pytest
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.step_packing import pack_step
 from varlen.execution.workers.step_messages import receive_step, step_message
-from varlen.scheduling.sequence import Chunk, Draws, StepBatch
+from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.choices import Draws
 
 from ..test_step_packing import sequence_of_source
 
