@@ -23,6 +23,8 @@ from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.attention_tiles import attention_tiles
 from varlen_kernels.triton.attention_varlen import attention_varlen
 from varlen_kernels.triton.beam import beam_step
+from varlen_kernels.triton.beam_search import advance_searches, follow_beams
+from varlen_kernels.triton.copy_blocks import copy_blocks
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.triton.gate import activate_gate
 from varlen_kernels.triton.heads import norm_heads, rotary

@@ -86,8 +86,7 @@ class BeamGroup:
         self._end_ids = end_ids
         self._editor = editor
         self._num_generated = 0
-        # a single beam ends with its first answer, as greedy search does
-        self._stops_when_full = options.early_stopping is True or options.num_beams == 1
+        self._stops_when_full = stops_when_full(options)
         self.beams = [Beam(None, -1, 0.0)]
         # apart from beams: these keep their ancestors, whose histories are not read again
         self.histories = [editor.start]
@@ -114,7 +113,7 @@ class BeamGroup:
         beams, extend = self.beams, self._editor.extend
         ended = best if is_last else [candidate for candidate in best if candidate[2] in ends]
         if ended:
-            divisor = self._length_penalty(self._num_generated)
+            divisor = length_penalty(self._options, self._num_generated)
             for score, parent, token in ended:
                 beam = Beam(beams[parent], token, score)
                 self.answers.append(Hypothesis(beam, score / divisor))
@@ -140,10 +139,16 @@ class BeamGroup:
         if options.early_stopping == "never" and options.length_penalty > 0:
             length = options.max_tokens
         best = max(beam.score for beam in self.beams)
-        return best / self._length_penalty(length) <= self.answers[-1].score
+        return best / length_penalty(options, length) <= self.answers[-1].score
 
-    def _length_penalty(self, length: int) -> float:
-        """Return the divisor of the score of an answer of this length."""
-        options = self._options
-        base = (5 + length) / 6 if options.length_penalty_type == "gnmt" else length
-        return float(base**options.length_penalty)
+
+def stops_when_full(options: GenerationOptions) -> bool:
+    """Return whether a search ends once there are as many answers as beams."""
+    # a single beam ends with its first answer, as greedy search does
+    return options.early_stopping is True or options.num_beams == 1
+
+
+def length_penalty(options: GenerationOptions, length: int) -> float:
+    """Return the divisor of the score of an answer of this length."""
+    base = (5 + length) / 6 if options.length_penalty_type == "gnmt" else length
+    return float(base**options.length_penalty)

@@ -32,6 +32,7 @@ class BeamSearch:
 
     Attributes:
         logit_bias: token ids, and the number to add to the logit of each, in every row; None without any.
+        step: what the last step has chosen.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class BeamSearch:
         self._histories: list[TokenHistory] = self._groups[0].histories
         self._first_rows = [0] * len(self._groups)
         self._num_generated = 0
+        self.step = BeamStep((), ())
         if options.do_sample:
             seed = secrets.randbits(64) if options.seed is None else options.seed
             self._key = random_key(seed, sample=0)
@@ -201,7 +203,9 @@ class BeamSearch:
             self._beams += group.beams
             self._histories += group.histories
         answers = None if self._beams else self._answers()
-        return BeamStep(tuple(parents), tuple(beam.token for beam in self._beams), answers)
+        tokens = tuple(beam.token for beam in self._beams)
+        self.step = BeamStep(tuple(parents), tokens, answers)
+        return self.step
 
     def _answers(self) -> tuple[BeamAnswer, ...]:
         """Return the best answers of all groups."""

@@ -1,22 +1,56 @@
 """Chooses tokens in steps where some sequences are sampled and others are searched."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.checkpoint_rules import search_rules
+from varlen.decoding.device_search import DeviceSearch
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
 from varlen.decoding.token_bias import BadWords
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.scheduling.choices import BeamStep, Draws, SampledToken
+from varlen.request.request import Float32Array, Int32Array
+from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.choices import (
+    BeamStep,
+    DeviceChoice,
+    DeviceChosen,
+    Draws,
+    SampledToken,
+)
 from varlen.scheduling.sequence import GeneratedSequence
+
+# Limits of a row that is not drawn.
+_GREEDY = (0.0, 0, 1.0, 0.0)
+
+
+class _Row(NamedTuple):
+    """An output that the host chooses.
+
+    Attributes:
+        place: its place among the outputs of the step.
+        sequence: its sequence.
+        length: number of tokens of the answer, or of each beam.
+        rows: its rows of the logits.
+    """
+
+    place: int
+    sequence: GeneratedSequence
+    length: int
+    rows: range
 
 
 class TokenChoice:
-    """Chooses with a sampler or a searcher, sequence by sequence."""
+    """Chooses with a sampler or a searcher, sequence by sequence: a `StepChoice`."""
 
     def __init__(
         self,
@@ -39,40 +73,130 @@ class TokenChoice:
         vocab_size, rules = checkpoint.target_vocab_size, search_rules(checkpoint)
         translate = checkpoint.translate
         renormalizes = translate is not None and translate.defaults.renormalize_logits
+        self._renormalizes = renormalizes
         self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device)
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
-    def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
-        """Return the numbers that all tokens of a step are drawn with; see `Sampler.draws`."""
-        rows = [row for row, sequence in enumerate(sequences) if not sequence.is_searched]
-        # in any case: the states of sequences begin in the thread that launches steps
-        draws = self._sampler.draws(
-            [sequences[row] for row in rows], [lengths[row] for row in rows]
-        )
-        return draws if len(rows) == len(sequences) else None
+    def on_device(self, step: StepBatch) -> DeviceChoice:
+        """Return what the device chooses in a step; see `StepChoice`.
 
-    def choose(
-        self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
-    ) -> list[SampledToken | BeamStep]:
-        """Return what was chosen for each row.
-
-        Args:
-            logits: `[sequences, vocabulary]` fp32; overwritten.
-            sequences, lengths: see `Sampler.sample` and `Searcher.advance`.
+        Tokens are drawn on the device if this is so of all samples of the step.
         """
-        is_searched = [sequence.is_searched for sequence in sequences]
-        if not any(is_searched):
-            return [*self._sampler.sample(logits, sequences, lengths)]
-        if all(is_searched):
-            return [*self._searcher.advance(logits, sequences)]
-        chosen: dict[int, SampledToken | BeamStep] = {}
+        rows = [chunk for chunk in step.chunks if chunk.samples]
+        searching = [chunk for chunk in rows if chunk.search is not None]
+        if not searching:
+            draws = self._sampler.draws(*step.sampled)
+            return DeviceChoice(draws, is_whole=draws is not None)
+        rules = [self._searcher.rules(each.sequence, each.num_generated) for each in searching]
+        is_whole, draws = None not in rules, None
+        if len(searching) < len(rows):
+            draws = self._draws(rows)
+            is_whole = is_whole and draws is not None
+        return DeviceChoice(draws, rules, is_whole, self._renormalizes)
+
+    def _draws(self, chunks: Sequence[Chunk]) -> Draws | None:
+        """Return draws of all rows of logits, where those of searches are not used."""
+        samples: list[tuple[GeneratedSequence, int]] = []
+        places: list[int] = []
+        end = 0
+        for chunk in chunks:
+            if chunk.search is None:
+                samples += [(sequence, chunk.num_generated) for sequence in chunk.samples]
+                places += range(end, end + len(chunk.samples))
+            end += chunk.num_logit_rows
+        draws = self._sampler.draws(*zip(*samples, strict=True))
+        if draws is None:
+            return None
+        limits = [_GREEDY] * end
+        for place, limit in zip(places, draws.limits, strict=True):
+            limits[place] = limit
+        if draws.uniform is None:
+            return Draws(limits, None)
+        uniform = np.zeros(end)
+        uniform[places] = draws.uniform
+        return Draws(limits, uniform)
+
+    def given(self, step: StepBatch) -> Int32Array:
+        """Return what the host has chosen for the beams of a step; see `StepChoice`."""
+        given: Int32Array = np.full((sum(chunk.beams for chunk in step.chunks), 2), -1, np.int32)
+        begin = 0
+        for chunk in step.chunks:
+            search = chunk.sequence.sampler_state
+            if chunk.beams and isinstance(search, BeamSearch):
+                chosen = given[begin : begin + chunk.beams]
+                # beams that are not alive run, too
+                chosen[:] = 0
+                live = len(search.step.parents)
+                chosen[:live] = np.array([search.step.parents, search.step.token_ids]).T
+            begin += chunk.beams
+        return given
+
+    def outputs(
+        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
+    ) -> list[SampledToken | BeamStep]:
+        """Return the outputs of a step; see `StepChoice`."""
+        if choice.is_whole and not choice.searches:
+            return [SampledToken(token_id) for token_id in chosen.token_ids]
+        outputs: list[SampledToken | BeamStep] = []
+        of_host: list[_Row] = []
+        of_searches = iter(_results(choice, chosen))
+        row = 0
+        for chunk in step.chunks:
+            length = chunk.num_generated
+            for place, sequence in enumerate(chunk.samples, start=row):
+                if chunk.search is not None and (result := next(of_searches)) is not None:
+                    outputs.append(_read(sequence, length, *result))
+                elif chunk.search is None and choice.draws is not None:
+                    outputs.append(SampledToken(chosen.token_ids[place]))
+                else:
+                    rows = range(place, place + max(1, chunk.beams))
+                    of_host.append(_Row(len(outputs), sequence, length, rows))
+                    outputs.append(BeamStep((), ()))
+            row += chunk.num_logit_rows
         for is_search in (False, True):
-            rows = [row for row, each in enumerate(is_searched) if each is is_search]
-            part = logits[torch.tensor(rows, device=logits.device)]
-            of_rows = [sequences[row] for row in rows]
-            if is_search:
-                chosen.update(zip(rows, self._searcher.advance(part, of_rows), strict=True))
-            else:
-                counts = [lengths[row] for row in rows]
-                chosen.update(zip(rows, self._sampler.sample(part, of_rows, counts), strict=True))
-        return [chosen[row] for row in range(len(sequences))]
+            part = [each for each in of_host if each.sequence.is_searched is is_search]
+            if part:
+                assert logits is not None
+                for each, output in zip(part, self._choose(logits, part), strict=True):
+                    outputs[each.place] = output
+        return outputs
+
+    def _choose(self, logits: Tensor, chosen: Sequence[_Row]) -> Sequence[SampledToken | BeamStep]:
+        """Return outputs that the host chooses, either of samples or of searches."""
+        rows = list(chain.from_iterable(each.rows for each in chosen))
+        if len(rows) < len(logits):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        sequences = [each.sequence for each in chosen]
+        if sequences[0].is_searched:
+            return self._searcher.advance(logits, sequences, [len(each.rows) for each in chosen])
+        return self._sampler.sample(logits, sequences, [each.length for each in chosen])
+
+
+_Result: TypeAlias = tuple[Int32Array, Int32Array, Float32Array]
+
+
+def _results(choice: DeviceChoice, chosen: DeviceChosen) -> Iterator[_Result | None]:
+    """Yield what `SearchResults` has of each search of a step; None where the host takes its step."""
+    place = beam = 0
+    for rules in choice.searches:
+        if rules is None:
+            yield None
+            continue
+        assert chosen.searches is not None
+        ends, beams, scores = chosen.searches
+        own = slice(beam, beam + rules.num_beams)
+        yield ends[place], beams[own], scores[own]
+        place, beam = place + 1, own.stop
+
+
+def _read(
+    sequence: GeneratedSequence,
+    length: int,
+    ends: Int32Array,
+    beams: Int32Array,
+    scores: Float32Array,
+) -> BeamStep:
+    """Return the step of a search that the device has taken."""
+    search = sequence.sampler_state
+    assert isinstance(search, DeviceSearch)
+    return search.read(length, ends.tolist(), beams, scores)

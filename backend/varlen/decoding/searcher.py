@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from varlen.decoding.beam_group import Candidate
 from varlen.decoding.beam_search import BeamSearch
+from varlen.decoding.device_search import DeviceSearch, can_leave_to_device
 from varlen.decoding.token_bias import BadWords, add_to_rows
 from varlen.decoding.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array
-from varlen.scheduling.choices import BeamStep
+from varlen.scheduling.choices import BeamStep, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam import BeamEdits
@@ -32,17 +34,31 @@ _log = logging.getLogger(__name__)
 
 # Probability that edits leave; below it, a difference of fp32 numbers says too little.
 _LEAST_REST = 1e-3
+# A search that has ended may have a step that started before its end was known.
+_Kind: TypeAlias = Literal["forced", "sampled", "best", "ended"]
 _SEARCH_FAILED = "the search for an answer failed; the server's log says why"
+
+
+class _CannotBeginError(Exception):
+    """A search could not begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of one search in a step: its live beams, in order."""
+    """The rows of one search in a step: its live beams, in order.
+
+    Attributes:
+        search: the search.
+        place: its place among the searches of the step.
+        begin, end: its rows.
+        kind: how its step is taken.
+    """
 
     search: BeamSearch
+    place: int
     begin: int
     end: int
-    kind: Literal["forced", "sampled", "best"]
+    kind: _Kind
 
 
 class Searcher:
@@ -73,14 +89,32 @@ class Searcher:
         self._renormalizes = renormalizes
         self._kernels = kernels_for(device)
 
-    def advance(self, logits: Tensor, sequences: Sequence[GeneratedSequence]) -> list[BeamStep]:
-        """Return the step of each row's search; all rows of one search have the same.
+    def rules(self, sequence: GeneratedSequence, length: int) -> SearchRules | None:
+        """Return the rules of the next step of a search, which may begin now.
+
+        None if only `advance` can take the step.
 
         Args:
-            logits: `[sequences, vocabulary]` fp32; overwritten.
-            sequences: the beams of one search after the beams of another. A sequence without a search begins one.
+            sequence: its sequence.
+            length: number of tokens of its beams.
         """
-        parts = self._parts(sequences)
+        if sequence.sampler_state is None:
+            with suppress(_CannotBeginError):
+                self._begin(sequence)
+        search = sequence.sampler_state
+        return search.rules(length) if isinstance(search, DeviceSearch) else None
+
+    def advance(
+        self, logits: Tensor, sequences: Sequence[GeneratedSequence], rows: Sequence[int]
+    ) -> list[BeamStep]:
+        """Return the next step of each search.
+
+        Args:
+            logits: `[rows, vocabulary]` fp32; overwritten.
+            sequences: sequences whose answers are searched. One without a search begins it.
+            rows: number of rows of each: its live beams come first.
+        """
+        parts = self._parts(sequences, rows)
         biases = {
             row: part.search.logit_bias
             for part in parts
@@ -93,52 +127,54 @@ class Searcher:
         for part in parts:
             if part.kind == "sampled":
                 # one search at a time: these need the whole rows on the host
-                rows = torch.log_softmax(logits[part.begin : part.end], dim=1).cpu().numpy()
+                own = torch.log_softmax(logits[part.begin : part.end], dim=1).cpu().numpy()
                 advances[part.begin] = partial(
-                    part.search.advance_sampled, rows, renormalizes=self._renormalizes
+                    part.search.advance_sampled, own, renormalizes=self._renormalizes
                 )
             elif part.kind == "forced":
                 advances[part.begin] = part.search.advance_forced
-        # rows without a part belong to searches that could not begin
+            elif part.kind == "ended":
+                advances[part.begin] = partial(BeamStep, (), ())
+        # others could not begin
         steps = [_failure()] * len(sequences)
         for part in parts:
-            step = _guarded(advances[part.begin])
-            steps[part.begin : part.end] = [step] * (part.end - part.begin)
+            steps[part.place] = _guarded(advances[part.begin])
         return steps
 
-    def _parts(self, sequences: Sequence[GeneratedSequence]) -> list[_Part]:
-        """Return the searches of a step, without those that cannot begin, which have one row."""
+    def _parts(self, sequences: Sequence[GeneratedSequence], rows: Sequence[int]) -> list[_Part]:
+        """Return the searches of a step, without those that cannot begin."""
         parts: list[_Part] = []
         begin = 0
-        while begin < len(sequences):
-            try:
-                search = self._search_of(sequences[begin])
-            except Exception:
-                _log.exception("a beam search could not begin; its request fails")
-                begin += 1
-                continue
-            kind: Literal["forced", "sampled", "best"] = "sampled" if search.is_sampled else "best"
-            if search.forced is not None:
-                kind = "forced"
-            end = begin + search.num_rows
-            parts.append(_Part(search, begin, end, kind))
-            begin = end
+        for place, (sequence, count) in enumerate(zip(sequences, rows, strict=True)):
+            with suppress(_CannotBeginError):
+                if sequence.sampler_state is None:
+                    self._begin(sequence)
+                search = sequence.sampler_state
+                assert isinstance(search, BeamSearch)
+                parts.append(_Part(search, place, begin, begin + search.num_rows, _kind(search)))
+            begin += count
         return parts
 
-    def _search_of(self, sequence: GeneratedSequence) -> BeamSearch:
-        """Return the search of a sequence, which may begin now."""
-        if sequence.sampler_state is None:
-            sequence.sampler_state = BeamSearch(
-                sequence.generation,
+    def _begin(self, sequence: GeneratedSequence) -> None:
+        """Give a sequence its search.
+
+        Raises:
+            _CannotBeginError: it cannot begin; the log says why.
+        """
+        options = sequence.generation
+        try:
+            forbidden = self._bad_words.forbidden(options.bad_words)
+            search = DeviceSearch if can_leave_to_device(options, forbidden) else BeamSearch
+            sequence.sampler_state = search(
+                options,
                 sequence.token_ids,
                 rules=self._rules,
                 vocab_size=self._vocab_size,
-                forbidden=self._bad_words.forbidden(sequence.generation.bad_words),
+                forbidden=forbidden,
             )
-        search = sequence.sampler_state
-        assert isinstance(search, BeamSearch)
-        assert search.num_rows
-        return search
+        except Exception:
+            _log.exception("a beam search could not begin; its request fails")
+            raise _CannotBeginError from None
 
     def _best_of_rows(
         self, logits: Tensor, parts: Sequence[_Part]
@@ -181,6 +217,15 @@ class Searcher:
                 rest[row] = _exact_log_of_rest(logits[row], edits, raw, row)
             logprobs = logprobs - rest[:, None]
         return tokens, logprobs
+
+
+def _kind(search: BeamSearch) -> _Kind:
+    """Return how the next step of a search is taken."""
+    if not search.num_rows:
+        return "ended"
+    if search.forced is not None:
+        return "forced"
+    return "sampled" if search.is_sampled else "best"
 
 
 def ranked(

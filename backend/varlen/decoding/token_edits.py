@@ -19,6 +19,7 @@ from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Float32Array, Int32Array
 
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
 # Tokens that follow each (n - 1)-gram.
 _Followers: TypeAlias = Mapping[tuple[int, ...], tuple[int, ...]]
 
@@ -169,6 +170,11 @@ class TokenEditor:
         if num_generated == self._max_tokens - 1 and self._rules.forced_last_id is not None:
             return self._rules.forced_last_id
         return self._rules.forced_first_id if self._has_forced_first and not num_generated else None
+
+    def banned(self, num_generated: int) -> Int32Array:
+        """Return the tokens that may not come next, where no edit depends on the tokens of a beam."""
+        edits = self.edits([self._start], num_generated)
+        return _NO_TOKENS if edits is None else edits.tokens
 
     def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:
         """Return the edits of the next tokens, a row per beam; None without any."""

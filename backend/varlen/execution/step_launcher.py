@@ -1,8 +1,8 @@
 """Launches steps of generation before the device has run the ones before them.
 
-A step whose tokens are drawn from its logits alone is launched as a whole, and the next one behind it: the device
-gives it the tokens. Where the host takes part in the choice, for a grammar or a search, it needs the tokens before, so
-the next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
+A step whose tokens and beams are chosen from its logits alone is launched as a whole, and the next one behind it: the
+device gives it the tokens. Where the host takes part in the choice, for a grammar or a penalty, it needs the tokens
+before, so the next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Generic, Protocol, TypeVar, cast
 
-from varlen.execution.step_model import ChooseDraws
+from varlen.execution.step_model import StepChoice
 from varlen.execution.step_order import StepOrder
 from varlen.scheduling.batch import StepBatch
-from varlen.scheduling.choices import BeamStep, Draws, SampledToken
+from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
 
 _Packed = TypeVar("_Packed")
 
@@ -26,26 +26,33 @@ _Packed = TypeVar("_Packed")
 class StepDevice(Protocol[_Packed]):
     """What runs steps, in the order in which they start."""
 
-    def pack(self, step: StepBatch, draws: Draws | None) -> _Packed:
+    def pack(self, step: StepBatch, choice: DeviceChoice) -> _Packed:
         """Return a step as the device takes it.
 
         Args:
             step: the step.
-            draws: numbers that its tokens are drawn with; None if the host chooses them.
+            choice: what the device chooses in it.
         """
 
     def may_queue(self, packed: _Packed) -> bool:
         """Return whether a step can start while another one runs, without waiting for it."""
 
-    def start(self, step: StepBatch, packed: _Packed) -> Callable[[], Sequence[int]]:
-        """Start a step; return a function that waits for drawn tokens, or returns none.
+    def start(self, step: StepBatch, packed: _Packed) -> Callable[[], DeviceChosen]:
+        """Start a step; return a function that waits for what the device chooses.
 
         Args:
             step, packed: the step, and what `pack` has made of it.
         """
 
-    def choose(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
-        """Return what the host chooses from the logits of the step that was started last."""
+    def choose(
+        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of the step that was started last, part of which the host chooses from its logits.
+
+        Args:
+            step: the step.
+            choice, chosen: what the device was to choose, and what it has chosen.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -54,17 +61,17 @@ class _Launched(Generic[_Packed]):
 
     Attributes:
         step, packed: the step, as it is and as the device takes it.
-        is_drawn: whether the device chooses its tokens.
+        choice: what the device chooses.
         is_started: whether it is on the device's queue, or never will be.
-        tokens: waits for the tokens, once.
+        chosen: waits for what the device chooses, once.
         error: reason why it could not be packed or started.
     """
 
     step: StepBatch
     packed: _Packed | None = None
-    is_drawn: bool = False
+    choice: DeviceChoice = field(default_factory=DeviceChoice)
     is_started: bool = False
-    tokens: Callable[[], Sequence[int]] | None = None
+    chosen: Callable[[], DeviceChosen] | None = None
     error: BaseException | None = None
 
 
@@ -74,15 +81,15 @@ class StepLauncher(Generic[_Packed]):
     Their outputs are asked for in order, in the same thread or another one.
     """
 
-    def __init__(self, device: StepDevice[_Packed], draws: ChooseDraws) -> None:
+    def __init__(self, device: StepDevice[_Packed], choice: StepChoice) -> None:
         """Start without a step.
 
         Args:
             device: runs them.
-            draws: returns what the tokens of a step are drawn with, if nothing else is needed.
+            choice: says what the device chooses.
         """
         self._device = device
-        self._draws = draws
+        self._choice = choice
         self._order = StepOrder()
         self._in_flight: deque[_Launched[_Packed]] = deque()
         self._lock = Lock()
@@ -95,9 +102,9 @@ class StepLauncher(Generic[_Packed]):
         """
         launched = _Launched[_Packed](step)
         try:
-            draws = self._draws(*step.sampled)
-            launched.packed = self._device.pack(step, draws)
-            launched.is_drawn = draws is not None
+            choice = self._choice.on_device(step)
+            launched.packed = self._device.pack(step, choice)
+            launched.choice = choice
         except BaseException as error:
             launched.error = error
         with self._lock:
@@ -111,16 +118,16 @@ class StepLauncher(Generic[_Packed]):
         if not self._in_flight:
             return False
         launched = self._in_flight[0]
-        return launched.tokens is not None and not self._order.is_skipped(launched.step.after)
+        return launched.chosen is not None and not self._order.is_skipped(launched.step.after)
 
     def drain(self) -> None:
         """Wait for steps that were started and do not count: one before them has failed."""
         waits = []
         with self._lock:
             for launched in self._in_flight:
-                if launched.tokens is not None and self._order.is_skipped(launched.step.after):
-                    waits.append(launched.tokens)
-                    launched.tokens = None
+                if launched.chosen is not None and self._order.is_skipped(launched.step.after):
+                    waits.append(launched.chosen)
+                    launched.chosen = None
         for wait in waits:
             with suppress(Exception):
                 wait()
@@ -134,12 +141,12 @@ class StepLauncher(Generic[_Packed]):
             with self._order.running(step.number, step.after):
                 if launched.error is not None:
                     raise launched.error
-                assert launched.tokens is not None
-                waits, launched.tokens = launched.tokens, None
-                token_ids = waits()
-                if launched.is_drawn:
-                    return [SampledToken(token_id) for token_id in token_ids]
-                return self._device.choose(step)
+                assert launched.chosen is not None
+                waits, launched.chosen = launched.chosen, None
+                choice, chosen = launched.choice, waits()
+                if choice.is_whole:
+                    return self._choice.outputs(step, choice, chosen, None)
+                return self._device.choose(step, choice, chosen)
         finally:
             with self._lock:
                 self._in_flight.popleft()
@@ -156,7 +163,7 @@ class StepLauncher(Generic[_Packed]):
                     return
                 self._start(launched, packed)
             # the host chooses its tokens, or it does not run
-            if not launched.is_drawn or launched.error is not None:
+            if not launched.choice.is_whole or launched.error is not None:
                 return
 
     def _start(self, launched: _Launched[_Packed], packed: _Packed) -> None:
@@ -165,6 +172,6 @@ class StepLauncher(Generic[_Packed]):
         if self._order.is_skipped(launched.step.after):
             return
         try:
-            launched.tokens = self._device.start(launched.step, packed)
+            launched.chosen = self._device.start(launched.step, packed)
         except BaseException as error:
             launched.error = error

@@ -3,26 +3,65 @@
 It runs in this process or in one of its own.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from varlen.execution.executor import WaitingLauncher
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
-from varlen.scheduling.choices import BeamStep, Draws, SampledToken
-from varlen.scheduling.sequence import GeneratedSequence
-
-# Chooses the token or search step of each row of logits, `[sequences, vocabulary]` fp32, given the sequences and the
-# lengths of their answers. It may overwrite the logits.
-Choose: TypeAlias = Callable[
-    [Tensor, Sequence[GeneratedSequence], Sequence[int]], Sequence[SampledToken | BeamStep]
-]
+from varlen.request.request import Int32Array
+from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
 
 
-# Returns what the tokens of such rows are drawn with; None if only `Choose` can choose them.
-ChooseDraws: TypeAlias = Callable[[Sequence[GeneratedSequence], Sequence[int]], Draws | None]
+class StepChoice(Protocol):
+    """Chooses tokens and steps of searches, and says what the device can choose by itself."""
+
+    def on_device(self, step: StepBatch) -> DeviceChoice:
+        """Return what the device chooses in a step, perhaps before the tokens of the step before it are known."""
+
+    def given(self, step: StepBatch) -> Int32Array:
+        """Return what the host has chosen for the beams of a step, `[beams, 2]`.
+
+        That is the beam that each one continues, and the token; -1 where the device has chosen them.
+        """
+
+    def outputs(
+        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step, chunk by chunk.
+
+        Args:
+            step: the step.
+            choice: what `on_device` has returned for it.
+            chosen: what the device has chosen.
+            logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
+        """
+
+
+class NoChoice:
+    """Of a process that only runs steps: a `StepChoice` without outputs."""
+
+    def on_device(self, step: StepBatch) -> DeviceChoice:  # noqa: ARG002  # of every choice
+        """Return nothing."""
+        return DeviceChoice()
+
+    def given(self, step: StepBatch) -> Int32Array:
+        """Return that nothing is given."""
+        return np.full((sum(chunk.beams for chunk in step.chunks), 2), -1, np.int32)
+
+    def outputs(
+        self,
+        step: StepBatch,  # noqa: ARG002
+        choice: DeviceChoice,  # noqa: ARG002
+        chosen: DeviceChosen,  # noqa: ARG002
+        logits: Tensor | None,  # noqa: ARG002
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return no outputs."""
+        return ()
 
 
 class StepModel(WaitingLauncher, Protocol):

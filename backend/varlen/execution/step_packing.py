@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from varlen.execution.packing import bounds_of, positions_of
+from varlen.execution.search_packing import Arrays, beam_arrays, search_arrays
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk, StepBatch
-from varlen.scheduling.choices import Draws
+from varlen.scheduling.choices import BeamStep, DeviceChoice, Draws, SampledToken
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.
 StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
-DrawArrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+_NOTHING_CHOSEN = DeviceChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,23 @@ class PackedStep:
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
         inputs: inputs of the decoder.
         order: its number, then the number of the step that it needs, if any.
-        follows: `[2, tokens]`, places of tokens that the step before chooses, and the numbers of its outputs.
+        follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
             chooses the tokens.
+        beams: arguments of `follow_beams`; empty without beams.
+        searches: arguments of `advance_searches`, with `rows` of the logits, `banned_rows` of these and
+            `banned_tokens`, and `sizes`: candidates of a beam, all beams, and whether log probabilities are normalized
+            again without banned tokens. Empty if no search takes its step here.
     """
 
-    copies: Int64Array
+    copies: Int32Array
     sources: StepArrays
     inputs: StepArrays
     order: Int64Array
     follows: Int32Array
-    draws: DrawArrays
+    draws: Arrays
+    beams: Arrays
+    searches: Arrays
 
     @property
     def number(self) -> int:
@@ -57,41 +64,50 @@ class PackedStep:
         """Set the tokens that the step before has chosen.
 
         Args:
-            chosen: tokens of all its outputs.
+            chosen: a token for each row of its logits.
         """
-        places, outputs = self.follows
-        self.inputs["token_ids"][places] = chosen[outputs]
+        places, rows = self.follows
+        self.inputs["token_ids"][places] = chosen[rows]
 
 
-def pack_step(step: StepBatch, block_size: int, draws: Draws | None = None) -> PackedStep:
+def pack_step(
+    step: StepBatch, block_size: int, choice: DeviceChoice = _NOTHING_CHOSEN
+) -> PackedStep:
     """Return a step as arrays.
 
     Args:
         step: the step.
         block_size: tokens of a block.
-        draws: numbers that its tokens are drawn with; None if the engine chooses them.
+        choice: what is chosen where it runs.
     """
     return PackedStep(
-        np.array(step.copies, np.int64).reshape(-1, 2),
+        np.array(step.copies, np.int32).reshape(-1, 2),
         source_arrays(step.chunks, block_size),
         step_arrays(step.chunks, block_size),
         np.array([step.number] if step.after is None else [step.number, step.after], np.int64),
         followed(step.chunks),
-        {} if draws is None else draw_arrays(draws),
+        {} if choice.draws is None else draw_arrays(choice.draws),
+        beam_arrays(step.chunks),
+        search_arrays(step.chunks, choice),
     )
 
 
 def followed(chunks: Sequence[Chunk]) -> Int32Array:
     """Return where tokens of the step before go, `[2, tokens]`.
 
-    The first row has their places in this step, the second one the numbers of its outputs.
+    The first row has their places in this step, the second one the rows of its logits.
     """
-    # chunks of one token come first
-    pairs = [(place, each.follows) for place, each in enumerate(chunks) if each.follows is not None]
+    pairs: list[tuple[int, int]] = []
+    place = 0
+    # chunks of one token, or of beams, come first
+    for each in chunks:
+        if each.follows is not None:
+            pairs.append((place, each.follows))
+        place += len(each.token_ids)
     return np.array(pairs, np.int32).reshape(-1, 2).T
 
 
-def draw_arrays(draws: Draws) -> DrawArrays:
+def draw_arrays(draws: Draws) -> Arrays:
     """Return what tokens are drawn with as arrays, see `PackedStep`."""
     if draws.uniform is None:
         return {"temperature": np.zeros(len(draws.limits), np.float32)}
@@ -103,6 +119,19 @@ def draw_arrays(draws: Draws) -> DrawArrays:
         "min_p": np.array(min_ps, np.float32),
         "uniform": draws.uniform,
     }
+
+
+def tokens_of_rows(step: StepBatch, outputs: Sequence[SampledToken | BeamStep]) -> Int32Array:
+    """Return a token for each row of the logits of a step; 0 for beams, which have none yet."""
+    token_ids: list[int] = []
+    of_step = iter(outputs)
+    for chunk in step.chunks:
+        for output in islice(of_step, len(chunk.samples)):
+            if isinstance(output, SampledToken):
+                token_ids.append(output.token_id)
+            else:
+                token_ids += [0] * chunk.num_logit_rows
+    return np.array(token_ids, np.int32)
 
 
 def step_dims(inputs: Mapping[str, Tensor]) -> Dims:
@@ -135,10 +164,21 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
     """
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
+    tables = np.array([len(chunk.block_ids) for chunk in chunks], np.int32)
+    samples = np.array([len(chunk.samples) for chunk in chunks])
+    beams = np.array([chunk.beams for chunk in chunks])
+    if beams.any():
+        # each beam is a row with a token, a table and logits
+        rows, is_search = np.maximum(beams, 1), beams > 0
+        lengths = np.where(is_search, 1, lengths).astype(np.int32)
+        samples = np.where(is_search, samples > 0, samples)
+        lengths, starts, tables, samples = (
+            np.repeat(each, rows) for each in (lengths, starts, tables // rows, samples)
+        )
     bounds = bounds_of(lengths)
     position_ids = positions_of(bounds, lengths, starts)
-    block_ids, table_bounds = tables_of([chunk.block_ids for chunk in chunks])
-    samples = [len(chunk.samples) for chunk in chunks]
+    table_bounds = bounds_of(tables)
+    block_ids = flat([chunk.block_ids for chunk in chunks], int(table_bounds[-1]))
     arrays: dict[str, Int32Array | Int64Array] = {
         "token_ids": flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
         "position_ids": position_ids,
@@ -150,7 +190,7 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
         "logit_rows": np.repeat(bounds[1:] - 1, samples).astype(np.int32),
     }
     if chunks[0].source_block_ids:
-        arrays |= _source_tables(chunks, lengths)
+        arrays |= _source_tables(chunks)
     return arrays
 
 
@@ -209,11 +249,12 @@ def tables_of(tables: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
     return flat(tables, int(bounds[-1])), bounds
 
 
-def _source_tables(chunks: Sequence[Chunk], lengths: Int32Array) -> dict[str, Int32Array]:
+def _source_tables(chunks: Sequence[Chunk]) -> dict[str, Int32Array]:
     """Return the tables of sources: each token is a row of its own."""
     sources = np.fromiter(
         (chunk.sequence.prompt.num_source_tokens for chunk in chunks), np.int32, len(chunks)
     )
+    lengths = [len(chunk.token_ids) for chunk in chunks]
     tables = [chunk.source_block_ids for chunk in chunks for _ in chunk.token_ids]
     block_ids, bounds = tables_of(tables)
     return {

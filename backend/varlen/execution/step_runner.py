@@ -1,12 +1,10 @@
 """A loaded decoder: steps in, one token per sequence that samples out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,21 +18,29 @@ from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_device import GpuSteps
 from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.device import choose_device, name_of
+from varlen.execution.device_searches import DeviceSearches, choices_of
 from varlen.execution.kv_cache import caches_of, new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_launcher import StepLauncher
-from varlen.execution.step_model import Choose, ChooseDraws
-from varlen.execution.step_packing import Int64Array, PackedStep
+from varlen.execution.step_model import StepChoice
+from varlen.execution.step_packing import PackedStep, pack_step, tensors_of
 from varlen.execution.step_program import load_programs
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.generation import MAX_BEAMS
+from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch, Chunk, StepBatch
-from varlen.scheduling.choices import BeamStep, Draws, SampledToken
+from varlen.scheduling.choices import (
+    BeamStep,
+    DeviceChoice,
+    DeviceChosen,
+    SampledToken,
+)
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
-from varlen_kernels.cpu import copy_blocks, sample_tokens
+from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for
 
@@ -74,9 +80,8 @@ class StepRunner:
         self,
         checkpoint: Checkpoint,
         config: EngineConfig,
-        choose: Choose,
+        choice: StepChoice,
         *,
-        draws: ChooseDraws = lambda *_: None,
         gpu: int = 0,
         kernels: object | None = None,
     ) -> None:
@@ -85,8 +90,7 @@ class StepRunner:
         Args:
             checkpoint: the checkpoint to load.
             config: the settings.
-            choose: chooses tokens from logits on the device of the settings.
-            draws: says how tokens can be chosen without the host.
+            choice: chooses tokens from logits on the device of the settings.
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
 
@@ -112,7 +116,7 @@ class StepRunner:
         states = self.programs[0].states
         self._kv_memory = new_caches(states, self.device)
         self._caches = caches_of(states, self._kv_memory)
-        self._choose = choose
+        self._choice = choice
         self.arenas = step_arenas(
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
         )
@@ -128,29 +132,42 @@ class StepRunner:
             for program, arena in zip(self.programs, self.arenas, strict=True)
         ]
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
+        most_searches = self.arenas[0].largest["logit_rows"]
+        blocks = -(-self.max_sequence_tokens // self.kv.block_size)
+        self._kernels: Any = kernels
+        self.searches = DeviceSearches(
+            self._kernels,
+            self.device,
+            searches=most_searches,
+            beams=min(MAX_BEAMS, most_searches),
+            rows=most_searches,
+            blocks=blocks,
+            block_size=self.kv.block_size,
+        )
         self.steps: DeviceSteps
         self.slots = 1
-        self._launcher: StepLauncher[Draws | None] | None = None
+        self._launcher: StepLauncher[DeviceChoice] | None = None
         self.graph_use = GraphUse()
         if self.device.type == "cuda":
-            blocks = -(-self.max_sequence_tokens // self.kv.block_size)
             self.steps = CudaSteps(
                 bound[0],
                 blocks_per_sequence=blocks,
                 blocks_per_source=blocks if has_sources else 0,
                 graphs=CudaGraphs(self.device, config.device_timeout_seconds),
+                searches=self.searches,
+                follow=self._follow,
             )
             self.graph_use = self.steps.graph_use
             self.slots = MAX_IN_FLIGHT
-            self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choose), draws)
+            self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choice), choice)
         else:
             self.steps = CpuSteps(bound[0])
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
 
-        On a CPU that function runs the step. The outputs are the token or search step of each row of logits, chunk by
-        chunk. The function raises:
+        On a CPU that function runs the step. The outputs are the token of each sample and the step of each search,
+        chunk by chunk. The function raises:
             MemoryError: too little memory for what the step needs beside the arena.
             SkippedStepError: the step before it failed.
         """
@@ -168,10 +185,15 @@ class StepRunner:
         return self.launch_batch(batch)()
 
     def _run(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
-        with memory_errors(), torch.inference_mode(), self.steps.stream():
-            self._prepare(step)
-            logits = self.steps.logits(step.chunks)
-            return self._choose(logits, *step.sampled)
+        assert isinstance(self.steps, CpuSteps)
+        choice = self._choice.on_device(step)
+        packed = pack_step(step, self.kv.block_size, choice)
+        if packed.beams:
+            packed.beams["given"][:] = self._choice.given(step)
+        chosen = self.run_packed(packed)
+        logits = None if choice.is_whole else self.steps.last_logits(step.num_logit_rows)
+        with memory_errors(), torch.inference_mode():
+            return self._choice.outputs(step, choice, chosen, logits)
 
     def _prepare(self, step: StepBatch) -> None:
         """Start the copies of blocks, and the encoder."""
@@ -179,10 +201,10 @@ class StepRunner:
         if self._encoder is not None:
             self._encoder.encode(step.chunks)
 
-    def run_packed(self, step: PackedStep) -> npt.NDArray[np.integer[Any]] | None:
-        """Run a step on a CPU; return the tokens that were drawn, `[logit rows]`.
+    def run_packed(self, step: PackedStep) -> DeviceChosen:
+        """Run a step on a CPU; return what was chosen here.
 
-        None if the engine chooses them, from logits that are valid until the next step.
+        The host chooses the rest from logits that are valid until the next step.
 
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.
@@ -192,14 +214,19 @@ class StepRunner:
             self._copy_blocks(step.copies)
             if self._encoder is not None:
                 self._encoder.run(step.sources)
+            if step.beams:
+                self._follow(tensors_of(step.beams), tensors_of(step.inputs))
             logits = self.steps.run(step.inputs)
-            if not step.draws:
-                return None
-            if "uniform" not in step.draws:
-                return best_tokens(logits).numpy()
-            numbers = {name: torch.from_numpy(each) for name, each in step.draws.items()}
-            tokens: npt.NDArray[np.integer[Any]] = sample_tokens(logits, **numbers).numpy()
-            return tokens
+            token_ids: Sequence[int] = ()
+            if "uniform" in step.draws:
+                token_ids = sample_tokens(logits, **tensors_of(step.draws)).tolist()
+            elif step.draws:
+                token_ids = best_tokens(logits).tolist()
+            searches = None
+            if step.searches:
+                numbers = self.searches.advance(logits, step.searches, tensors_of(step.searches))
+                searches = choices_of(numbers, step.searches)
+            return DeviceChosen(token_ids, searches)
 
     @property
     def has_sources(self) -> bool:
@@ -253,16 +280,16 @@ class StepRunner:
         self._caches.clear()
         del self._kv_memory
 
-    def _copy_blocks(self, copies: Int64Array | Sequence[tuple[int, int]]) -> None:
+    def _follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """Give beams their tokens and block tables, see `DeviceSearches.follow`."""
+        self._kernels.copy_blocks(self._kv_memory, self.searches.follow(beams, inputs))
+
+    def _copy_blocks(self, copies: Int32Array | Sequence[tuple[int, int]]) -> None:
         if not len(copies):
             return
-        on_gpu = self.device.type == "cuda"
         # nothing waits for the copy of pinned memory
-        blocks = torch.empty(2, len(copies), dtype=torch.int64, pin_memory=on_gpu)
-        blocks.numpy()[:] = np.array(copies).T
-        if on_gpu:
-            sources, destinations = blocks.to(self.device, non_blocking=True)
-            # of all layers
-            self._kv_memory[:, destinations] = self._kv_memory[:, sources]
-        else:
-            copy_blocks(list(self._caches.values()), *blocks)
+        blocks = torch.empty(
+            len(copies), 2, dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        blocks.numpy()[:] = copies
+        self._kernels.copy_blocks(self._kv_memory, blocks.to(self.device, non_blocking=True))

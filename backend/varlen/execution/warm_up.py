@@ -27,12 +27,12 @@ from varlen.execution.step_packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk, StepBatch
-from varlen.scheduling.choices import Draws
+from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner
-    from varlen.execution.step_model import Choose
+    from varlen.execution.step_model import StepChoice
     from varlen.execution.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ _DRAWN = GenerationOptions(top_k=2, top_p=0.5)
 # the host chooses these, also where a GPU draws others
 _REPORTED = GenerationOptions(top_k=2, top_p=0.5, logprobs=0)
 _SEARCHED = GenerationOptions(num_beams=2)
+# the host takes the steps of this one
+_EDITED = GenerationOptions(num_beams=2, repetition_penalty=2.0)
 
 
 def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> None:
@@ -111,8 +113,7 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
     for options in _options(has_sources=runner.has_sources):
         for length in lengths:
-            chunk = _chunk(runner, length, 1, options)
-            _run(runner, [chunk._replace(samples=(chunk.sequence,))], limit)
+            _run(runner, [_choosing(_chunk(runner, length, 1, options))], limit)
     if runner.device.type == "cuda":
         warm_up_kernels(runner, limit)
     # everything is compiled
@@ -120,33 +121,37 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
 
 
 def warm_up_draws(runner: StepRunner) -> None:
-    """Run steps on a CPU that draw their tokens."""
+    """Run steps on a CPU that draw their tokens, and one of a search."""
     limits = [(_DRAWN.temperature, _DRAWN.top_k, _DRAWN.top_p, _DRAWN.min_p)]
-    if runner.has_sources:
-        # they are searched
-        return
-    for uniform in (None, np.zeros(1)):
-        chunk = _chunk(runner, 1, 1)
-        step = _step([chunk._replace(samples=(chunk.sequence,))])
-        runner.run_packed(pack_step(step, runner.kv.block_size, Draws(limits, uniform)))
+    rules = SearchRules(1, True, False, None, (), np.zeros(1, np.int32), 1.0, 1.0)
+    choices = [(_SEARCHED, DeviceChoice(searches=[rules]))]
+    if not runner.has_sources:
+        # others are searched
+        choices += [(_DRAWN, DeviceChoice(Draws(limits, each))) for each in (None, np.zeros(1))]
+    for options, choice in choices:
+        step = _step([_choosing(_chunk(runner, 1, 1, options))])
+        runner.run_packed(pack_step(step, runner.kv.block_size, choice))
 
 
-def warm_up_choice(choose: Choose, info: StepInfo) -> None:
+def warm_up_choice(choice: StepChoice, info: StepInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
     Where the model runs in a process of its own, that process has warmed it up.
 
     Args:
-        choose: chooses them.
+        choice: chooses them.
         info: model facts for the engine.
     """
     for options in _options(has_sources=info.has_sources):
+        if options is _SEARCHED:
+            # that process takes its steps
+            continue
+        sequence = _sequence(1, 1, options, has_sources=info.has_sources)
+        step = _step([_choosing(Chunk(sequence, 0, (0,), (0,), ()))])
+        # what the process chooses otherwise
+        nothing = DeviceChoice(searches=[None])
         with torch.inference_mode():
-            choose(
-                torch.zeros(1, info.vocab_size),
-                [_sequence(1, 1, options, has_sources=info.has_sources)],
-                [0],
-            )
+            choice.outputs(step, nothing, DeviceChosen(), torch.zeros(1, info.vocab_size))
 
 
 def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
@@ -220,9 +225,16 @@ def _chunk(
     return Chunk(sequence, 0, (0,) * length, blocks, (), sources, (0,) * source)
 
 
+def _choosing(chunk: Chunk) -> Chunk:
+    """Return a chunk that chooses what follows it."""
+    sequence = chunk.sequence
+    return chunk._replace(samples=(sequence,), search=0 if sequence.is_searched else None)
+
+
 def _options(*, has_sources: bool) -> tuple[GenerationOptions, ...]:
     """Return options of each kind of choice that a model has."""
-    return (_SEARCHED,) if has_sources else (_GREEDY, _DRAWN, _REPORTED, _SEARCHED)
+    searched = _SEARCHED, _EDITED
+    return searched if has_sources else (_GREEDY, _DRAWN, _REPORTED, *searched)
 
 
 def _sequence(

@@ -31,7 +31,11 @@ class Chunk(NamedTuple):
             prompt, several for the samples of one prompt.
         source_block_ids: blocks of the keys and values of its source text.
         encodes: the tokens of that text if it is encoded in this step, before these tokens.
-        follows: output of the step before that is the only token, by number; `token_ids` has 0 in its place.
+        follows: row of the logits of the step before that the only token is chosen from; `token_ids` has 0 in its
+            place.
+        search: number of the search of an answer with beams, among those that run.
+        beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
+            `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt.
     """
 
     sequence: GeneratedSequence
@@ -42,11 +46,23 @@ class Chunk(NamedTuple):
     source_block_ids: tuple[int, ...] = ()
     encodes: tuple[int, ...] = ()
     follows: int | None = None
+    search: int | None = None
+    beams: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after the last of these tokens."""
+        return self.start + (1 if self.beams else len(self.token_ids))
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens of the answer up to the last of these tokens."""
-        return self.start + len(self.token_ids) - self.sequence.num_tokens
+        """Number of tokens of the answer, or of a beam, up to the last of these tokens."""
+        return self.end - self.sequence.num_tokens
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Number of rows of logits: one for each beam, or for each sample."""
+        return self.beams or len(self.samples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +116,17 @@ class StepBatch(Batch):
 
     @property
     def num_outputs(self) -> int:
-        """Number of tokens that are sampled."""
+        """Number of outputs: one for each sample and each search."""
         return sum(len(chunk.samples) for chunk in self.chunks)
 
     @property
+    def num_logit_rows(self) -> int:
+        """Number of rows of logits."""
+        return sum(chunk.num_logit_rows for chunk in self.chunks)
+
+    @property
     def sampled(self) -> tuple[list[GeneratedSequence], list[int]]:
-        """The sequence of each token that is sampled, and the length of its answer."""
+        """The sequence of each output, and the length of its answer."""
         chunks = self.chunks
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
         lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]
@@ -117,8 +138,8 @@ class BatchResult:
     """The result of a batch.
 
     Attributes:
-        outputs: one per sequence of the batch, in its order; of a step, one per sequence that samples, chunk by chunk,
-            where all beams of a search have the same one; empty after an error.
+        outputs: one per sequence of the batch, in its order; of a step, one per sample and per search, chunk by chunk;
+            empty after an error.
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
         failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import VarlenError
-from varlen.request.request import FinishReason, TokenLogprobs
+from varlen.request.request import FinishReason, Float32Array, Int32Array, TokenLogprobs
 
 
 class Draws(NamedTuple):
@@ -23,6 +23,66 @@ class Draws(NamedTuple):
 
     limits: Sequence[tuple[float, int, float, float]]
     uniform: npt.NDArray[np.float64] | None
+
+
+class SearchRules(NamedTuple):
+    """What decides a step of a search, beside log probabilities and what it has chosen before.
+
+    Attributes:
+        num_beams: number of its beams.
+        is_last: whether the token that is chosen is the last one.
+        ends_when_full: whether it ends once there are as many answers as beams.
+        forced: the only token that may come; None if there is a choice.
+        end_ids: tokens that end an answer.
+        banned: `[banned]` int32, tokens that may not come.
+        divisor: length penalty of an answer that ends with this token.
+        best_divisor: length penalty of the best answer that a beam may still become.
+    """
+
+    num_beams: int
+    is_last: bool
+    ends_when_full: bool
+    forced: int | None
+    end_ids: tuple[int, ...]
+    banned: Int32Array
+    divisor: float
+    best_divisor: float
+
+
+class DeviceChoice(NamedTuple):
+    """What is chosen where the logits are, in a step, and by which rules.
+
+    Attributes:
+        draws: what tokens are drawn with, one for each row of logits; None if the host chooses them, or there are none.
+        searches: rules of each search of the step that chooses; None if the host takes its step.
+        is_whole: whether nothing is left to the host.
+        renormalizes: whether log probabilities are normalized again without banned tokens.
+    """
+
+    draws: Draws | None = None
+    searches: Sequence[SearchRules | None] = ()
+    is_whole: bool = False
+    renormalizes: bool = False
+
+
+class SearchChoices(NamedTuple):
+    """What searches have chosen, see `reference.SearchResults`."""
+
+    ends: Int32Array
+    beams: Int32Array
+    scores: Float32Array
+
+
+class DeviceChosen(NamedTuple):
+    """What was chosen where the logits are.
+
+    Attributes:
+        token_ids: token of each row of logits, if tokens were drawn; else empty.
+        searches: steps of searches, if any were taken.
+    """
+
+    token_ids: Sequence[int] = ()
+    searches: SearchChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,20 @@
 
 With reservations, a group gets all the blocks that it may ever need before it starts. Without them it gets what its
 prompt needs, and a block at a time after that.
+
+The beams of a search write into blocks of their own. Which of them a beam reads is decided where its tokens are chosen
+(`varlen_kernels.reference.beam_search`), so a step does not have to wait for the one before.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source
 from varlen.scheduling.batch import Chunk
+from varlen.scheduling.beam_blocks import BeamBlocks
 from varlen.scheduling.block_copies import BlockCopies
 from varlen.scheduling.groups import Group, divide_step
 from varlen.scheduling.sequence import GeneratedSequence
@@ -32,6 +37,9 @@ class GroupMemory:
         self.blocks = blocks
         self.reserves = reserves
         self.copies = BlockCopies(blocks)
+        # numbers of searches that do not run, and how many there are
+        self._free_searches: list[int] = []
+        self._num_searches = 0
 
     def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
         """Return the most blocks that a prompt with its samples or beams may hold."""
@@ -49,13 +57,12 @@ class GroupMemory:
 
     def held(self, group: Group) -> int:
         """Return the number of blocks that a group holds or reserves, shared ones too."""
-        tables = (group.source_block_ids, *(branch.block_ids for branch in group.branches))
-        return group.reserved + sum(map(len, tables))
+        return group.reserved + sum(map(len, _tables(group)))
 
     def freed(self, group: Group) -> int:
         """Return the number of blocks that are available once a group is released, at least."""
-        tables = (group.source_block_ids, *(branch.block_ids for branch in group.branches))
-        own = (block for table in tables for block in table if not self.blocks.is_shared(block))
+        is_shared = self.blocks.is_shared
+        own = (block for table in _tables(group) for block in table if not is_shared(block))
         return group.reserved + sum(1 for _ in own)
 
     def start(self, group: Group, *, keep: int) -> bool:
@@ -80,11 +87,17 @@ class GroupMemory:
         group.source_block_ids = [self._allocate(group) for _ in range(source)]
         first.block_ids = shared
         first.num_computed = len(shared) * blocks.block_size
+        if group.has_beams:
+            group.beams = BeamBlocks(group.max_branches, first.num_tokens, blocks.block_size)
+            if not self._free_searches:
+                self._free_searches.append(self._num_searches)
+                self._num_searches += 1
+            group.search = heapq.heappop(self._free_searches)
         return True
 
     def next_chunks(
-        self, groups: list[Group], step_tokens: int, outputs: Mapping[GeneratedSequence, int]
-    ) -> dict[Group, list[Chunk]]:
+        self, groups: list[Group], step_tokens: int, logit_rows: Mapping[GeneratedSequence, int]
+    ) -> dict[Group, Chunk]:
         """Return what runs of each group in the next step, with blocks for it.
 
         Chunks of one token come first: the others attend in a way of their own. From now on its tokens count as
@@ -93,81 +106,85 @@ class GroupMemory:
         Args:
             groups: groups of the step in order, whose branches have the block of a token to generate.
             step_tokens: see `divide_step`.
-            outputs: number of the output of the step in flight, by sequence.
+            logit_rows: row of the logits of the step in flight, by sequence.
         """
         parts = list(zip(groups, divide_step(groups, step_tokens), strict=True))
         parts.sort(key=lambda part: part[1] > 1)
-        return {group: self._chunks(group, tokens, outputs) for group, tokens in parts}
+        return {group: self._chunk(group, tokens, logit_rows) for group, tokens in parts}
 
     def extend(self, group: Group) -> bool:
         """Allocate the block of each branch's next token; return False if one is not available.
 
         A branch that has its block keeps it.
         """
-        blocks = self.blocks
-        for branch in group.branches:
-            table = branch.block_ids
-            is_full = branch.num_computed == len(table) * blocks.block_size
-            # only the block of the last token is ever shared and not full
-            if not is_full and not blocks.is_shared(table[-1]):
-                continue
-            if not group.reserved and not blocks.available:
-                return False
-            if is_full:
-                table.append(self._allocate(group))
-            else:
-                source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
-                self.copies.add(source, copy)
+        first, blocks = group.first, self.blocks
+        if group.beams is not None and first.num_computed >= first.num_tokens:
+            return self._extend_beams(group, group.beams)
+        table = first.block_ids
+        is_full = first.num_computed == len(table) * blocks.block_size
+        # only the block of the last token is ever shared and not full
+        if not is_full and not blocks.is_shared(table[-1]):
+            return True
+        if not group.reserved and not blocks.available:
+            return False
+        if is_full:
+            table.append(self._allocate(group))
+        else:
+            source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
+            self.copies.add(source, copy)
         return True
 
-    def store(self, group: Group, begin: int, end: int) -> None:
-        """Let others share the blocks that branches have filled between these tokens."""
-        size = self.blocks.block_size
-        if group.source_tokens or begin // size == end // size:
-            return
-        for branch in group.branches:
-            self.blocks.store(
-                branch.token_ids,
-                branch.block_ids,
-                begin=begin,
-                end=end,
-                salt=group.first.options.cache_salt,
-            )
+    def _extend_beams(self, group: Group, beams: BeamBlocks) -> bool:
+        """Allocate the block of each beam's next token, as `extend` does."""
+        position = group.first.num_computed
+        while len(beams.blocks) < beams.column(position).stop:
+            if not group.reserved and not self.blocks.available:
+                return False
+            beams.blocks.append(self._allocate(group))
+            if beams.copies_prompt(position):
+                self.copies.add(group.first.block_ids[-1], beams.blocks[-1])
+        return True
 
-    def undo(self, group: Group, chunks: Sequence[Chunk], *, tokens: int | None = None) -> None:
+    def follow(self, group: Group, parents: Sequence[int]) -> None:
+        """Give back blocks that no beam of a search reads any more.
+
+        Args:
+            group: the group of the search.
+            parents: the beam of the last step that each beam continues.
+        """
+        # it may need as many again
+        if group.beams is not None and not self.reserves:
+            self.copies.release(group.beams.follow(parents))
+
+    def store(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
+        """Let others share the blocks that a chunk has filled.
+
+        Args:
+            group: its group.
+            chunk: the chunk. What beams have generated is not shared: only the device knows it.
+            repeated: number of the last tokens that run again.
+        """
+        begin, end, size = chunk.start, chunk.end - repeated, self.blocks.block_size
+        if chunk.beams or group.source_tokens or begin // size == end // size:
+            return
+        first = group.first
+        self.blocks.store(
+            first.token_ids, first.block_ids, begin=begin, end=end, salt=first.options.cache_salt
+        )
+
+    def undo(self, group: Group, chunk: Chunk, *, tokens: int | None = None) -> None:
         """Let the tokens of a step run again.
 
         Args:
             group: a group of the step; what later steps have of it is ignored.
-            chunks: its chunks in the step.
-            tokens: number of the last tokens of each chunk that run again; None is all of them.
+            chunk: its chunk in the step.
+            tokens: number of the last tokens of the chunk that run again; None is all of them.
         """
-        first = chunks[0]
-        tokens = len(first.token_ids) if tokens is None else tokens
-        for chunk in chunks:
-            chunk.sequence.num_computed = first.start + len(first.token_ids) - tokens
-            for sample in chunk.samples:
-                sample.num_unknown = 0
-        if first.encodes and tokens == len(first.token_ids):
+        group.first.num_computed = chunk.start if tokens is None else chunk.end - tokens
+        for sample in chunk.samples:
+            sample.num_unknown = chunk.end - len(sample.token_ids)
+        if chunk.encodes and group.first.num_computed == chunk.start:
             group.is_encoded = False
-
-    def follow(self, group: Group, parents: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Replace the branches of a group, see `Group.follow`; they share the blocks of their parents."""
-        branches = group.branches
-        used: set[int] = set()
-        for parent in parents:
-            if parent in used:
-                self.blocks.fork(branches[parent].block_ids)
-            used.add(parent)
-        unused: list[int] = []
-        for place, branch in enumerate(branches):
-            if place not in used:
-                unused += self.copies.release(branch.block_ids)
-        group.follow(parents, token_ids)
-        if self.reserves:
-            # the search may need as many again
-            self.blocks.reserve(len(unused))
-            group.reserved += len(unused)
 
     def split(self, group: Group) -> list[Group]:
         """Return a group for each sample that goes on; they share their prompt's blocks."""
@@ -176,7 +193,6 @@ class GroupMemory:
         left = [sequence for sequence in group.sequences if sequence.status == "running"]
         # its own blocks are released here, not the blocks of its samples
         first.block_ids = []
-        group.branches.clear()
         groups = [self._alone(group, sequence, table, num_computed) for sequence in left]
         if self.reserves:
             _, more = self._branch_need(first.prompt, first.generation.max_tokens)
@@ -186,7 +202,8 @@ class GroupMemory:
             groups[-1].reserved = group.reserved - more * (len(group.sequences) - 1)
             group.reserved -= sum(alone.reserved for alone in groups)
         self.copies.release(table)
-        self.release(group)
+        # its first sequence has a table again, which is not its own
+        self._unreserve(group)
         return groups
 
     def _alone(
@@ -202,50 +219,53 @@ class GroupMemory:
 
     def release(self, group: Group) -> None:
         """Release all that a group holds."""
-        for branch in group.branches:
-            self.copies.release(branch.block_ids)
-            branch.block_ids = []
-        self.copies.release(group.source_block_ids)
-        group.source_block_ids = []
-        self.blocks.unreserve(group.reserved)
-        group.reserved = 0
+        for table in _tables(group):
+            self.copies.release(table)
+        group.first.block_ids = []
+        group.source_block_ids, group.beams = [], None
+        if group.search is not None:
+            heapq.heappush(self._free_searches, group.search)
+            group.search = None
+        self._unreserve(group)
 
-    def _chunks(
-        self, group: Group, tokens: int, outputs: Mapping[GeneratedSequence, int]
-    ) -> list[Chunk]:
-        """Return the next tokens of each branch of a group, see `next_chunks`."""
-        first = group.first
+    def _chunk(
+        self, group: Group, tokens: int, logit_rows: Mapping[GeneratedSequence, int]
+    ) -> Chunk:
+        """Return the next tokens of a group, see `next_chunks`."""
+        first, beams = group.first, 0
         begin, end = first.num_computed, first.num_computed + tokens
-        num_blocks = self.blocks.blocks_of(end)
-        has_logits = end == first.length
-        follows = outputs[first] if end > len(first.token_ids) else None
         source = None if group.is_encoded else first.prompt.payload_tokens(Source)
-        source_block_ids = tuple(group.source_block_ids)
-        encodes = () if source is None else tuple(source.tolist())
-        chunks = []
-        for branch in group.branches:
+        follows = None
+        if group.beams is not None and begin >= first.num_tokens:
+            beams = group.num_branches
+            token_ids, block_ids = _UNKNOWN * beams, group.beams.tables(begin, first.block_ids)
+        else:
+            num_blocks = self.blocks.blocks_of(end)
             # of those that are reserved; a sequence that generates has its block
-            while len(branch.block_ids) < num_blocks:
-                branch.block_ids.append(self._allocate(group))
-            samples = (branch,) if group.has_beams else group.sequences
-            chunk = Chunk(
-                branch,
-                begin,
-                tuple(branch.token_ids[begin:end]) if follows is None else _UNKNOWN,
-                # it has more of them after a larger step that ran out of memory
-                tuple(branch.block_ids[:num_blocks]),
-                samples if has_logits else (),
-                source_block_ids,
-                encodes,
-                follows,
-            )
-            chunks.append(chunk)
-            branch.num_computed = end
-        for chunk in chunks:
-            for sample in chunk.samples:
-                sample.num_unknown += 1
+            while len(first.block_ids) < num_blocks:
+                first.block_ids.append(self._allocate(group))
+            token_ids = tuple(first.token_ids[begin:end])
+            if end > len(first.token_ids):
+                token_ids, follows = _UNKNOWN, logit_rows[first]
+            # it has more of them after a larger step that ran out of memory
+            block_ids = tuple(first.block_ids[:num_blocks])
+        chunk = Chunk(
+            first,
+            begin,
+            token_ids,
+            block_ids,
+            group.sequences[: 1 if group.has_beams else None] if end == first.length else (),
+            tuple(group.source_block_ids),
+            () if source is None else tuple(source.tolist()),
+            follows,
+            group.search,
+            beams,
+        )
+        first.num_computed = end
+        for sample in chunk.samples:
+            sample.num_unknown += 1
         group.is_encoded = True
-        return chunks
+        return chunk
 
     def _first_need(self, group: Group) -> int:
         """Return the number of blocks that a group has when it starts, shared ones included."""
@@ -264,8 +284,18 @@ class GroupMemory:
     def _allocate(self, group: Group) -> int:
         return self.blocks.allocate(reserved=self._use_reserved(group))
 
+    def _unreserve(self, group: Group) -> None:
+        self.blocks.unreserve(group.reserved)
+        group.reserved = 0
+
     def _use_reserved(self, group: Group) -> bool:
         """Return whether a group has a reserved block left, and use it."""
         is_reserved = group.reserved > 0
         group.reserved -= is_reserved
         return is_reserved
+
+
+def _tables(group: Group) -> tuple[list[int], ...]:
+    """Return the lists of blocks that a group holds."""
+    own = [] if group.beams is None else group.beams.held()
+    return group.first.block_ids, group.source_block_ids, own

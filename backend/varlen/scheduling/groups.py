@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from copy import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from varlen.scheduling.beam_blocks import BeamBlocks
 from varlen.scheduling.claims import Claim
 from varlen.scheduling.sequence import GeneratedSequence
 
@@ -24,7 +24,8 @@ class Group:
         max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
-        branches: computed sequences: the first sequence, or the beams that are alive.
+        search: number of its search, while it runs.
+        beams: blocks that its beams write, while it runs.
         source_tokens: length of its source text; 0 without one.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.
@@ -39,7 +40,8 @@ class Group:
     max_length: int = field(init=False)
     has_beams: bool = field(init=False)
     max_branches: int = field(init=False)
-    branches: list[GeneratedSequence] = field(init=False)
+    search: int | None = None
+    beams: BeamBlocks | None = None
     source_tokens: int = field(init=False)
     source_block_ids: list[int] = field(default_factory=list)
     is_encoded: bool = field(init=False)
@@ -52,9 +54,14 @@ class Group:
         generation = self.first.generation
         self.has_beams = self.first.is_searched
         self.max_branches = generation.num_beams if self.has_beams else len(self.sequences)
-        self.branches = [self.first]
         self.source_tokens = self.first.prompt.num_source_tokens
         self.is_encoded = not self.source_tokens
+
+    @property
+    def num_branches(self) -> int:
+        """Number of branches in the next step: beams once a search has begun, else the first sequence."""
+        is_searching = self.has_beams and self.first.length > self.first.num_tokens
+        return self.max_branches if is_searching else 1
 
     @property
     def remaining(self) -> int:
@@ -70,9 +77,9 @@ class Group:
     def can_follow(self) -> bool:
         """Whether it can go on before tokens of steps in flight are known.
 
-        A search continues beams that its step chooses, and the samples of a prompt part after their first token.
+        The samples of a prompt part after their first token.
         """
-        return not self.first.num_unknown or not (self.has_beams or len(self.sequences) > 1)
+        return self.has_beams or not self.first.num_unknown or len(self.sequences) == 1
 
     @property
     def is_streaming(self) -> bool:
@@ -87,15 +94,14 @@ class Group:
     @property
     def least_tokens(self) -> int:
         """Least number of tokens that it runs in a step."""
-        return len(self.branches) + (0 if self.is_encoded else self.source_tokens)
+        return self.num_branches + (0 if self.is_encoded else self.source_tokens)
 
     @property
     def lost_tokens(self) -> int:
         """Tokens that run again if it starts again."""
         first = self.first
-        generated = len(first.token_ids) - first.num_tokens
         # a search begins anew, so each of its beams generates all its tokens again
-        again = self.max_branches * generated if self.has_beams else 0
+        again = self.max_branches * (first.length - first.num_tokens) if self.has_beams else 0
         return first.num_computed + again + (self.source_tokens if self.is_encoded else 0)
 
     @property
@@ -104,17 +110,6 @@ class Group:
         if self.first.status != "finished":
             return False
         return all(sequence.status == "finished" for sequence in self.sequences)
-
-    def follow(self, parents: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Replace the branches: each continues an old one, given by place, by a token."""
-        old = [(branch.token_ids, branch.block_ids) for branch in self.branches]
-        del self.branches[len(parents) :]
-        while len(self.branches) < len(parents):
-            self.branches.append(copy(self.first))
-        for branch, parent, token_id in zip(self.branches, parents, token_ids, strict=True):
-            tokens, table = old[parent]
-            branch.token_ids = [*tokens, token_id]
-            branch.block_ids = [*table]
 
     def restart(self) -> None:
         """Make it start again.
@@ -125,8 +120,7 @@ class Group:
         first = self.first
         first.num_computed = 0
         if self.has_beams:
-            self.branches = [first]
-            first.token_ids = first.prompt.token_ids.tolist()
+            first.num_unknown = 0
             first.sampler_state = None
 
 

@@ -11,13 +11,14 @@ last one gives back its own and is computed again later, its generated tokens in
 are all sequences after the end of a worker process, whose KV memory is lost.
 
 A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
-prompt. The beams of a search run in the same steps; each has a block table, and they share blocks.
+prompt. The beams of a search run in the same steps, as many in each; where their tokens are chosen, it is known which
+beam each one continues.
 
 While a step runs, the next one can be scheduled and started, before its tokens are known: a sequence that generates
 goes on with the token that the step before it chooses. If that ends its answer, its token of the later step is ignored.
-The steps are the ones that would run without this, so where that is not certain, the next one waits: for the beams of
-a search, for the samples of a prompt, and before anything is preempted that runs. Steps run in their order, so what a
-sequence no longer needs is free at once.
+The steps are the ones that would run without this, so where that is not certain, the next one waits: for the samples
+of a prompt, and before anything is preempted that runs. Steps run in their order, so what a sequence no longer needs is
+free at once.
 
 The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call.
 
@@ -31,7 +32,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import cast
 
 from varlen.config import KvPolicy
@@ -217,11 +218,10 @@ class IterationScheduler:
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
         present = set(step.groups)
-        for group, chunks in step.chunks.items():
-            # all chunks of a group have as many
-            chosen = list(islice(outputs, len(chunks) * len(chunks[0].samples)))
+        for group, chunk in step.chunks.items():
+            chosen = list(islice(outputs, len(chunk.samples)))
             if group in present:
-                events += self._update_group(group, chunks, chosen)
+                events += self._update_group(group, chunk, chosen)
         return events
 
     def remove(self, request: RequestState) -> None:
@@ -245,7 +245,7 @@ class IterationScheduler:
     def drain(self) -> None:
         """Do nothing: no step waits for more requests."""
 
-    def _next_chunks(self, before: StepInFlight | None) -> dict[Group, list[Chunk]]:
+    def _next_chunks(self, before: StepInFlight | None) -> dict[Group, Chunk]:
         """Return what runs of each group in the next step.
 
         Args:
@@ -262,14 +262,16 @@ class IterationScheduler:
             tokens = tokens_of_step(
                 groups, size.tokens, self._cost, self._limits.inter_token_latency_seconds
             )
-            outputs = {} if before is None else before.outputs()
-            return self._memory.next_chunks(groups, tokens, outputs)
+            logit_rows = {} if before is None else before.logit_rows()
+            return self._memory.next_chunks(groups, tokens, logit_rows)
         return {}
 
     def _start(self, step: StepInFlight, now: float) -> StepBatch:
         """Return a step as a batch."""
-        chunks = tuple(chain.from_iterable(step.chunks.values()))
-        lengths = [len(chunk.token_ids) for chunk in chunks]
+        chunks = tuple(step.chunks.values())
+        lengths: list[int] = []
+        for chunk in chunks:
+            lengths += [1] * chunk.beams or [len(chunk.token_ids)]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
         shape = BatchShape.of(lengths + sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
@@ -332,45 +334,39 @@ class IterationScheduler:
             if request.crashes >= _MAX_CRASHES
         ]
 
-    def _update_group(
-        self, group: Group, chunks: list[Chunk], outputs: Sequence[object]
-    ) -> list[Event]:
+    def _update_group(self, group: Group, chunk: Chunk, outputs: Sequence[object]) -> list[Event]:
         """Return the events of a group that has run."""
         is_pending = not group.has_beams and any(
             each.is_pending for each in cast(Sequence[SampledToken], outputs)
         )
         if is_pending:
             # the last token runs again for its logits; until then its block is not shared
-            self._memory.undo(group, chunks, tokens=1)
+            self._memory.undo(group, chunk, tokens=1)
             for step in self._in_flight:
                 step.ignored.add(group)
-        else:
-            for chunk in chunks:
-                for sample in chunk.samples:
-                    sample.num_unknown -= 1
-        self._count_computed(group, chunks, repeated=int(is_pending))
+        elif not group.has_beams:
+            for sample in chunk.samples:
+                sample.num_unknown -= 1
+        self._count_computed(group, chunk, repeated=int(is_pending))
         return [] if is_pending else self._continue(group, outputs)
 
-    def _count_computed(self, group: Group, chunks: list[Chunk], *, repeated: int) -> None:
+    def _count_computed(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
         """Count the tokens of a group that have run, and share its full blocks."""
-        # all of a group have as many
-        first = chunks[0]
-        begin, tokens = first.start, len(first.token_ids)
-        served = len(chunks) * (tokens + len(first.encodes))
-        if tokens == 1 and first.samples and group.first.num_generated:
+        served = len(chunk.token_ids) + len(chunk.encodes)
+        is_last = len(chunk.token_ids) == max(1, chunk.beams) and chunk.samples
+        if is_last and chunk.num_generated:
             self._decode_tokens += served
         else:
             self._prefill_tokens += served
         self._claims.serve(group.claim, served)
-        self._memory.store(group, begin, begin + tokens - repeated)
+        self._memory.store(group, chunk, repeated=repeated)
 
     def _continue(self, group: Group, outputs: Sequence[object]) -> list[Event]:
         """Return the events of a group that has run, and split or release it."""
         events: list[Event] = []
         if group.has_beams:
-            if outputs:
-                # all rows of a search have the same output
-                events = self._follow(group, cast(BeamStep, outputs[0]))
+            for step in cast(Sequence[BeamStep], outputs):
+                events += self._answers(group, step)
         else:
             sampled = zip(group.sequences, cast(Sequence[SampledToken], outputs), strict=False)
             events = [append_token(*each) for each in sampled]
@@ -380,12 +376,12 @@ class IterationScheduler:
             self._split(group)
         return events
 
-    def _follow(self, group: Group, step: BeamStep) -> list[Event]:
-        """Return the answers of a search, if it has ended; else continue its beams."""
+    def _answers(self, group: Group, step: BeamStep) -> list[Event]:
+        """Return the answers of a search, if it has ended."""
         if step.error is not None:
             return [SequenceFailure(group.first, step.error)]
         if step.answers is None:
-            self._memory.follow(group, step.parents, step.token_ids)
+            self._memory.follow(group, step.parents)
             return []
         return write_answers(group.sequences, step.answers)
 

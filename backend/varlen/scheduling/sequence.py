@@ -139,7 +139,7 @@ class GeneratedSequence(SequenceState):
         sample: its number among the samples of its prompt.
         token_ids: the prompt, then what was generated.
         num_computed: number of its tokens whose keys and values are stored when the steps in flight have run.
-        num_unknown: number of tokens that steps in flight choose.
+        num_unknown: number of tokens that steps in flight choose; of a search, of all tokens of a beam.
         block_ids: its block table.
         writer: set by the engine when it is submitted.
         sampler_state: kept by the sampler, or the search, from one token to the next.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.groups import Group
@@ -18,7 +19,7 @@ class StepInFlight:
 
     Attributes:
         number, after: see `StepBatch`.
-        chunks: its groups in order, and the chunks of each.
+        chunks: its groups in order, and the chunk of each.
         copies: source by destination of the blocks that it copies.
         ignored: groups that run again, and whose outputs are ignored.
         is_void: whether this is so of all of them, because a step before it has failed.
@@ -26,7 +27,7 @@ class StepInFlight:
 
     number: int
     after: int | None
-    chunks: dict[Group, list[Chunk]]
+    chunks: dict[Group, Chunk]
     copies: dict[int, int]
     ignored: set[Group] = field(default_factory=set)
     is_void: bool = False
@@ -38,12 +39,11 @@ class StepInFlight:
             return []
         return [group for group in self.chunks if not (group.is_finished or group in self.ignored)]
 
-    def outputs(self) -> dict[GeneratedSequence, int]:
-        """Return the number of the output of each sequence that has one."""
-        sequences = (
-            sequence
-            for chunks in self.chunks.values()
-            for chunk in chunks
-            for sequence in chunk.samples
-        )
-        return {sequence: number for number, sequence in enumerate(sequences)}
+    def logit_rows(self) -> dict[GeneratedSequence, int]:
+        """Return the first row of the logits that each sequence has."""
+        rows: dict[GeneratedSequence, int] = {}
+        end = 0
+        for chunk in self.chunks.values():
+            rows.update(zip(chunk.samples, count(end), strict=False))
+            end += chunk.num_logit_rows
+        return rows

@@ -99,8 +99,7 @@ class GenerationService(RunningModel):
             runner = load_step_model(
                 checkpoint,
                 config,
-                choice.choose,
-                choice.draws,
+                choice,
                 stats,
                 gpu=gpu,
                 isolated=isolated,

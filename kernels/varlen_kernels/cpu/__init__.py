@@ -5,13 +5,11 @@
 Names and signatures match `reference`, which specifies each op.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from varlen_kernels import Activation, reference
+from varlen_kernels.cpu.beam_ops import advance_searches, beam_step, follow_beams
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.int8_ops import (
     linear_int4_panels,
@@ -52,14 +50,14 @@ from varlen_kernels.reference import (
     top_terms,
 )
 from varlen_kernels.reference.attention import Distances
-from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
+from varlen_kernels.reference.paged import check_copies
 from varlen_kernels.reference.sampling import check_sampling
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
 _LEAST_FEATURES = 1024
-# Multiplications that take as long as one logit of a beam step, or of a choice by chance.
-_OF_SEARCHED_LOGIT, _OF_SAMPLED_LOGIT = 64, 128
+# Multiplications that take as long as one logit of a choice by chance.
+_OF_SAMPLED_LOGIT = 128
 
 
 def activate(
@@ -158,30 +156,16 @@ def attention_varlen(
     return out
 
 
-def copy_blocks(caches: Sequence[Tensor], sources: Tensor, destinations: Tensor) -> None:
-    """Copy KV blocks of caches of one shape and dtype, one after another.
-
-    Args:
-        caches: `[blocks, num_kv_heads, block_size, head_dim]` each, contiguous.
-        sources, destinations: `[copies]`, block ids.
-
-    Raises:
-        ValueError: the caches differ, or are not contiguous.
-    """
+def copy_blocks(memory: Tensor, copies: Tensor) -> None:
+    """Copy KV blocks of all layers, see `reference.copy_blocks`."""
     if not has_compiled_ops():
-        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-            for cache in caches:
-                cache[destination] = cache[source]
+        reference.copy_blocks(memory, copies)
         return
     from varlen_kernels.cpu.calls import call_each
 
-    first = caches[0]
-    if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in caches):
-        raise ValueError("caches must have one shape and dtype")
-    if not all(each.is_contiguous() for each in caches):
-        raise ValueError("caches must be contiguous")
-    groups = [(cache, sources.long(), destinations.long()) for cache in caches]
-    call_each("copy_blocks", groups, (first[0].numel() * first.itemsize,), units=1)
+    check_copies(memory, copies)
+    block_bytes = memory[0, 0].nbytes
+    call_each("copy_blocks", [(memory, copies)], (block_bytes, memory[0].nbytes), units=len(memory))
 
 
 def append_kv(
@@ -279,46 +263,6 @@ def sample_tokens(
         multiplications=_OF_SAMPLED_LOGIT * logits.numel(),
     )
     return tokens if out is None else out.copy_(tokens)
-
-
-def beam_step(
-    logits: Tensor,
-    scores: Tensor,
-    finished: Tensor | None = None,
-    *,
-    width: int | None = None,
-    edits: BeamEdits | None = None,
-    out: BeamCandidates | None = None,
-) -> BeamCandidates:
-    """Return the best continuations of each sequence, see `reference.beam_step`."""
-    if not has_compiled_ops():
-        return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
-    from varlen_kernels.cpu.calls import call
-
-    width = check_beams(logits, scores, finished, width, edits, out)
-    if out is None:
-        out = BeamCandidates.empty(len(scores), width, logits.device)
-    if finished is None:
-        finished = torch.zeros(len(scores), dtype=torch.bool)
-    bounds, tokens, factors = _edits_of_rows(edits, len(logits))
-    call(
-        "step_beams",
-        (logits.float(), scores, finished, bounds, tokens, factors),
-        out,
-        dtypes="ff?lifiif",
-        units=len(scores),
-        multiplications=_OF_SEARCHED_LOGIT * logits.numel(),
-    )
-    return out
-
-
-def _edits_of_rows(edits: BeamEdits | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bounds of the edits of each row, their tokens and their factors."""
-    if edits is None:
-        none = torch.empty(0)
-        return torch.zeros(rows + 1, dtype=torch.int64), none.int(), none
-    bounds = np.searchsorted(edits.rows.numpy(), np.arange(rows + 1))
-    return torch.from_numpy(bounds), edits.tokens, edits.factors
 
 
 def _in_fp32(bias: Tensor | None) -> Tensor | None:

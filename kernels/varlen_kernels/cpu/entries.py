@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from varlen_kernels.cpu import beam_entries
 from varlen_kernels.cpu.activation_kinds import NO_ACTIVATION
 from varlen_kernels.cpu.arguments import (
     address,
     bias_of_heads,
     bit_rows,
-    bytes_of,
     cache_of,
     codes_of,
     fp32,
@@ -29,7 +29,6 @@ from varlen_kernels.cpu.arguments import (
     row_of,
 )
 from varlen_kernels.cpu.attention import attend_items, attend_items_with_distances
-from varlen_kernels.cpu.beam import step_sequences
 from varlen_kernels.cpu.call_code import run_alone, run_shared
 from varlen_kernels.cpu.epilogues import (
     activated,
@@ -264,11 +263,11 @@ def _attend_blocks(attend_some: Any, view: Any) -> Entry:
 
 @inlined
 def _copy_blocks(arguments, first, last):
-    # cache, sources, destinations; bytes of a block; there is one unit: copies are made in order
-    if first < last:
-        block_bytes = number(arguments, 9)
-        ids = long_ids_of(arguments, 1), long_ids_of(arguments, 2)
-        copy_some_blocks(address(arguments, 0), ids[0], ids[1], block_bytes)
+    # memory, copies; bytes of a block, and of a cache; a unit is a cache
+    block_bytes, cache_bytes = number(arguments, 6), number(arguments, 7)
+    for cache in range(first, last):
+        place = address(arguments, 0) + cache * cache_bytes
+        copy_some_blocks(place, id_rows(arguments, 1), block_bytes)
     return 0
 
 
@@ -360,25 +359,6 @@ def _rotate(view: Any) -> Entry:
 
 
 @inlined
-def _step_beams(arguments, first, last):
-    # logits, scores, finished, bounds of the edits of rows, their tokens and factors, tokens, parents, scores; a unit
-    # is a sequence
-    return step_sequences(
-        first,
-        last,
-        fp32(arguments, 0),
-        fp32(arguments, 1),
-        bytes_of(arguments, 2),
-        long_ids_of(arguments, 3),
-        ids_of(arguments, 4),
-        fp32_numbers(arguments, 5),
-        id_rows(arguments, 6),
-        id_rows(arguments, 7),
-        fp32(arguments, 8),
-    )
-
-
-@inlined
 def _sample(arguments, first, last):
     # logits, temperature, top_k, top_p, min_p, uniform, out; a unit is a row
     return sample_rows(
@@ -431,7 +411,9 @@ MAKERS: Mapping[str, Callable[[], Entry]] = {
     "quantize": lambda: _quantize,
     "dequantize": partial(_dequantize, fp32_matrix),
     "dequantize_int32": partial(_dequantize, int32_matrix),
-    "step_beams": lambda: _step_beams,
+    "step_beams": lambda: beam_entries.step_beams,
+    "follow_beams": lambda: beam_entries.follow_beams,
+    "advance_searches": lambda: beam_entries.advance_searches,
     "sample": lambda: _sample,
     "run_shared": lambda: _run_shared,
     "run_alone": lambda: _run_alone,

@@ -61,12 +61,11 @@ def append_rows(
 @inlined
 def copy_some_blocks(
     cache,
-    sources,  # [copies]
-    destinations,  # [copies]
+    copies,  # [copies, 2]
     block_bytes,
 ):
-    """Copy blocks of the cache at an address, one after another."""
-    for i in range(len(sources)):
-        if sources[i] != destinations[i]:
-            place = cache + destinations[i] * block_bytes
-            copy_bytes(place, cache + sources[i] * block_bytes, block_bytes)
+    """Copy blocks of the cache at an address."""
+    for i in range(len(copies)):
+        source, copy = np.int64(copies[i, 0]), np.int64(copies[i, 1])
+        if source != copy:
+            copy_bytes(cache + copy * block_bytes, cache + source * block_bytes, block_bytes)

@@ -97,7 +97,7 @@ fp64_vector = _view(types.float64, 1)
 bf16_matrix = _view(types.uint16, 2)
 int8_matrix, uint8_matrix = _view(types.int8, 2), _view(types.uint8, 2)
 uint8_vector = _view(types.uint8, 1)
-int32_vector, int32_matrix = (_view(types.int32, axes) for axes in (1, 2))
+int32_vector, int32_matrix, int32_matrices = (_view(types.int32, axes) for axes in (1, 2, 3))
 uint32_vector, uint32_matrix = (_view(types.uint32, axes) for axes in (1, 2))
 int64_vector = _view(types.int64, 1)
 

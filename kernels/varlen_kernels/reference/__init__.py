@@ -10,6 +10,7 @@ whose `out` may be one of their arguments.
 
 from varlen_kernels.reference.attention import attention_tiles, attention_varlen
 from varlen_kernels.reference.beam import beam_step
+from varlen_kernels.reference.beam_search import advance_searches, follow_beams
 from varlen_kernels.reference.heads import norm_heads, rotary
 from varlen_kernels.reference.linear_layers import (
     activate,
@@ -27,7 +28,12 @@ from varlen_kernels.reference.norm import (
     residual_rms_norm,
     rms_norm,
 )
-from varlen_kernels.reference.paged import append_kv, attention_paged, paged_tiles
+from varlen_kernels.reference.paged import (
+    append_kv,
+    attention_paged,
+    copy_blocks,
+    paged_tiles,
+)
 from varlen_kernels.reference.pooling import first_tokens, pool, select_rows, to_fp32
 from varlen_kernels.reference.sampling import sample_tokens
 from varlen_kernels.reference.vocabulary import term_weights, top_terms

@@ -147,3 +147,35 @@ def attention_paged(
         )
         out[begin:end].view(end - begin, num_heads, head_dim).copy_(context[0].transpose(0, 1))
     return out
+
+
+def copy_blocks(memory: Tensor, copies: Tensor) -> None:
+    """Copy KV blocks of all layers. A copy of a block to itself changes nothing.
+
+    Args:
+        memory: `[caches, blocks, num_kv_heads, block_size, head_dim]`, the keys and the values of all layers; changed.
+        copies: `[copies, 2]` int32, each block and its copy. No copy is made twice, or is the source of another one.
+
+    Raises:
+        ValueError: `memory` is not contiguous, its blocks are no multiple of 4 bytes, or `copies` is of another form.
+    """
+    check_copies(memory, copies)
+    for source, copy in copies.tolist():
+        memory[:, copy] = memory[:, source]
+
+
+def check_copies(memory: Tensor, copies: Tensor) -> None:
+    """Check the arguments of `copy_blocks`.
+
+    Raises:
+        ValueError: see there.
+    """
+    if memory.ndim != 5 or not memory.is_contiguous() or memory[0, 0].nbytes % 4:
+        raise ValueError(
+            f"memory is {list(memory.shape)} {memory.dtype}, strides {memory.stride()}; it must be contiguous, [caches,"
+            " blocks, num_kv_heads, block_size, head_dim], and its blocks multiples of 4 bytes"
+        )
+    if copies.ndim != 2 or copies.shape[1] != 2 or copies.dtype != torch.int32:
+        raise ValueError(
+            f"copies is {list(copies.shape)} {copies.dtype}; it must be [copies, 2] {torch.int32}"
+        )

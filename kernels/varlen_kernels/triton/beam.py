@@ -27,7 +27,7 @@ from varlen_kernels.triton.beam_keys import (
     value_of,
     without_nan,
 )
-from varlen_kernels.triton.checks import check_row_layout
+from varlen_kernels.triton.checks import check_contiguous, check_row_layout
 from varlen_kernels.tuning import pick
 
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
@@ -152,10 +152,10 @@ def beam_step(
     rows, vocabulary = logits.shape
     out = out or BeamCandidates.empty(sequences, width, logits.device)
     check_row_layout(logits=logits)
-    _check_contiguous(scores=scores, finished=finished)
+    check_contiguous(scores=scores, finished=finished)
     for kind, tensors in {"out": out, "edits": edits}.items():
         if tensors is not None:
-            _check_contiguous(**{f"{kind}.{name}": t for name, t in tensors._asdict().items()})
+            check_contiguous(**{f"{kind}.{name}": t for name, t in tensors._asdict().items()})
     if rows == 0:
         return out
 
@@ -198,14 +198,3 @@ def beam_step(
     if taken is not None:
         merge_edits(unedited, taken, totals, scores, finished, vocabulary, out)
     return out
-
-
-def _check_contiguous(**tensors: Tensor | None) -> None:
-    """Check that each tensor is contiguous.
-
-    Raises:
-        ValueError: one is not; the message names it.
-    """
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")

@@ -133,3 +133,14 @@ def row_strides(**tensors: Tensor) -> tuple[int, ...]:
                 " its rows must lie one stride apart"
             ) from None
     return tuple(strides)
+
+
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """Check that each tensor is contiguous.
+
+    Raises:
+        ValueError: one is not; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")

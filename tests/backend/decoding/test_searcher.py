@@ -13,6 +13,8 @@ from .sequences import sequences_of
 from .small_tokenizers import byte_level
 
 CPU = torch.device("cpu")
+# The host takes the steps of a search with this option, which bans nothing in a few tokens.
+ON_HOST = {"no_repeat_ngram_size": 20}
 VOCABULARY = 40
 END = 3
 
@@ -36,6 +38,7 @@ def states_of(sequences):
 def test_scores_are_normalized_again_however_likely_a_banned_token_is(likely):
     searcher = searcher_of(renormalizes=True)
     options = {"num_beams": 2, "n": 2, "min_tokens": 1, "max_tokens": 2, "length_penalty": 0.0}
+    options |= ON_HOST
     logits = logits_of(1)
     logits[0, END] = logits.max() + likely
     rest = logits.clone()
@@ -43,7 +46,7 @@ def test_scores_are_normalized_again_however_likely_a_banned_token_is(likely):
     expected = rest.log_softmax(1).topk(2).values[0]
 
     sequence = sequences_of(1, **options)[0]
-    searcher.advance(logits, [sequence])
+    searcher.advance(logits, [sequence], [1])
 
     scores = sequence.sampler_state.scores
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-4, atol=1e-4)
@@ -51,10 +54,10 @@ def test_scores_are_normalized_again_however_likely_a_banned_token_is(likely):
 
 def test_a_step_that_ran_out_of_memory_is_repeated_as_if_it_had_not_run(monkeypatch):
     searcher = searcher_of()
-    forced = {"num_beams": 2, "max_tokens": 3, "forced_bos_token_id": 7}
-    last = {"num_beams": 2, "max_tokens": 1, "forced_eos_token_id": END}
+    forced = {"num_beams": 2, "max_tokens": 3, "forced_bos_token_id": 7, **ON_HOST}
+    last = {"num_beams": 2, "max_tokens": 1, "forced_eos_token_id": END, **ON_HOST}
     drawn = {"num_beams": 2, "max_tokens": 3, "do_sample": True, "seed": 1}
-    rows = [forced, last, drawn, {"num_beams": 2, "max_tokens": 3}]
+    rows = [forced, last, drawn, {"num_beams": 2, "max_tokens": 3, **ON_HOST}]
     sequences = [sequences_of(1, **options)[0] for options in rows]
     best = Searcher._best
 
@@ -63,22 +66,22 @@ def test_a_step_that_ran_out_of_memory_is_repeated_as_if_it_had_not_run(monkeypa
 
     monkeypatch.setattr(Searcher, "_best", failing)
     with pytest.raises(MemoryError):
-        searcher.advance(logits_of(4), sequences)
+        searcher.advance(logits_of(4), sequences, [1] * 4)
     assert states_of(sequences) == [1, 1, 1, 1]
 
     monkeypatch.setattr(Searcher, "_best", best)
-    steps = searcher.advance(logits_of(4), sequences)
+    steps = searcher.advance(logits_of(4), sequences, [1] * 4)
 
     alone = [sequences_of(1, **options)[0] for options in rows]
     for row, sequence in enumerate(alone):
-        assert searcher_of().advance(logits_of(4)[row : row + 1], [sequence]) == [steps[row]]
+        assert searcher_of().advance(logits_of(4)[row : row + 1], [sequence], [1]) == [steps[row]]
     assert steps[0].token_ids == (7,)
     assert steps[1].answers[0].token_ids == (END,)
 
 
 def test_a_search_that_fails_ends_alone(monkeypatch):
     searcher = searcher_of()
-    sequences = [sequences_of(1, num_beams=2, max_tokens=4, n=n)[0] for n in (1, 2)]
+    sequences = [sequences_of(1, num_beams=2, max_tokens=4, n=n, **ON_HOST)[0] for n in (1, 2)]
     advance = BeamSearch.advance
 
     def failing(self, *arguments):
@@ -87,7 +90,7 @@ def test_a_search_that_fails_ends_alone(monkeypatch):
         return advance(self, *arguments)
 
     monkeypatch.setattr(BeamSearch, "advance", failing)
-    first, second = searcher.advance(logits_of(2), sequences)
+    first, second = searcher.advance(logits_of(2), sequences, [1, 1])
 
     assert "the search for an answer failed" in str(first.error)
     assert second.error is None
@@ -96,7 +99,7 @@ def test_a_search_that_fails_ends_alone(monkeypatch):
 
 def test_a_search_that_cannot_begin_ends_alone(monkeypatch):
     searcher = searcher_of()
-    sequences = [sequences_of(1, num_beams=2, max_tokens=4, n=n)[0] for n in (1, 2)]
+    sequences = [sequences_of(1, num_beams=2, max_tokens=4, n=n, **ON_HOST)[0] for n in (1, 2)]
     begin = BeamSearch.__init__
 
     def failing(self, options, *arguments, **others):
@@ -105,10 +108,11 @@ def test_a_search_that_cannot_begin_ends_alone(monkeypatch):
         begin(self, options, *arguments, **others)
 
     monkeypatch.setattr(BeamSearch, "__init__", failing)
-    first, second = searcher.advance(logits_of(2), sequences)
+    first, second = searcher.advance(logits_of(2), sequences, [1, 1])
 
     assert "the search for an answer failed" in str(first.error)
-    [alone] = searcher_of().advance(logits_of(2)[1:], sequences_of(1, num_beams=2, max_tokens=4))
+    other = sequences_of(1, num_beams=2, max_tokens=4, **ON_HOST)
+    [alone] = searcher_of().advance(logits_of(2)[1:], other, [1])
     assert second == alone
 
 
@@ -124,9 +128,9 @@ def test_candidates_of_equal_score_keep_the_order_of_rows_and_tokens():
 
 def test_searches_with_different_beams_in_one_step_go_on_as_each_does_alone():
     rows = [
-        {"num_beams": 2, "max_tokens": 5},
+        {"num_beams": 2, "max_tokens": 5, **ON_HOST},
         {"num_beams": 5, "max_tokens": 5, "repetition_penalty": 1.5},
-        {"num_beams": 1, "max_tokens": 5},
+        {"num_beams": 1, "max_tokens": 5, "temperature": 0.0, **ON_HOST},
         {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "max_tokens": 5},
         {"num_beams": 3, "diversity_type": "sibling", "diversity_penalty": 1.0, "max_tokens": 5},
     ]
@@ -134,15 +138,14 @@ def test_searches_with_different_beams_in_one_step_go_on_as_each_does_alone():
     alone = [sequences_of(1, **options)[0] for options in rows]
     mixed, single = searcher_of(), searcher_of()
     for step in range(5):
-        counts = [1 if not step else sequence.sampler_state.num_rows for sequence in together]
-        batch = [each for each, count in zip(together, counts, strict=True) for _ in range(count)]
-        logits = logits_of(len(batch), seed=step)
+        # beams that are not alive have rows, too
+        counts = [options["num_beams"] if step else 1 for options in rows]
+        logits = logits_of(sum(counts), seed=step)
         expected, begin = [], 0
         for sequence, count in zip(alone, counts, strict=True):
             own = logits[begin : begin + count].clone()
-            expected += single.advance(own, [sequence] * count)
+            expected += single.advance(own, [sequence], [count])
             begin += count
 
-        assert mixed.advance(logits, batch) == expected
-        together = [s for s in together if s.sampler_state.num_rows]
-        alone = [s for s in alone if s.sampler_state.num_rows]
+        # a search that has ended has another step
+        assert mixed.advance(logits, together, counts) == expected

@@ -180,7 +180,11 @@ def test_a_search_reads_the_biased_logits_and_skips_bad_words(sampled):
     forms = forms_of(byte_level(), words)
     biased, plain = (
         sequences_of(1, **options, **given)[0]
-        for given in ({"logit_bias": (*bias.items(),), "bad_words": words}, {})
+        for given in (
+            {"logit_bias": (*bias.items(),), "bad_words": words},
+            # the host takes its steps
+            {"no_repeat_ngram_size": 20},
+        )
     )
     for step in range(3):
         logits = logits_of(2 if step == 0 else 6, step)
@@ -192,7 +196,7 @@ def test_a_search_reads_the_biased_logits_and_skips_bad_words(sampled):
         logprobs = changed(logits[:rows], bias).log_softmax(1)
         before = list(biased.sampler_state.scores) if step else [0.0]
         histories = [list(each) for each in tokens_of(biased)] if step else [[]]
-        steps = searcher.advance(logits.clone(), [biased] * rows + [plain] * rows)
+        steps = searcher.advance(logits.clone(), [biased, plain], [rows, rows])
         if steps[0].answers is not None:
             break
         for parent, token, score in zip(

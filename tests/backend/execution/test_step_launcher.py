@@ -10,10 +10,11 @@ import pytest
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.step_launcher import StepLauncher
+from varlen.execution.step_model import NoChoice
 from varlen.scheduling.batch import StepBatch
-from varlen.scheduling.choices import Draws, SampledToken
+from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, SampledToken
 
-DRAWN, CHOSEN = Draws([(0.0, 0, 1.0, 0.0)], None), None
+DRAWN, CHOSEN = DeviceChoice(Draws([(0.0, 0, 1.0, 0.0)], None), is_whole=True), DeviceChoice()
 
 
 class Device:
@@ -34,9 +35,9 @@ class Device:
         if (what, step.number) in self.failing:
             raise ZeroDivisionError
 
-    def pack(self, step, draws):
+    def pack(self, step, choice):
         self._do("pack", step)
-        return draws
+        return choice
 
     def may_queue(self, packed):
         return self.takes_more
@@ -44,14 +45,16 @@ class Device:
     def start(self, step, packed):
         self._do("start", step)
 
-        def tokens():
+        def chosen():
             self._do("wait", step)
-            return [] if packed is None else [100 + step.number]
+            return DeviceChosen([100 + step.number] if packed.is_whole else ())
 
-        return tokens
+        return chosen
 
-    def choose(self, step):
+    def choose(self, step, choice, chosen):
         self._do("choose", step)
+        assert not choice.is_whole
+        assert chosen == DeviceChosen()
         return [SampledToken(200 + step.number)]
 
 
@@ -60,21 +63,36 @@ def device():
     return Device()
 
 
-@pytest.fixture
-def launch(device):
-    """Return a function that launches a step and returns what waits for it."""
-    draws, numbers = [], count()
+class Choice(NoChoice):
+    """Chooses on the device what the next step is told.
 
-    def draws_of(*_):
-        of_step, fails = draws.pop()
-        if fails:
+    Attributes:
+        told: choices of the next steps; None fails.
+    """
+
+    def __init__(self):
+        self.told = []
+
+    def on_device(self, step):
+        of_step = self.told.pop()
+        if of_step is None:
             raise ZeroDivisionError
         return of_step
 
-    launcher = StepLauncher(device, draws_of)
+    def outputs(self, step, choice, chosen, logits):
+        assert choice.is_whole
+        assert logits is None
+        return [SampledToken(token_id) for token_id in chosen.token_ids]
 
-    def launch(of_step, after=None, *, fails=False):
-        draws.append((of_step, fails))
+
+@pytest.fixture
+def launch(device):
+    """Return a function that launches a step and returns what waits for it."""
+    choice, numbers = Choice(), count()
+    launcher = StepLauncher(device, choice)
+
+    def launch(of_step, after=None):
+        choice.told.append(of_step)
         number = next(numbers)
         step = StepBatch((), BatchShape.of([1]), 1.0, "", (), (), number, after)
         return launcher.launch(step)
@@ -158,8 +176,8 @@ def test_a_step_that_does_not_need_the_one_that_failed_runs(launch, device):
     assert launch(DRAWN)() == [SampledToken(101)]
 
 
-def test_a_step_whose_draws_fail_fails_and_the_one_behind_it_is_skipped(launch, device):
-    first, second = launch(None, fails=True), launch(DRAWN, after=0)
+def test_a_step_whose_choice_fails_fails_and_the_one_behind_it_is_skipped(launch, device):
+    first, second = launch(None), launch(DRAWN, after=0)
 
     with pytest.raises(ZeroDivisionError):
         first()

@@ -19,6 +19,7 @@ from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
+from varlen.execution.step_model import NoChoice
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena
@@ -123,19 +124,19 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
-    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, lambda *_: [])
+    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChoice())
     warm_up(runner)
-    logits, steps = runner.steps.logits, []
+    run, steps = runner.steps.run, []
 
-    def broken(chunks):
-        steps.append(len(chunks))
-        found = logits(chunks)
+    def broken(arrays):
+        steps.append(len(arrays["context_lens"]))
+        found = run(arrays)
         # six sequences and a short one
-        if len(chunks) == 7:
+        if steps[-1] == 7:
             found[6, 3] = torch.nan
         return found
 
-    monkeypatch.setattr(runner.steps, "logits", broken)
+    monkeypatch.setattr(runner.steps, "run", broken)
     with pytest.raises(ConfigError, match="7 sequences have logits with NaN in float32"):
         warm_up(runner)
     assert steps[-1] == 7
@@ -146,8 +147,8 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     make_checkpoint, monkeypatch, hangs_at
 ):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
-    runner = StepRunner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, lambda *_: [])
-    logits, limits, go_on = runner.steps.logits, [], Event()
+    runner = StepRunner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChoice())
+    run, limits, go_on = runner.steps.run, [], Event()
     runner.device = torch.device("cuda")
     monkeypatch.setattr(runner, "_copy_blocks", lambda copies: None)
     within = warm_up_module.call_within
@@ -166,9 +167,9 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
 
     monkeypatch.setattr(
         runner.steps,
-        "logits",
-        lambda chunks: (
-            go_on.wait(10.0) if len(limits) - 1 == hangs_at % len(steps) else logits(chunks)
+        "run",
+        lambda arrays: (
+            go_on.wait(10.0) if len(limits) - 1 == hangs_at % len(steps) else run(arrays)
         ),
     )
     with pytest.raises(ModelFaultError, match=r"not ended its first work in 0\.\d+ s .*: it hangs"):
@@ -194,12 +195,12 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     config = EngineConfig(
         device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
     )
-    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, lambda *_: [])
-    logits, shapes = runner.steps.logits, []
+    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChoice())
+    run, shapes = runner.steps.run, []
     monkeypatch.setattr(
         runner.steps,
-        "logits",
-        lambda chunks: shapes.append([len(c.token_ids) for c in chunks]) or logits(chunks),
+        "run",
+        lambda arrays: shapes.append(np.diff(arrays["cu_seqlens"]).tolist()) or run(arrays),
     )
 
     warm_up_kernels(runner)

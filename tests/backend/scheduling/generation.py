@@ -8,7 +8,6 @@ is used again too early gives wrong tokens.
 import random
 from collections import Counter, defaultdict
 from hashlib import blake2b
-from itertools import chain, groupby
 
 import numpy as np
 
@@ -121,6 +120,9 @@ class KvExecutor(HeldExecutor):
         # number of the last step that failed or was skipped, and the outputs of the last step
         self.last_failed = None
         self.outputs = []
+        # what beams continue, by search, and the block tables of the beams that ran, by search and position
+        self.chosen = {}
+        self.tables = {}
         self.has_failed = False
         self.is_pending = lambda _: False
         self.seconds = lambda _: 1.0
@@ -143,20 +145,69 @@ class KvExecutor(HeldExecutor):
             self.last_failed = batch.number
             # it may have written anything into its blocks
             for chunk in batch.chunks:
-                self._write(chunk.block_ids, chunk.start, [None] * len(chunk.token_ids))
+                if failure.endswith("late") or not chunk.beams:
+                    for table, tokens in self._rows(chunk):
+                        self._write(table, chunk.start, [None] * len(tokens))
                 self._write(chunk.source_block_ids, 0, [None] * len(chunk.encodes))
             if failure == "worker":
                 self.memory.clear()
+                self.chosen.clear()
+                self.tables.clear()
                 self.has_lost_worker = True
             return BatchResult([], self.seconds(batch), failure=failure.split()[0])
         for chunk in batch.chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
-            self._write(chunk.block_ids, chunk.start, self._tokens(chunk))
-        outputs = []
-        for _, chunks in groupby(batch.chunks, key=prompt_of_chunk):
-            outputs += self._outputs(list(chunks))
-        self.outputs = outputs
+            for table, tokens in self._rows(chunk):
+                self._write(table, chunk.start, tokens)
+        # one for each row of logits
+        of_rows, outputs = [], []
+        for chunk in batch.chunks:
+            if chunk.sequence.is_searched and chunk.samples:
+                outputs.append(self._search(chunk))
+                of_rows += [None] * chunk.num_logit_rows
+            else:
+                outputs += [self._sample(chunk, sample) for sample in chunk.samples]
+                of_rows += outputs[len(outputs) - len(chunk.samples) :]
+        self.outputs = of_rows
         return BatchResult(outputs, self.seconds(batch))
+
+    def _rows(self, chunk):
+        """Return the block table and the tokens of each row of a chunk."""
+        if not chunk.beams:
+            return [(chunk.block_ids, self._tokens(chunk))]
+        _, tokens = self.chosen.get(chunk.search, (None, [0] * chunk.beams))
+        return list(zip(self._tables(chunk), [[token] for token in tokens], strict=True))
+
+    def _tables(self, chunk):
+        """Return the block table of each beam, once blocks are copied for beams that part."""
+        size = self.bench.pool.block_size
+        column, place = divmod(chunk.start, size)
+        given = [chunk.block_ids[i :: column + 1] for i in range(column + 1)]
+        given = [list(row) for row in zip(*given, strict=True)]
+        assert len(given) == chunk.beams == chunk.sequence.generation.num_beams
+        key = chunk.search, chunk.start
+        if key in self.tables:
+            # it runs again
+            return self.tables[key]
+        if chunk.start == chunk.sequence.num_tokens:
+            tables = given
+        else:
+            before = self.tables[chunk.search, chunk.start - 1]
+            parents, _ = self.chosen[chunk.search]
+            tables = [[*before[parent]] for parent in parents]
+            unused = [before[row][-1] for row in range(chunk.beams) if row not in parents]
+            for row, parent in enumerate(parents):
+                if not place:
+                    tables[row].append(given[row][-1])
+                elif parent in parents[:row]:
+                    tables[row][-1] = unused.pop(0)
+                    self.memory[tables[row][-1]] = dict(self._block(before[parent][-1]))
+        self._forget_tables(chunk.search)
+        self.tables[key] = tables
+        return tables
+
+    def _forget_tables(self, search):
+        self.tables = {key: each for key, each in self.tables.items() if key[0] != search}
 
     def _tokens(self, chunk):
         """Return the tokens of a chunk; None is one that could not be chosen."""
@@ -166,33 +217,34 @@ class KvExecutor(HeldExecutor):
         before = self.outputs[chunk.follows]
         return [None if before.is_pending else before.token_id]
 
-    def _outputs(self, chunks):
-        """Return the outputs of a prompt: one for each sample or beam."""
-        first = chunks[0].sequence
-        if not first.is_searched or not chunks[0].samples:
-            return [self._sample(chunk, sample) for chunk in chunks for sample in chunk.samples]
-        contexts = [self._context(chunk) for chunk in chunks]
-        # a search keeps its state with the sequence of its first row
-        rows, generated = first.sampler_state or (1, 0)
-        assert (rows, generated) == (len(chunks), first.num_generated)
-        assert all(chunk.samples == (chunk.sequence,) for chunk in chunks)
-        step = search_step(contexts, generated, first.generation)
-        first.sampler_state = len(step.parents), generated + 1
-        return [step] * rows
+    def _search(self, chunk):
+        """Return the step of a search, whose last beams stay as they are if it has fewer now."""
+        first = chunk.sequence
+        assert chunk.samples == (first,)
+        tables = self._tables(chunk)[: first.sampler_state] if chunk.beams else [chunk.block_ids]
+        contexts = [self._context(chunk, table) for table in tables]
+        step = search_step(contexts, chunk.num_generated, first.generation)
+        first.sampler_state = len(step.parents)
+        dead = first.generation.num_beams - len(step.parents)
+        if not chunk.beams:
+            # the tables of a search before it
+            self._forget_tables(chunk.search)
+        self.chosen[chunk.search] = [*step.parents, *[0] * dead], [*step.token_ids, *[0] * dead]
+        return step
 
     def _sample(self, chunk, sample):
         if self._tokens(chunk) == [None]:
             return SampledToken(0, is_pending=True)
-        token = next_token(self._context(chunk), sample.sample)
+        token = next_token(self._context(chunk, chunk.block_ids), sample.sample)
         return SampledToken(token, is_pending=self.is_pending(sample))
 
-    def _context(self, chunk):
-        """Return the source and the tokens up to the end of a chunk, from memory."""
+    def _context(self, chunk, table):
+        """Return the source and the tokens up to the end of a chunk or a beam, from memory."""
         sequence = chunk.sequence
         source = self._read(chunk.source_block_ids, sequence.prompt.num_source_tokens)
         assert source == [~token for token in source_of(sequence)]
-        tokens = self._read(chunk.block_ids, chunk.start + len(chunk.token_ids))
-        known = sequence.token_ids
+        tokens = self._read(table, chunk.end)
+        known = tokens if chunk.beams else sequence.token_ids
         if chunk.follows is not None:
             known = [*known, *self._tokens(chunk)]
         assert tokens == known[: len(tokens)]
@@ -211,6 +263,11 @@ class KvExecutor(HeldExecutor):
         found = [self._block(block_ids[i // size])[i % size] for i in range(count)]
         assert [position for _, position in found] == list(range(count))
         return [token for token, _ in found]
+
+
+def lengths_of(chunk):
+    """Return the number of tokens of each row of a chunk."""
+    return [1] * chunk.beams or [len(chunk.token_ids)]
 
 
 def prompt_of_chunk(chunk):
@@ -328,7 +385,7 @@ class Bench:
 
     def check_step(self, step):
         """Check the limits and the order of a step that starts."""
-        lengths = [len(chunk.token_ids) for chunk in step.chunks]
+        lengths = [each for chunk in step.chunks for each in lengths_of(chunk)]
         sources = [len(chunk.encodes) for chunk in step.chunks]
         assert 0 < sum(lengths) + sum(sources) == step.shape.tokens
         # a source that fills the step has its first token beside it
@@ -343,7 +400,7 @@ class Bench:
         others = [sequence for sequence in running if not self.is_short(sequence)]
         assert len(others) <= self.limits.max_running_sequences
         most = self.limits.max_running_sequences + self.limits.short_places
-        assert max(len(running), len(step.sequences)) <= most
+        assert max(len(running), sum(map(len, map(lengths_of, step.chunks)))) <= most
         # a step with a source that fills it has no place for others
         groups = self.scheduler._queues.running
         going_on = {prompt_of_sequence(group.first) for group in groups if not group.is_ending}
@@ -357,9 +414,9 @@ class Bench:
     def _check_chunk(self, chunk):
         sequence, source = chunk.sequence, source_of(chunk.sequence)
         assert not chunk.samples or any(sample.status == "running" for sample in chunk.samples)
-        end = chunk.start + len(chunk.token_ids)
+        end = chunk.end
         assert end == sequence.num_computed
-        assert len(chunk.block_ids) == self.pool.blocks_of(end)
+        assert len(chunk.block_ids) == self.pool.blocks_of(end) * (chunk.beams or 1)
         # the token that it chooses is one of the unknown ones
         assert bool(chunk.samples) == (end == sequence.length - bool(chunk.samples))
         # a source is encoded in one piece, when its target starts
@@ -367,6 +424,11 @@ class Bench:
         assert len(chunk.source_block_ids) == self.pool.blocks_of(len(source))
         size = self.pool.block_size
         written = chunk.block_ids[chunk.start // size :]
+        if chunk.beams:
+            # of each table the last one, unless only the device knows it
+            written = chunk.block_ids[chunk.start // size :: chunk.start // size + 1]
+            written = [block for block in written if any(written)]
+            assert len(set(written)) in {0, chunk.beams}
         assert not any(map(self.pool.is_shared, written))
 
     def _check_copies(self, step):
@@ -379,7 +441,7 @@ class Bench:
         groups = sorted(set(self.scheduler._group_of.values()), key=lambda group: group.order)
         running = [group for group in groups if group.first.status == "running"]
         running = [g for g in running if g.first in step.sequences or not g.is_ending]
-        runs = [any(branch in step.sequences for branch in group.branches) for group in running]
+        runs = [group.first in step.sequences for group in running]
         # the first ones of those that have started
         assert sorted(runs, reverse=True) == runs
         started = [g for g in running if not self.running_before.intersection(g.sequences)]
@@ -412,9 +474,13 @@ class Bench:
         groups = list(queues.running)
         assert queues.num_running == sum(group.max_branches for group in groups)
         assert queues.num_waiting == sum(group.max_branches for group in queues._waiting)
-        branches = [branch for group in groups for branch in group.branches]
+        branches = [group.first for group in groups]
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
+        tables += [group.beams.held() for group in groups if group.beams]
+        searches = [group.search for group in groups if group.has_beams]
+        assert len(set(searches)) == len(searches)
+        assert all(0 <= search < self.limits.new_places().count for search in searches)
         # a step that failed copies them again
         copies, kept = self.scheduler._memory.copies, self.scheduler._memory.copies.kept
         assert set(kept) <= copies.sources()
@@ -423,14 +489,17 @@ class Bench:
         assert self.pool.counts().used == len(holders)
         for block, number in holders.items():
             assert self.pool.is_shared(block) == (number > 1)
-        for branch in branches:
-            assert branch.num_computed <= len(branch.block_ids) * self.pool.block_size
+        for group, branch in zip(groups, branches, strict=True):
+            # beams know where theirs are
+            columns = len(branch.block_ids) + (len(group.beams.blocks) if group.beams else 0)
+            assert branch.num_computed <= columns * self.pool.block_size
         assert not any(each.block_ids for each in self.sequences if each not in branches)
         for each in (copies.next, *copies.in_flight):
             assert each.keys() <= holders.keys()
         for step in self.scheduler._in_flight:
-            for chunk in chain.from_iterable(map(step.chunks.get, step.groups)):
-                assert {*chunk.block_ids, *chunk.source_block_ids} <= holders.keys()
+            for chunk in map(step.chunks.get, step.groups):
+                blocks = {*chunk.block_ids, *chunk.source_block_ids}
+                assert blocks - ({0} if chunk.beams else set()) <= holders.keys()
         self._check_reservations(groups)
 
     def _check_reservations(self, groups):
@@ -448,7 +517,8 @@ class Bench:
         for group in groups:
             prompt = prompt_of_sequence(group.first)
             reserved[prompt] += group.reserved
-            held[prompt].update(group.source_block_ids, *(b.block_ids for b in group.branches))
+            own = group.beams.held() if group.beams else []
+            held[prompt].update(group.source_block_ids, group.first.block_ids, own)
         for request, row in held:
             options = request.request.options.generation
             prompt = request.request.prompts[row // options.n]

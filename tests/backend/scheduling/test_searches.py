@@ -16,16 +16,16 @@ _both_policies = pytest.mark.parametrize("policy", ["reserve", "optimistic"])
 PROMPT = [5, 1, 4, 1, 5, 9]
 
 
-def steady(monkeypatch, end=None):
-    """Let all beams go on until `max_tokens`; return the list of what steps read."""
+def steady(monkeypatch, end=None, parents=lambda row: row):
+    """Let all beams go on until `max_tokens`, each from one; return the list of what steps read."""
     asked = []
 
     def search_step(contexts, num_generated, options):
         asked.append(contexts)
         num_beams = options.num_beams
-        parents = tuple(min(row, len(contexts) - 1) for row in range(num_beams))
+        continued = tuple(min(parents(row), len(contexts) - 1) for row in range(num_beams))
         if num_generated + 1 < options.max_tokens:
-            return BeamStep(parents, tuple(range(1, num_beams + 1)))
+            return BeamStep(continued, tuple(range(1, num_beams + 1)))
         return end or BeamStep((), (), ())
 
     monkeypatch.setattr(generation, "search_step", search_step)
@@ -58,11 +58,28 @@ def test_beams_share_the_blocks_of_their_prompt_and_each_copies_the_last_one(mon
     bench = Bench(block_size=4)
     bench.submit(PROMPT, max_tokens=3, num_beams=4)
 
-    assert [len(bench.step().chunks) for _ in range(2)] == [1, 4]
+    assert [bench.step().chunks[0].beams for _ in range(2)] == [0, 4]
 
     # a full one for all, and one for each beam; the last beam writes where the prompt ends
     assert bench.pool.counts().used == 1 + 4
     assert len(bench.executor.steps[1].copies) == 3
+
+
+@_both_policies
+def test_blocks_that_no_beam_reads_are_given_back_unless_they_are_reserved(policy, monkeypatch):
+    steady(monkeypatch, parents=lambda row: 0)
+    bench = Bench(block_size=4, policy=policy)
+    bench.submit(PROMPT, max_tokens=13, num_beams=4)
+
+    used = []
+    while bench.step():
+        used.append(bench.pool.counts().used)
+
+    # the prompt has two blocks; beams write three, then four each; all continue the first one
+    shared = [2, *[2 + 3] * 2, *[2 + 4] * 4, *[2 + 1 + 4] * 4]
+    whole = [2, *[2 + 3] * 2, *[2 + 3 + 4] * 4, *[2 + 3 + 8] * 4]
+    assert used[:11] == (whole if policy == "reserve" else shared)
+    bench.check_idle()
 
 
 def test_a_search_reserves_what_all_its_beams_may_need():

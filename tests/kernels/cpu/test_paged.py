@@ -165,19 +165,14 @@ def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype,
 
 
 @DTYPES
-def test_blocks_are_copied_in_order_and_nothing_else_changes(dtype):
-    caches = [rand(6, 2, 3, 5, dtype=dtype, seed=seed) for seed in (1, 2)]
-    expected = [cache.clone() for cache in caches]
-    # block 5 is copied again after it was written
-    pairs = [(0, 5), (2, 1), (5, 3)]
-    for source, destination in pairs:
-        for cache in expected:
-            cache[destination] = cache[source]
+def test_blocks_are_copied_in_all_layers_and_nothing_else_changes(dtype):
+    memory = rand(4, 6, 2, 4, 6, dtype=dtype)
+    expected = memory.clone()
+    expected[:, [5, 3, 1]] = memory[:, [0, 0, 2]]
 
-    cpu.copy_blocks(caches, *torch.tensor(pairs).T)
+    cpu.copy_blocks(memory, torch.tensor([(0, 5), (0, 3), (4, 4), (2, 1)], dtype=torch.int32))
 
-    for actual, right in zip(caches, expected, strict=True):
-        torch.testing.assert_close(actual, right, rtol=0, atol=0)
+    assert torch.equal(memory, expected)
 
 
 def test_caches_that_are_not_contiguous_are_written_too():
@@ -193,8 +188,21 @@ def test_caches_that_are_not_contiguous_are_written_too():
 
 
 @pytest.mark.parametrize(
-    "other", [torch.zeros(5, 2, 3, 5), torch.zeros(6, 2, 3, 5).bfloat16()], ids=["shape", "dtype"]
+    "memory, copies, message",
+    [
+        (torch.zeros(6, 2, 3, 5), torch.zeros(1, 2), r"memory is \[6, 2, 3, 5\]"),
+        (torch.zeros(6, 2, 3, 5, 1).transpose(0, 1), torch.zeros(1, 2), "it must be contiguous"),
+        (torch.zeros(6, 2, 3, 5, 1).bfloat16(), torch.zeros(1, 2), "multiples of 4 bytes"),
+        (torch.zeros(6, 2, 3, 5, 1), torch.zeros(2).int(), r"copies is \[2\] torch.int32"),
+        (
+            torch.zeros(6, 2, 3, 5, 1),
+            torch.zeros(1, 2).long(),
+            r"must be \[copies, 2\] torch.int32",
+        ),
+    ],
+    ids=["memory", "strides", "bytes", "copies", "dtype"],
 )
-def test_blocks_of_caches_that_differ_are_not_copied(other):
-    with pytest.raises(ValueError, match="one shape and dtype"):
-        cpu.copy_blocks([torch.zeros(6, 2, 3, 5), other], *torch.tensor([[0], [1]]))
+def test_what_is_no_memory_of_blocks_or_no_copy_is_refused(memory, copies, message):
+    for ops in (cpu, reference):
+        with pytest.raises(ValueError, match=message):
+            ops.copy_blocks(memory, copies)

@@ -79,14 +79,14 @@ def test_an_op_gives_the_same_bits_as_its_reference(op, without_code):
     assert torch.equal(call(cpu), call(reference))
 
 
-def test_blocks_are_copied_in_order(without_code):
-    cache = rand(6, 2, 3, 4)
-    expected = cache.clone()
-    expected[5], expected[3] = cache[0], cache[0]
+def test_blocks_are_copied(without_code):
+    memory = rand(2, 6, 2, 3, 4)
+    expected = memory.clone()
+    expected[:, 5] = memory[:, 0]
 
-    cpu.copy_blocks([cache], torch.tensor([0, 5]), torch.tensor([5, 3]))
+    cpu.copy_blocks(memory, torch.tensor([(0, 5), (3, 3)], dtype=torch.int32))
 
-    assert torch.equal(cache, expected)
+    assert torch.equal(memory, expected)
 
 
 def test_code_that_cannot_be_compiled_or_stored_counts_as_none(monkeypatch, caplog):

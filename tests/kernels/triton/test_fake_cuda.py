@@ -24,6 +24,7 @@ from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import RequestOptions
+from varlen.scheduling.batch import Chunk
 from varlen.scheduling.choices import BeamStep, SampledToken
 from varlen_bench.gpu_report import decode, dependent_launch, figures, overlap, serve
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
@@ -94,13 +95,13 @@ def test_an_encoder_copies_in_replays_copies_out_and_waits_once(
 KINDS = {
     "greedy": GenerationOptions(temperature=0.0),
     "sampled": GenerationOptions(temperature=0.8, top_k=20, top_p=0.9, seed=1),
-    "beams": GenerationOptions(num_beams=2),
+    "beams": GenerationOptions(num_beams=2, max_tokens=2),
 }
 # What a decode step of two sequences costs: its inputs and the graph, then the tokens, for which the host waits.
 _STEP = {"pinned copies to the device": 1, "replays": 1}
 _TOKENS = {"pinned copies to the host": 1, "waits": 1}
-# The copy of a block: its numbers, then a read and a write in the keys and values of all layers.
-_BLOCK_LAUNCHES = 2
+# The copy of blocks of all layers.
+_BLOCK_LAUNCHES = 1
 DECODE_STEPS = {
     "greedy": {
         **_STEP,
@@ -117,13 +118,11 @@ DECODE_STEPS = {
     },
     "beams": {
         **_STEP,
-        # the numbers of blocks, and the tokens for the next step
+        **_TOKENS,
+        # the numbers of blocks, and what the search needs
         "pinned copies to the device": 3,
-        # zeros, and two kernels of the beam step
-        "launches": _BLOCK_LAUNCHES + 3,
-        # tokens, scores
-        "pageable copies to the host": 2,
-        "waits": 2,
+        # beams follow others, their blocks are copied; two kernels of the beam step, and the one that chooses
+        "launches": _BLOCK_LAUNCHES + 5,
     },
 }
 
@@ -137,13 +136,15 @@ def step_runner(folder: Path, device: str) -> StepRunner:
     grammars = cast(Grammars, None)
     choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device))
     config = EngineConfig(device=device, **STEPS)
-    return StepRunner(checkpoint, config, choice.choose, draws=choice.draws)
+    return StepRunner(checkpoint, config, choice)
 
 
 def chosen(results: Sequence[SampledToken | BeamStep]) -> list[object]:
-    """Return the tokens of a step, and the beams that they continue."""
+    """Return the tokens of a step, or the answers of a search that has ended."""
     return [
-        (each.parents, each.token_ids) if isinstance(each, BeamStep) else each.token_id
+        [answer.token_ids for answer in each.answers or ()]
+        if isinstance(each, BeamStep)
+        else each.token_id
         for each in results
     ]
 
@@ -162,17 +163,24 @@ def test_generation_gives_the_tokens_of_the_cpu_in_few_launches_copies_and_waits
         for runner in runners:
             prompt = prompt_chunk(runner, 3, options)
             first = runner.run_batch(step_of((prompt,)))
-            # two tokens after the prompt, whose block is copied for the second one; beams are rows of one search
-            one, other = decode_chunks(runner, 2, 4, options)
-            one = one._replace(sequence=prompt.sequence, samples=prompt.samples)
+            # two tokens after the prompt, whose block is copied for the second one, or two beams
+            chunks = decode_chunks(runner, 2, 4, options)
+            if options.is_search:
+                chunks = (beams_after(prompt),)
             with gpu.counted() as found[kind]:
-                second = runner.run_batch(replace(step_of((one, other)), copies=((0, 1),)))
+                second = runner.run_batch(replace(step_of(chunks), copies=((0, 1),)))
             tokens.append((chosen(first), chosen(second)))
         assert tokens[0] == tokens[1]
 
     assert found == DECODE_STEPS
     for runner in runners:
         runner.close()
+
+
+def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
+    """Return the tokens of two beams after this number of them; the first ones have blocks of their own."""
+    blocks = (0, 1) if known else (0, 0)
+    return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
 
 
 # Two steps after a prompt, each launched before the tokens of the one before it are read.
@@ -212,6 +220,45 @@ def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
         runner.close()
 
 
+def test_a_step_of_beams_starts_before_it_is_known_what_they_continue(
+    gpu: FakeCuda, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
+    options = GenerationOptions(num_beams=2, max_tokens=4, ignore_eos=True)
+    answers = []
+    for device in ("cpu", "cuda"):
+        runner = step_runner(folder, device)
+        prompt = prompt_chunk(runner, 3, options)
+        steps = [prompt, *(beams_after(prompt, count, known=count == 0) for count in range(3))]
+        copies: list[tuple[tuple[int, int], ...]] = [(), ((0, 1),), (), ()]
+        batches = [
+            replace(step_of((chunk,)), copies=of_step, number=number, after=number - 1)
+            for number, (chunk, of_step) in enumerate(zip(steps, copies, strict=True))
+        ]
+        if device == "cpu":
+            *_, last = [runner.run_batch(batch) for batch in batches]
+        else:
+            waiting = deque([runner.launch_batch(batches[0])])
+            for batch in batches[1:]:
+                with gpu.counted() as counts:
+                    waiting.append(runner.launch_batch(batch))
+                # beams follow, blocks; candidates, which also bans nothing, and the choice
+                launches = 5 + bool(batch.copies)
+                assert counts == {
+                    "pinned copies to the device": 2 + bool(batch.copies),
+                    "pinned copies to the host": 1,
+                    "replays": 1,
+                    "launches": launches,
+                }
+                waiting.popleft()()
+            last = waiting.popleft()()
+        answers.append(chosen(last))
+        runner.close()
+
+    assert len(answers[0][0][0]) == 4
+    assert answers[0] == answers[1]
+
+
 def tokens_one_by_one(runner: StepRunner, options: GenerationOptions, *, steps: int) -> list[int]:
     """Return the tokens after a prompt of three, each known before the next step begins."""
     chunk = prompt_chunk(runner, 3, options)
@@ -232,13 +279,14 @@ def test_a_step_after_one_that_fails_does_not_count(gpu: FakeCuda, tmp_path: Pat
     chunk = prompt_chunk(runner, 3, KINDS["greedy"])
     expected = chosen(runner.run_batch(step_of((chunk,))))
 
-    broken = replace(step_of((chunk,)), copies=((0, 1 << 30),), number=1)
+    # three numbers are no copy
+    broken = replace(step_of((chunk,)), copies=((0, 1, 2),), number=1)
     outputs = [
         runner.launch_batch(step)
         for step in (broken, replace(step_of((chunk,)), number=2, after=1))
     ]
 
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="could not broadcast"):
         outputs[0]()
     with pytest.raises(SkippedStepError):
         outputs[1]()

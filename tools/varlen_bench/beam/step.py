@@ -71,6 +71,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
     blocks = torch.zeros(2 * _LAYERS, 2 * rows, _HEADS, _BLOCK_TOKENS, _HEAD_DIM)
     parents = torch.randint(rows, (rows,), generator=numbers)
     copied = torch.arange(rows).view(sequences, BEAMS)[:, 1:].flatten()
+    copies = torch.stack((copied, rows + copied), 1).int()
 
     def search() -> Tensor:
         log_prob = torch.log_softmax(logits, dim=-1).view(sequences, BEAMS, -1)
@@ -81,8 +82,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
             layer.index_select(0, parents)
 
     def fork() -> None:
-        for layer in blocks:
-            cpu.copy_blocks([layer], copied, rows + copied)
+        cpu.copy_blocks(blocks, copies)
 
     def step() -> Tensor:
         return cpu.beam_step(logits, scores, width=_WIDTH).scores

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from varlen_bench.ops import chosen_tokens, kv_blocks, padded, rows, sequences
+from varlen_bench.ops import beam_searches, chosen_tokens, kv_blocks, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
 # Returns the call for the lengths of a batch.
@@ -45,6 +45,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
         lengths, max(lengths), 12, dtype
     ),
     "append_kv": _of_tokens(kv_blocks.append_kv, 12, 4, 64),
+    "copy_blocks": lambda lengths, dtype: kv_blocks.copy_blocks(len(lengths), 2, 4, 64, dtype),
     "attention_paged": _of_halves(kv_blocks.attention_paged, 12, 4, 64),
     "paged_tiles": _of_halves(kv_blocks.paged_tiles, 12, 4, 64),
     "attention_tiles": _of_lengths(sequences.attention_tiles, 12, 64),
@@ -56,6 +57,12 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "pack": _of_lengths(padded.pack, 768),
     "beam_step": lambda lengths, dtype: chosen_tokens.beam_step(
         len(lengths), 4, 1000, dtype, edits=max(lengths), has_finished=True
+    ),
+    "follow_beams": lambda lengths, dtype: beam_searches.follow_beams(
+        len(lengths), 4, -(-max(lengths) // 16), dtype
+    ),
+    "advance_searches": lambda lengths, dtype: beam_searches.advance_searches(
+        len(lengths), 4, 1000, dtype
     ),
     "sample_tokens": lambda lengths, dtype: chosen_tokens.sample_tokens(
         len(lengths), 500, dtype, top_k=50, top_p=0.9

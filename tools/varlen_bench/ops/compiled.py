@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 import torch
 
+from varlen_bench.ops.beam_searches import advance_searches, follow_beams
 from varlen_bench.ops.call import OpCall, kernels
 from varlen_bench.ops.chosen_tokens import beam_step, sample_tokens
-from varlen_bench.ops.kv_blocks import append_kv, attention_paged, paged_tiles
+from varlen_bench.ops.kv_blocks import append_kv, attention_paged, copy_blocks, paged_tiles
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
 from varlen_bench.ops.rows import (
     activate,
@@ -174,6 +175,7 @@ COMPILED = [
     _call("64", append_kv, 64, 12, 4, 64, narrow=4),
     _call("80", append_kv, 64, 12, 12, 80, dtypes=_ONE),
     # only keys and values
+    _call("64", copy_blocks, 4, 12, 4, 64, narrow=2, dtypes=_ONE),
     _call("64_alone", append_kv, 64, 0, 4, 64, narrow=4, dtypes=_ONE),
     _call("64", paged_tiles, [40] * 4, [64] * 4, 12, 4, 64, dtypes=_ONE),
     _call("64_decode", paged_tiles, [1] * 4, [25] * 4, 12, 4, 64, dtypes=_ONE),
@@ -235,6 +237,11 @@ COMPILED = [
     _beam("1x32000-edits", 32, 1, 32000, width=16, edits=64, dtypes=_BOTH),
     _beam("1x32000-widest", 8, 1, 32000, width=128),
     _beam("64x300000", 1, 64, 300000, dtypes=(_FP32, _FP16)),
+    # numbers of single beams are narrow loads
+    _call("8x4", follow_beams, 8, 4, 32, dtypes=_ONE),
+    _call("2x32", follow_beams, 2, 32, 32, dtypes=_ONE),
+    _call("8x4", advance_searches, 8, 4, 32000, dtypes=_ONE),
+    _call("2x32", advance_searches, 2, 32, 32000, dtypes=_ONE),
     # one load of each number of a row
     _sample(32000, 5),
     _sample(50257),

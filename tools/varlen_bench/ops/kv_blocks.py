@@ -9,6 +9,9 @@ from torch import Tensor
 from varlen_bench.ops.call import Inputs, Made, Make, OpCall, bounds, random_fp32, unwritten
 from varlen_bench.ops.sequences import first_tiles
 
+# Blocks of a model whose blocks are copied.
+_BLOCKS = 128
+
 
 def append_kv(
     tokens: int,
@@ -45,6 +48,44 @@ def append_kv(
         # queries are not read
         moved=4 * tokens * kv_heads * head_dim * dtype.itemsize + 8 * tokens,
         tokens=tokens,
+        threshold=0.0,
+    )
+
+
+def copy_blocks(
+    copies: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+) -> OpCall:
+    """Return copies of blocks into others, and of one to itself.
+
+    Args:
+        copies: number of blocks that are copied, below 64.
+        layers: number of layers, which have keys and values.
+    """
+    half = _BLOCKS // 2
+    pairs = [pair for i in range(copies) for pair in (i, half + i)]
+    shape = 2 * layers, _BLOCKS, kv_heads, block_size, head_dim
+
+    def read(result: Any, _: Inputs) -> Tensor:
+        memory: Tensor = result[0]
+        return memory
+
+    return OpCall(
+        "copy_blocks",
+        f"{copies} of {block_size} {layers}x{kv_heads}x{head_dim}",
+        dtype,
+        {
+            "memory": shape,
+            "copies": lambda make: make.ints([*pairs, half - 1, half - 1]).view(-1, 2),
+        },
+        read=read,
+        written=("memory",),
+        moved=2 * copies * 2 * layers * kv_heads * block_size * head_dim * dtype.itemsize,
         threshold=0.0,
     )
 

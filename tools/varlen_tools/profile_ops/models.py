@@ -113,8 +113,8 @@ def profile_steps(
     tokens = max(most * (context + 1) + rows, config.max_step_tokens)
     config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
     timed = TimedKernels(kernels_for(_CPU))
-    choose = timed.timed("choose", _token_choice(checkpoint).choose)
-    runner = StepRunner(checkpoint, config, choose, kernels=timed)
+    choice = _TimedChoice(_token_choice(checkpoint), timed)
+    runner = StepRunner(checkpoint, config, choice, kernels=timed)
     workload = _Workload(context, beams, runner.kv.block_size, checkpoint.translate is not None)
     _check_fits(runner, workload, most)
     breakdowns = []
@@ -167,6 +167,15 @@ def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
     grammars = Grammars(sandbox, vocab_size, max_bytes=config.grammar_cache_bytes)
     bad_words = BadWords(tokenizer.huggingface, vocab_size, ends)
     return TokenChoice(checkpoint, grammars, bad_words, _CPU)
+
+
+class _TimedChoice:
+    """A choice of tokens whose part on the host is timed as an op: a `StepChoice`."""
+
+    def __init__(self, choice: TokenChoice, timed: TimedKernels) -> None:
+        self.on_device = choice.on_device
+        self.given = choice.given
+        self.outputs = timed.timed("choose", choice.outputs)
 
 
 def _set_states(sequences: Sequence[GeneratedSequence], states: Sequence[object]) -> None:
@@ -231,9 +240,20 @@ class _Workload:
         return self._step("prefill", sequences, slice(self.context), encodes=self.has_sources)
 
     def decode_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
-        """Return the step of the token after each prompt."""
-        beams = [sequence for sequence in sequences for _ in range(self.beams)]
-        return self._step("decode", beams, slice(self.context, None), encodes=False)
+        """Return the step of the token after each prompt, or of the beams after it."""
+        step = self._step("decode", sequences, slice(self.context, None), encodes=False)
+        if not sequences[0].is_searched:
+            return step
+        chunks = tuple(
+            each._replace(
+                token_ids=each.token_ids * self.beams,
+                block_ids=each.block_ids * self.beams,
+                beams=self.beams,
+            )
+            for each in step.chunks
+        )
+        shape = BatchShape.of([1] * self.beams * len(chunks))
+        return replace(step, chunks=chunks, shape=shape)
 
     def _step(
         self, name: str, sequences: Sequence[GeneratedSequence], part: slice, *, encodes: bool
@@ -253,6 +273,7 @@ class _Workload:
                     (sequence,),
                     source_block_ids=tuple(blocks[self.target_blocks :]),
                     encodes=tuple(source.tolist()) if encodes and source is not None else (),
+                    search=sequence.row if sequence.is_searched else None,
                 )
             )
         shape = BatchShape.of([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks])

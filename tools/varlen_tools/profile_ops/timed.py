@@ -21,8 +21,8 @@ _CLASSES: Mapping[str, str] = {
     "attention": "attention_varlen attention_paged attention_tiles paged_tiles",
     "norms and activations": "layer_norm add_layer_norm residual_layer_norm rms_norm residual_rms_norm norm_heads"
     " activate activate_gate silu_gate tanh",
-    "KV cache": "append_kv",
-    "beams and sampling": "beam_step sample_tokens choose",
+    "KV cache": "append_kv copy_blocks",
+    "beams and sampling": "beam_step follow_beams advance_searches sample_tokens choose",
     _OTHER: "",
     REST: REST,
 }

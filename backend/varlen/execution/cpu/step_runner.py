@@ -52,6 +52,10 @@ class CpuSteps:
         self._cores.run(step, dims["tokens"], usable_cores())
         return logits
 
+    def last_logits(self, rows: int) -> Tensor:
+        """Return the logits of the last step, `[rows, vocabulary]`."""
+        return self._logits[:rows]
+
     def share_logits(self) -> int:
         """Move the logits to memory that another process can map; return its file descriptor."""
         rows, vocab_size = self._logits.shape

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,20 @@ from torch import Tensor
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
+from varlen.execution.device_searches import DeviceSearches, choices_of, moved
 from varlen.execution.packing import InputLayout
-from varlen.execution.step_packing import StepArrays, draw_arrays, followed, step_arrays
+from varlen.execution.search_packing import beam_arrays, search_arrays
+from varlen.execution.step_packing import (
+    StepArrays,
+    draw_arrays,
+    followed,
+    step_arrays,
+)
 from varlen.memory.usage import Size
 from varlen.program.program import Value
+from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk
-from varlen.scheduling.choices import Draws
+from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 
@@ -49,6 +57,8 @@ _DRAWS = (
     Value("min_p", _ROW, torch.float32),
     Value("uniform", _ROW, torch.float64),
 )
+# Gets `PackedStep.beams` and the inputs of the step.
+Follow: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # Chosen tokens are as many bytes as keep what follows them aligned.
 _ALIGNED_TOKENS = 64
 
@@ -72,12 +82,14 @@ class _Captured:
 
     Attributes:
         inputs: its inputs in each set of buffers, by name.
+        on_device: its inputs on the device, by name.
         draws: arguments of `sample_tokens` on the device.
         bytes_before_tables: bytes of all inputs but the block tables.
         replay: starts it.
     """
 
     inputs: Mapping[_Buffers, Mapping[str, npt.NDArray[Any]]]
+    on_device: Mapping[str, Tensor]
     draws: Sequence[Tensor]
     bytes_before_tables: int
     replay: Replay
@@ -97,6 +109,8 @@ class CudaSteps:
         blocks_per_sequence: int,
         blocks_per_source: int = 0,
         graphs: Graphs | None = None,
+        searches: DeviceSearches | None = None,
+        follow: Follow | None = None,
     ) -> None:
         """Capture a graph for each size of step.
 
@@ -105,12 +119,15 @@ class CudaSteps:
             blocks_per_sequence: blocks of the longest sequence.
             blocks_per_source: blocks of the longest source text.
             graphs: captures them; None is this device's own.
+            searches: takes the steps of searches; None if there are none.
+            follow: gives beams their tokens and block tables, and copies blocks, see `DeviceSearches.follow`.
         """
         program, arena = bound.program, bound.arena
         self._bound = bound
         self._blocks_per_sequence = blocks_per_sequence
         self._blocks_per_source = blocks_per_source
         self._graphs = graphs or CudaGraphs(arena.device)
+        self._searches, self._follow = searches, follow
         # tokens first, tables last
         declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
         declared.sort(key=lambda value: value.name != _TOKENS)
@@ -152,8 +169,8 @@ class CudaSteps:
         Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
         logits waits here. So the step after the next one may overwrite the inputs on the host.
         """
-        self._start(chunks, None, next(self._next_buffers))
-        rows = sum(len(chunk.samples) for chunk in chunks)
+        self._start(chunks, None, next(self._next_buffers), {})
+        rows = sum(chunk.num_logit_rows for chunk in chunks)
         if not rows:
             self.wait()
         return self.last_logits(rows)
@@ -162,26 +179,51 @@ class CudaSteps:
         """Return the logits of the step that was started last, `[rows, vocabulary]`."""
         return self._logits[:rows]
 
-    def draw(self, chunks: Sequence[Chunk], draws: Draws) -> Callable[[], list[int]]:
-        """Start a step that draws its tokens; return a function that waits for them.
+    def start(
+        self, chunks: Sequence[Chunk], choice: DeviceChoice, given: Int32Array
+    ) -> Callable[[], DeviceChosen]:
+        """Start a step; return a function that waits for what is chosen here.
 
         Called in the context of `stream`, for at most two steps before the function of the first one is called.
+
+        Args:
+            chunks: chunks of the step.
+            choice: what is chosen here.
+            given: what the host has chosen for beams, see `StepChoice.given`.
         """
-        buffers, rows = next(self._next_buffers), len(draws.limits)
-        captured = self._start(chunks, draws, buffers)
-        if draws.uniform is not None:
-            numbers = [each[:rows] for each in captured.draws]
-            self._kernels.sample_tokens(self._logits[:rows], *numbers, out=self._chosen[:rows])
-        if rows:
+        buffers, rows = next(self._next_buffers), sum(chunk.num_logit_rows for chunk in chunks)
+        beams, searches = beam_arrays(chunks), search_arrays(chunks, choice)
+        beams_here: Mapping[str, Tensor] = {}
+        searches_here: Mapping[str, Tensor] = {}
+        if beams:
+            beams["given"][:] = given
+        if beams or searches:
+            beams_here, searches_here = moved((beams, searches), self._words.device)
+        draws, numbers = choice.draws, None
+        captured = self._start(chunks, draws, buffers, beams_here)
+        if draws is not None and draws.uniform is not None:
+            limits = [each[:rows] for each in captured.draws]
+            self._kernels.sample_tokens(self._logits[:rows], *limits, out=self._chosen[:rows])
+        if rows and draws is not None:
             self._graphs.copy(buffers.tokens[:rows], self._chosen[:rows])
+        if searches:
+            assert self._searches is not None
+            results = self._searches.advance(self._logits[:rows], searches, searches_here)
+            numbers = on_host(results)
+            self._graphs.copy(numbers, results)
+        if draws is None and numbers is None:
+            # the host waits for the logits
+            return DeviceChosen
         wait = self._graphs.record()
 
-        def tokens() -> list[int]:
+        def chosen() -> DeviceChosen:
             wait()
-            chosen: list[int] = buffers.tokens[:rows].tolist()
-            return chosen
+            token_ids = () if draws is None else buffers.tokens[:rows].tolist()
+            return DeviceChosen(
+                token_ids, None if numbers is None else choices_of(numbers, searches)
+            )
 
-        return tokens
+        return chosen
 
     def set_tokens(self, token_ids: Sequence[int]) -> None:
         """Give the next step the tokens that were chosen; in the context of `stream`."""
@@ -190,11 +232,18 @@ class CudaSteps:
         # torch keeps pinned memory until the copy has run
         self._chosen[: len(chosen)].copy_(chosen, non_blocking=True)
 
-    def _start(self, chunks: Sequence[Chunk], draws: Draws | None, buffers: _Buffers) -> _Captured:
+    def _start(
+        self,
+        chunks: Sequence[Chunk],
+        draws: Draws | None,
+        buffers: _Buffers,
+        beams: Mapping[str, Tensor],
+    ) -> _Captured:
         """Start a step; return its graph."""
         arrays = step_arrays(chunks, self._bound.block_size)
         tokens, rows = len(arrays["token_ids"]), len(arrays["logit_rows"])
-        captured = self._captured[self._bucket(tokens, max(len(chunks), rows))]
+        sequences = len(arrays["context_lens"])
+        captured = self._captured[self._bucket(tokens, max(sequences, rows))]
         inputs = captured.inputs[buffers]
         _fill(inputs, arrays)
         places = inputs[_PLACES.name]
@@ -206,6 +255,9 @@ class CudaSteps:
                 inputs[name][:rows] = numbers
         num_bytes = captured.bytes_before_tables + arrays[_TABLES].nbytes
         self._graphs.copy(self._device[:num_bytes], buffers.inputs[:num_bytes])
+        if beams:
+            assert self._follow is not None
+            self._follow(beams, captured.on_device)
         captured.replay()
         return captured
 
@@ -241,6 +293,7 @@ class CudaSteps:
         layout = InputLayout.of(self._declared, dims)
         inputs = layout.views(self._device)
         inputs["slots"].fill_(_NO_SLOT)
+        on_device = dict(inputs)
         draws = [inputs.pop(value.name) for value in _DRAWS]
         places = inputs.pop(_PLACES.name)
         inputs[_TOKENS] = self._token_ids[: bucket.tokens]
@@ -253,12 +306,12 @@ class CudaSteps:
             self._chosen[:rows].copy_(self._best[:rows])
 
         replay = self._graphs.capture(work)
-        on_host = {
-            buffers: {name: view.numpy() for name, view in layout.views(buffers.inputs).items()}
-            for buffers in self._buffers
+        buffers = {
+            each: {name: view.numpy() for name, view in layout.views(each.inputs).items()}
+            for each in self._buffers
         }
         *_, (_, _, tables) = layout.places
-        return _Captured(on_host, draws, tables.start, replay)
+        return _Captured(buffers, on_device, draws, tables.start, replay)
 
 
 def _fill(inputs: Mapping[str, npt.NDArray[Any]], arrays: StepArrays) -> None:

@@ -1,10 +1,11 @@
-"""Messages from the engine to a worker of a model that generates: one step each.
+"""Messages between the engine and a worker of a model that generates: one step each.
 
-A message has the length of every array in a fixed order, then the arrays. Nothing is pickled.
+A message to the worker has the size of every array in a fixed order, then the arrays. Its answers are arrays, too.
+Nothing is pickled.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.execution.step_packing import PackedStep
+from varlen.request.request import Float32Array
+from varlen.scheduling.choices import DeviceChosen, SearchChoices
+from varlen_kernels.reference.beam_search import ADVANCE_COLUMNS, FOLLOW_COLUMNS
 
 # Group, name and data type of every array. The larger type comes first, so that all arrays are aligned.
 _LAYOUT = (
-    ("copies", "", np.int64),
     ("order", "", np.int64),
     ("draws", "uniform", np.float64),
     ("sources", "slots", np.int64),
@@ -34,12 +37,29 @@ _LAYOUT = (
     ("inputs", "source_lens", np.int32),
     ("inputs", "source_block_ids", np.int32),
     ("inputs", "cu_source_blocks", np.int32),
+    ("copies", "", np.int32),
     ("follows", "", np.int32),
     ("draws", "temperature", np.float32),
     ("draws", "top_k", np.int32),
     ("draws", "top_p", np.float32),
     ("draws", "min_p", np.float32),
+    ("beams", "searches", np.int32),
+    ("beams", "given", np.int32),
+    ("searches", "searches", np.int32),
+    ("searches", "divisors", np.float32),
+    ("searches", "ends", np.int32),
+    ("searches", "rows", np.int32),
+    ("searches", "banned_rows", np.int32),
+    ("searches", "banned_tokens", np.int32),
+    ("searches", "sizes", np.int32),
 )
+# Columns of arrays with two axes.
+_COLUMNS = {
+    ("beams", "searches"): FOLLOW_COLUMNS,
+    ("beams", "given"): 2,
+    ("searches", "searches"): ADVANCE_COLUMNS,
+    ("searches", "divisors"): 2,
+}
 # Length of an array that is absent.
 _ABSENT = -1
 
@@ -49,15 +69,17 @@ def step_message(step: PackedStep | None) -> bytes:
     if step is None:
         return b""
     groups: Mapping[str, Mapping[str, npt.NDArray[Any]]] = {
-        "copies": {"": step.copies.ravel()},
+        "copies": {"": step.copies},
         "order": {"": step.order},
-        "follows": {"": step.follows.ravel()},
+        "follows": {"": np.ascontiguousarray(step.follows)},
         "sources": step.sources,
         "inputs": step.inputs,
         "draws": step.draws,
+        "beams": step.beams,
+        "searches": step.searches,
     }
     found = [groups[group].get(name) for group, name, _ in _LAYOUT]
-    lengths = [_ABSENT if array is None else len(array) for array in found]
+    lengths = [_ABSENT if array is None else array.size for array in found]
     arrays = [array.data for array in found if array is not None]
     assert len(arrays) == sum(map(len, groups.values()))
     return b"".join((np.array(lengths, np.int64).data, *arrays))
@@ -81,7 +103,8 @@ def receive_step(connection: Connection) -> PackedStep | None:
             continue
         array = np.frombuffer(content, dtype, length, offset)
         offset += array.nbytes
-        groups[group][name] = array
+        columns = _COLUMNS.get((group, name))
+        groups[group][name] = array if columns is None else array.reshape(-1, columns)
     return PackedStep(
         groups["copies"][""].reshape(-1, 2),
         groups["sources"],
@@ -89,4 +112,23 @@ def receive_step(connection: Connection) -> PackedStep | None:
         groups["order"][""],
         groups["follows"][""].reshape(2, -1),
         groups["draws"],
+        groups["beams"],
+        groups["searches"],
     )
+
+
+def answers_of(chosen: DeviceChosen) -> list[Float32Array]:
+    """Return what a step has chosen as answers of a batch: whole numbers keep their bits."""
+    arrays: list[npt.NDArray[Any]] = [np.array(chosen.token_ids, np.int32)]
+    arrays += chosen.searches or ()
+    return [each.view(np.float32) for each in arrays]
+
+
+def chosen_of(answers: Sequence[Float32Array]) -> DeviceChosen:
+    """Return what `answers_of` has made answers of."""
+    token_ids, *searches = answers
+    tokens = token_ids.view(np.int32).tolist()
+    if not searches:
+        return DeviceChosen(tokens)
+    ends, beams, scores = searches
+    return DeviceChosen(tokens, SearchChoices(ends.view(np.int32), beams.view(np.int32), scores))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from varlen.config import EngineConfig
 from varlen.execution.device import choose_device
-from varlen.execution.step_model import Choose, ChooseDraws, StepModel
+from varlen.execution.step_model import StepChoice, StepModel
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess
@@ -20,8 +20,7 @@ from varlen.telemetry.metrics import CountedMetric, Stats
 def load_step_model(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    choose: Choose,
-    draws: ChooseDraws,
+    choice: StepChoice,
     stats: Stats,
     *,
     gpu: int,
@@ -32,8 +31,7 @@ def load_step_model(
     Args:
         checkpoint: checkpoint to load.
         config: the settings.
-        choose: chooses tokens from logits on the device of the settings.
-        draws: says how tokens can be chosen without the host.
+        choice: chooses tokens from logits on the device of the settings.
         stats: counts processes that had to be started again.
         gpu: number of the GPU, if the model runs on one.
         isolated: whether a model on a CPU has a process of its own.
@@ -44,8 +42,8 @@ def load_step_model(
     """
     on_cpu = choose_device(config.device, gpu).type == "cpu"
     if on_cpu and isolated:
-        return _process(checkpoint, config, choose, draws, stats)
-    runner = StepRunner(checkpoint, config, choose, draws=draws, gpu=gpu)
+        return _process(checkpoint, config, choice, stats)
+    runner = StepRunner(checkpoint, config, choice, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
     return runner
 
@@ -53,19 +51,17 @@ def load_step_model(
 def _process(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    choose: Choose,
-    draws: ChooseDraws,
+    choice: StepChoice,
     stats: Stats,
 ) -> StepProcess:
     model = StepProcess(
         checkpoint.folder,
         replace(config, device="cpu"),
-        choose,
-        draws,
+        choice,
         lambda: stats.count(CountedMetric.WORKER_RESTARTS),
     )
     try:
-        warm_up_choice(choose, model.info)
+        warm_up_choice(choice, model.info)
     except BaseException:
         model.close()
         raise

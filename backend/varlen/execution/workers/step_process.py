@@ -29,17 +29,17 @@ from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.step_launcher import StepLauncher
-from varlen.execution.step_model import Choose, ChooseDraws
-from varlen.execution.step_packing import PackedStep, pack_step
+from varlen.execution.step_model import StepChoice
+from varlen.execution.step_packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.workers.connection import WorkerConnection
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
 from varlen.execution.workers.start import STEPS
-from varlen.execution.workers.step_messages import step_message
+from varlen.execution.workers.step_messages import chosen_of, step_message
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.batch import Batch, StepBatch
-from varlen.scheduling.choices import BeamStep, Draws, SampledToken
+from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 
 _log = logging.getLogger(__name__)
@@ -67,8 +67,7 @@ class StepProcess(ModelProcess[StepInfo]):
         self,
         folder: Path,
         config: EngineConfig,
-        choose: Choose,
-        draws: ChooseDraws,
+        choice: StepChoice,
         restarted: Callable[[], None],
         restarts: RestartLimit | None = None,
     ) -> None:
@@ -77,8 +76,7 @@ class StepProcess(ModelProcess[StepInfo]):
         Args:
             folder: folder of the checkpoint.
             config: the settings; the device is a CPU.
-            choose: chooses tokens from logits on a CPU.
-            draws: says how the process can choose tokens.
+            choice: chooses tokens from logits on a CPU, and says what the process chooses.
             restarted: called after the process ended and another one has started.
             restarts: limit of these restarts; None is 3 in 10 minutes.
 
@@ -87,12 +85,12 @@ class StepProcess(ModelProcess[StepInfo]):
             EngineError: the process failed.
         """
         super().__init__(STEPS, folder, config, new_info=StepInfo, limits_of=_limits)
-        self._choose = choose
+        self._choice = choice
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
         self._is_lost = False
-        self._launcher = StepLauncher(self, draws)
-        # tokens that the engine has chosen in the last step; None if the process has drawn them
+        self._launcher = StepLauncher(self, choice)
+        # a token for each row of logits of the last step, if the engine took part in the choice
         self._chosen: npt.NDArray[np.int32] | None = None
         self.graph_use = GraphUse()
         try:
@@ -121,20 +119,23 @@ class StepProcess(ModelProcess[StepInfo]):
             return True
         return self._worker.wait(max(0.0, timeout))
 
-    def pack(self, step: StepBatch, draws: Draws | None) -> PackedStep:
+    def pack(self, step: StepBatch, choice: DeviceChoice) -> PackedStep:
         """Return a step as the process takes it; see `StepDevice`."""
-        return pack_step(step, self.info.block_size, draws)
+        return pack_step(step, self.info.block_size, choice)
 
     def may_queue(self, packed: PackedStep) -> bool:
         """Return whether the socket takes a step while the process runs another one."""
-        arrays = (*packed.sources.values(), *packed.inputs.values())
+        groups = (packed.sources, packed.inputs, packed.beams, packed.searches)
+        arrays = (each for group in groups for each in group.values())
         return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
 
-    def start(self, step: StepBatch, packed: PackedStep) -> Callable[[], Sequence[int]]:
-        """Send a step to the process; return a function that waits for its tokens.
+    def start(self, step: StepBatch, packed: PackedStep) -> Callable[[], DeviceChosen]:
+        """Send a step to the process; return a function that waits for what it chooses.
 
-        What the process has not drawn it does not know.
+        What the process has not chosen it does not know.
         """
+        if packed.beams:
+            packed.beams["given"][:] = self._choice.given(step)
         if self._chosen is not None:
             packed.take_tokens(self._chosen)
             packed = replace(packed, follows=np.empty((2, 0), np.int32))
@@ -145,16 +146,18 @@ class StepProcess(ModelProcess[StepInfo]):
             self._worker.send(message)
         return partial(self._await, self.pid, step.seconds)
 
-    def choose(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
-        """Return the choice of the engine from the logits of a step."""
+    def choose(
+        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
-            outputs = self._choose(self._logits[: step.num_outputs], *step.sampled)
-        token_ids = (each.token_id if isinstance(each, SampledToken) else 0 for each in outputs)
-        self._chosen = np.fromiter(token_ids, np.int32, len(outputs))
+            logits = self._logits[: step.num_logit_rows]
+            outputs = self._choice.outputs(step, choice, chosen, logits)
+        self._chosen = tokens_of_rows(step, outputs)
         return outputs
 
-    def _await(self, pid: int, seconds: float) -> Sequence[int]:
-        """Wait until the process has run a step; return the tokens that it has drawn.
+    def _await(self, pid: int, seconds: float) -> DeviceChosen:
+        """Wait until the process has run a step; return what it has chosen.
 
         Args:
             pid: the process that has got it.
@@ -167,7 +170,7 @@ class StepProcess(ModelProcess[StepInfo]):
         except WorkerEndedError:
             self._restart()
             raise
-        return [int(token_id) for row in answers for token_id in row.tolist()]
+        return chosen_of(answers)
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""

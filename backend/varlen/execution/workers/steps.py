@@ -1,7 +1,7 @@
 """The process that loads a model that generates and runs its steps: `python -m varlen.execution.workers.steps FD`.
 
-It has the weights, the KV caches and the intermediates. It draws tokens that depend on the logits alone, and the next
-step takes them. Others are chosen by the engine, from logits in memory that both map.
+It has the weights, the KV caches and the intermediates. It draws tokens and takes steps of searches that depend on the
+logits alone, and the next step goes on with them. Others are chosen by the engine, from logits in memory that both map.
 
 FD is its control socket (`child`). After the model's description, one message of the engine brings the socket of the
 steps; its answer brings the memory of the logits.
@@ -38,13 +38,15 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
     import torch
 
     from varlen.execution.device import usable_cores
+    from varlen.execution.step_model import NoChoice
     from varlen.execution.step_runner import StepRunner
     from varlen.execution.warm_up import warm_up, warm_up_draws
     from varlen.models.checkpoint_folder import Checkpoint
 
     torch.set_num_threads(settings.threads or usable_cores())
     checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
-    runner = StepRunner(checkpoint, settings, lambda *_: [])  # chosen by the engine
+    # the engine chooses what the process does not
+    runner = StepRunner(checkpoint, settings, NoChoice())
     warm_up(runner)
     warm_up_draws(runner)
     return runner
@@ -53,7 +55,7 @@ def _load(folder: Path, settings: EngineConfig) -> StepRunner:
 def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     from varlen.execution.cpu.step_runner import CpuSteps
     from varlen.execution.step_order import StepOrder
-    from varlen.execution.workers.step_messages import receive_step
+    from varlen.execution.workers.step_messages import answers_of, receive_step
 
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
     if not message:
@@ -73,12 +75,10 @@ def _run_steps(control: socket.socket, runner: StepRunner) -> None:
             return ()
         with order.running(step.number, step.after):
             step.take_tokens(chosen)
-            token_ids = runner.run_packed(step)
-        if token_ids is None:
-            return ()
-        chosen = token_ids.astype(np.int32)
-        # exact up to 2 ** 24
-        return (chosen.astype(np.float32),)
+            found = runner.run_packed(step)
+        answers = answers_of(found)
+        chosen = answers[0].view(np.int32)
+        return answers
 
     connection = Connection(descriptors[0])
     answer_batches(connection, receive_step, run, runner.use, runner.release_arenas)

@@ -15,6 +15,7 @@ from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.quality import LogitQuality, compare_logits
 from varlen.execution.cpu.quantization import BITS
+from varlen.execution.step_model import NoChoice
 from varlen.execution.step_program import record_steps
 from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint_folder import Checkpoint
@@ -55,7 +56,7 @@ def calibrated(folder):
 
 def runner_of(folder, dtype="int8"):
     config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
-    return StepRunner(Checkpoint.open(folder), config, lambda *_: [])
+    return StepRunner(Checkpoint.open(folder), config, NoChoice())
 
 
 def answers_of(generator, prompts):

@@ -1,0 +1,135 @@
+"""Steps of searches with beams, taken on the device of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen.execution.search_packing import Arrays
+from varlen.scheduling.choices import SearchChoices
+from varlen_kernels.reference.beam import BeamEdits
+from varlen_kernels.reference.beam_search import SearchResults, SearchState
+
+# Numbers of 4 bytes that keep what follows at an address of 16 bytes.
+_ALIGNED = 4
+
+
+class DeviceSearches:
+    """The searches of one model."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        device: torch.device,
+        *,
+        searches: int,
+        beams: int,
+        rows: int,
+        blocks: int,
+        block_size: int,
+    ) -> None:
+        """Start without a search.
+
+        Args:
+            kernels: module with the ops of searches.
+            device: device of the logits.
+            searches: most searches at the same time.
+            beams: most beams of one.
+            rows: most rows of logits.
+            blocks: longest block table.
+            block_size: tokens of a block.
+        """
+        self._kernels = kernels
+        self._block_size = block_size
+        self._state = SearchState.new(searches, beams, blocks, device)
+        # scores of beams before the step, which `advance_searches` adds
+        self._zeros = torch.zeros(rows, 1, device=device)
+
+    def follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Give beams their tokens and block tables; return blocks to copy, `[copies, 2]` int32.
+
+        Args:
+            beams: `PackedStep.beams` on the device.
+            inputs: inputs of the step; changed.
+        """
+        copies = torch.empty_like(beams["given"])
+        self._kernels.follow_beams(
+            self._state,
+            beams["searches"],
+            beams["given"],
+            inputs["token_ids"],
+            inputs["position_ids"],
+            inputs["cu_blocks"],
+            inputs["block_ids"],
+            inputs["slots"],
+            copies,
+            block_size=self._block_size,
+        )
+        return copies
+
+    def advance(self, logits: Tensor, arrays: Arrays, on_device: Mapping[str, Tensor]) -> Tensor:
+        """Return what searches choose, the numbers of `SearchResults`.
+
+        Args:
+            logits: `[logit rows, vocabulary]` fp32 of the step; may be overwritten.
+            arrays, on_device: `PackedStep.searches`, on the host and on the device.
+        """
+        width, num_beams, renormalizes = arrays["sizes"].tolist()
+        num_searches, device = len(arrays["searches"]), logits.device
+        if len(arrays["rows"]) < len(logits):
+            logits = logits[on_device["rows"].long()]
+        rows, tokens = on_device["banned_rows"], on_device["banned_tokens"]
+        edits = None
+        if len(rows) and renormalizes:
+            logits[rows.long(), tokens.long()] = -torch.inf
+        elif len(rows):
+            edits = BeamEdits(rows, tokens, torch.full(rows.shape, torch.inf, device=device))
+        width = min(width, logits.shape[1])
+        found = self._kernels.beam_step(
+            logits, self._zeros[: len(logits)], width=width, edits=edits
+        )
+        numbers = SearchResults.numbers(num_searches, num_beams, device)
+        self._kernels.advance_searches(
+            found,
+            on_device["searches"],
+            on_device["divisors"],
+            on_device["ends"],
+            self._state,
+            SearchResults.views(numbers, num_searches),
+        )
+        return numbers
+
+
+def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
+    """Return what searches have chosen.
+
+    Args:
+        numbers: what `DeviceSearches.advance` has returned, on the host.
+        arrays: `PackedStep.searches`.
+    """
+    results = SearchResults.views(numbers, len(arrays["searches"]))
+    return SearchChoices(*(each.numpy() for each in results))
+
+
+def moved(groups: Sequence[Arrays], device: torch.device) -> list[dict[str, Tensor]]:
+    """Return arrays of int32 and fp32 on a GPU, after one copy that nothing waits for."""
+    arrays = [each for group in groups for each in group.values()]
+    # the language Triton compiles a kernel again where the alignment of a pointer is another one
+    sizes = [-(-each.size // _ALIGNED) * _ALIGNED for each in arrays]
+    numbers = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    on_host = np.split(numbers.numpy(), np.cumsum(sizes)[:-1])
+    for array, part in zip(arrays, on_host, strict=True):
+        part[: array.size] = array.ravel().view(np.int32)
+    # torch keeps pinned memory until the copy has run
+    parts = torch.split_with_sizes(numbers.to(device, non_blocking=True), sizes)
+    on_device = (
+        (part if array.dtype == np.int32 else part.view(torch.float32))[: array.size].view(
+            array.shape
+        )
+        for array, part in zip(arrays, parts, strict=True)
+    )
+    return [{name: next(on_device) for name in group} for group in groups]
