@@ -23,8 +23,8 @@ class BeamBlocks:
         num_beams: number of beams.
         num_tokens: length of the prompt.
         block_size: tokens of a block.
-        blocks: blocks of one column after another, one for each beam. The first beam writes the end of the prompt's
-            last block, so a column that begins with the prompt has one less.
+        blocks: blocks of one column after another, one for each beam. The first beam goes on in the last block of the
+            prompt, so a column that begins with the prompt has one less.
     """
 
     num_beams: int
@@ -41,11 +41,6 @@ class BeamBlocks:
         full, rest = divmod(self.num_tokens, self.block_size)
         begin = self.num_beams * (position // self.block_size - full) - (rest > 0)
         return slice(max(0, begin), begin + self.num_beams)
-
-    def copies_prompt(self, position: int) -> bool:
-        """Return whether the column of a position begins with the end of the prompt, which its beams copy."""
-        full, rest = divmod(self.num_tokens, self.block_size)
-        return rest > 0 and position // self.block_size == full
 
     def held(self) -> list[int]:
         """Return the blocks that were not given back."""

@@ -141,8 +141,6 @@ class GroupMemory:
             if not group.reserved and not self.blocks.available:
                 return False
             beams.blocks.append(self._allocate(group))
-            if beams.copies_prompt(position):
-                self.copies.add(group.first.block_ids[-1], beams.blocks[-1])
         return True
 
     def follow(self, group: Group, parents: Sequence[int]) -> None:

@@ -60,7 +60,10 @@ def follow_some_beams(
                 for column in range(whole + (place > 0)):
                     table[column] = before[parent, column]
             source = table[whole]
-            if length > 1 and place > 0 and _place_of(parents[own], beam, parent) < beam:
+            if length == 1 and place > 0:
+                # the end of the prompt
+                source = block_ids[cu_blocks[first_row] + whole]
+            elif place > 0 and _place_of(parents[own], beam, parent) < beam:
                 while _place_of(parents[own], beams, unused) < beams:
                     unused += 1
                 table[whole] = before[unused, whole]

@@ -128,9 +128,10 @@ def follow_beams(
 ) -> None:
     """Give each beam its token and its block table.
 
-    The first step after the prompt has whole tables. After that, a table is the one of the beam that it continues. Of
-    the beams that continue the same one, the first keeps the block that is not full; each other one takes the block of
-    a beam that no one continues, into which that block is copied. Blocks that begin are in the step.
+    The first step after the prompt has whole tables; the end of the prompt is in the block of the first beam, and is
+    copied into those of the others. After that, a table is the one of the beam that it continues. Of the beams that
+    continue the same one, the first keeps the block that is not full; each other one takes the block of a beam that no
+    one continues, into which that block is copied. Blocks that begin are in the step.
 
     Args:
         state: tables, parents and tokens are changed.
@@ -158,7 +159,9 @@ def follow_beams(
                 begun = last if place == 0 else last + 1
                 table[:begun] = before.tables[parent, :begun]
             source = int(table[last])
-            if length > 1 and place and parent in parents[:beam]:
+            if length == 1 and place:
+                source = int(block_ids[int(cu_blocks[first_row]) + last])
+            elif place and parent in parents[:beam]:
                 table[last] = before.tables[next(unused), last]
             copies[first_beam + beam] = torch.stack((torch.tensor(source), table[last]))
             now.tables[beam, : last + 1] = table

@@ -112,8 +112,11 @@ def _follow_kernel(
     written = tl.where(is_copy != 0, written, block)
     tl.store(table_ptr + last, written, mask=inside)
     tl.store(now_ptr + last, written, mask=inside)
+    # the first beam has the end of the prompt
+    prompt_block = tl.load(block_ids_ptr + tl.load(cu_blocks_ptr + first_row) + last)
+    source = tl.where((length == 1) & (place > 0), prompt_block, block)
     copies_ptr += (first_beam + beam) * 2
-    tl.store(copies_ptr, block, mask=inside)
+    tl.store(copies_ptr, source, mask=inside)
     tl.store(copies_ptr + 1, written, mask=inside)
     tl.store(token_ids_ptr + row, token, mask=inside)
     tl.store(slots_ptr + row, written.to(tl.int64) * BLOCK_SIZE + place, mask=inside)

@@ -191,6 +191,9 @@ class KvExecutor(HeldExecutor):
             return self.tables[key]
         if chunk.start == chunk.sequence.num_tokens:
             tables = given
+            for table in tables[1:] if place else []:
+                # the end of the prompt
+                self.memory[table[-1]] = dict(self._block(tables[0][-1]))
         else:
             before = self.tables[chunk.search, chunk.start - 1]
             parents, _ = self.chosen[chunk.search]

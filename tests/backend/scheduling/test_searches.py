@@ -62,7 +62,8 @@ def test_beams_share_the_blocks_of_their_prompt_and_each_copies_the_last_one(mon
 
     # a full one for all, and one for each beam; the last beam writes where the prompt ends
     assert bench.pool.counts().used == 1 + 4
-    assert len(bench.executor.steps[1].copies) == 3
+    # the device copies the end of the prompt
+    assert not bench.executor.steps[1].copies
 
 
 @_both_policies

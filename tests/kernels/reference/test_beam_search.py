@@ -36,7 +36,7 @@ def test_searches_choose_beams_and_answers_as_without_tensors(ops, seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_beams_read_the_tokens_of_the_beams_that_they_continue(ops, seed):
     searches, state = Searches(seed), new_state("cpu")
-    # what each block holds: the token at each place
+    # what each block holds: the token at each place, or -1 of a prompt
     memory, contexts = {}, [[[] for _ in range(beams)] for beams in searches.beams]
     while searches.length < searches.last - 1:
         arguments = searches.advance()
@@ -48,6 +48,9 @@ def test_beams_read_the_tokens_of_the_beams_that_they_continue(ops, seed):
 
         ops.follow_beams(state, *step, block_size=BLOCK_SIZE)
 
+        if searches.length == 1 and searches.prompt % BLOCK_SIZE:
+            ends = [block_ids[cu_blocks[first + 1] - 1] for first in searches.first_beams]
+            memory |= {int(block): {0: -1} for block in ends}
         copied = {copy: memory.get(source) for source, copy in copies.tolist() if source != copy}
         assert not {source for source, copy in copies.tolist() if source != copy} & copied.keys()
         memory |= {block: dict(held) for block, held in copied.items() if held is not None}
@@ -71,6 +74,8 @@ def test_beams_read_the_tokens_of_the_beams_that_they_continue(ops, seed):
                 positions = range(searches.prompt, searches.prompt + len(context))
                 held = [memory[table[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in positions]
                 assert held == context
+                if searches.prompt % BLOCK_SIZE:
+                    assert memory[table[searches.prompt // BLOCK_SIZE]][0] == -1
 
 
 @OPS

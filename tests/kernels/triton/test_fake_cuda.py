@@ -230,10 +230,9 @@ def test_a_step_of_beams_starts_before_it_is_known_what_they_continue(
         runner = step_runner(folder, device)
         prompt = prompt_chunk(runner, 3, options)
         steps = [prompt, *(beams_after(prompt, count, known=count == 0) for count in range(3))]
-        copies: list[tuple[tuple[int, int], ...]] = [(), ((0, 1),), (), ()]
         batches = [
-            replace(step_of((chunk,)), copies=of_step, number=number, after=number - 1)
-            for number, (chunk, of_step) in enumerate(zip(steps, copies, strict=True))
+            replace(step_of((chunk,)), number=number, after=number - 1)
+            for number, chunk in enumerate(steps)
         ]
         if device == "cpu":
             *_, last = [runner.run_batch(batch) for batch in batches]
@@ -242,13 +241,12 @@ def test_a_step_of_beams_starts_before_it_is_known_what_they_continue(
             for batch in batches[1:]:
                 with gpu.counted() as counts:
                     waiting.append(runner.launch_batch(batch))
-                # beams follow, blocks; candidates, which also bans nothing, and the choice
-                launches = 5 + bool(batch.copies)
+                # the inputs, and what the search needs; beams follow, blocks; candidates, and the choice
                 assert counts == {
-                    "pinned copies to the device": 2 + bool(batch.copies),
+                    "pinned copies to the device": 2,
                     "pinned copies to the host": 1,
                     "replays": 1,
-                    "launches": launches,
+                    "launches": 5,
                 }
                 waiting.popleft()()
             last = waiting.popleft()()
