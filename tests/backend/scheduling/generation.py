@@ -483,7 +483,8 @@ class Bench:
         tables += [group.beams.held() for group in groups if group.beams]
         searches = [group.search for group in groups if group.has_beams]
         assert len(set(searches)) == len(searches)
-        assert all(0 <= search < self.limits.new_places().count for search in searches)
+        places = self.limits.new_places()
+        assert all(0 <= search < places.count + places.short_count for search in searches)
         # a step that failed copies them again
         copies, kept = self.scheduler._memory.copies, self.scheduler._memory.copies.kept
         assert set(kept) <= copies.sources()
