@@ -8,17 +8,18 @@ import torch
 from varlen_kernels.reference.beam import NO_TOKEN, BeamCandidates
 from varlen_kernels.reference.beam_search import (
     ENDS_WHEN_FULL,
+    FOLLOW_COLUMNS,
     IS_LAST,
     NOT_GIVEN,
     SearchResults,
     SearchState,
 )
 
-MOST_SEARCHES, MOST_BEAMS, MOST_BLOCKS, BLOCK_SIZE = 6, 6, 6, 2
+MOST_BEAMS, MOST_PLACES, MOST_BLOCKS, BLOCK_SIZE = 5, 24, 6, 2
 
 
 def new_state(device):
-    return SearchState.new(MOST_SEARCHES, MOST_BEAMS, MOST_BLOCKS, torch.device(device))
+    return SearchState.new(MOST_PLACES, MOST_BLOCKS, torch.device(device))
 
 
 def ints(rows, *shape):
@@ -36,8 +37,9 @@ class Searches:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         searches = self.rng.randint(1, 4)
-        self.beams = [self.rng.randint(1, MOST_BEAMS - 1) for _ in range(searches)]
-        self.numbers = self.rng.sample(range(MOST_SEARCHES), searches)
+        self.beams = [self.rng.randint(1, MOST_BEAMS) for _ in range(searches)]
+        # in any order
+        self.places = ints(self.rng.sample(range(MOST_PLACES), sum(self.beams)), -1)
         self.vocabulary = self.rng.randint(1, 9)
         self.prompt = self.rng.randint(1, 3)
         self.last = self.rng.randint(1, 8)
@@ -83,19 +85,19 @@ class Searches:
             flags |= ENDS_WHEN_FULL if self.rng.random() < 0.3 else 0
             of_ends = len(ends), len(ends) + len(own_ends)
             first_beam = self.first_beams[place]
-            rows += [self.numbers[place], first_row, num_rows, beams, self.length, flags, forced]
+            rows += [first_row, num_rows, beams, self.length, flags, forced]
             rows += [*of_ends, first_beam]
             ends += own_ends
             divisors += [self.rng.uniform(0.5, 3), self.rng.uniform(0.5, 3)]
             first_row += num_rows
         searches = ints(rows, len(self.beams), -1)
-        return found, searches, torch.tensor(divisors).view(-1, 2), ints(ends, -1)
+        return found, searches, self.places, torch.tensor(divisors).view(-1, 2), ints(ends, -1)
 
-    def right(self, found, searches, divisors, ends):
+    def right(self, found, searches, _, divisors, ends):
         """Return what each search has chosen: live beams, answers, and whether it has ended."""
         results = []
         for place, search in enumerate(searches.tolist()):
-            _, first, num_rows, beams, length, flags, forced, begin, end, _ = search
+            first, num_rows, beams, length, flags, forced, begin, end, _ = search
             candidates = []
             for beam, (score, _, _) in enumerate(self.live[place][:num_rows]):
                 tokens, logprobs = found.tokens[first + beam], found.scores[first + beam]
@@ -132,8 +134,8 @@ class Searches:
         total, position = sum(self.beams), self.prompt + self.length - 1
         columns = position // BLOCK_SIZE + 1
         searches = [
-            [number, first, beams, self.length, first]
-            for number, first, beams in zip(self.numbers, self.first_beams, self.beams, strict=True)
+            [first, beams, self.length, first]
+            for first, beams in zip(self.first_beams, self.beams, strict=True)
         ]
         # new ones in every step
         blocks = ints([next(self.blocks) for _ in range(total * columns)], -1)
@@ -151,10 +153,11 @@ class Searches:
             own = slice(self.first_beams[place], self.first_beams[place] + self.beams[place])
             given[own] = ints([each[1:] for each in self.live[place]], -1, 2)
         return (
-            ints(searches, -1, 5),
+            ints(searches, -1, FOLLOW_COLUMNS),
+            self.places,
             given,
             torch.zeros(total, dtype=torch.int32),
-            torch.full((total,), position, dtype=torch.int32),
+            torch.full((total,), position + 1, dtype=torch.int32),
             torch.arange(total + 1, dtype=torch.int32) * columns,
             blocks,
             torch.zeros(total, dtype=torch.int64),

@@ -1,8 +1,8 @@
 """Beam search of one prompt: from the candidates of each step to the best answers.
 
-The model runs every live beam as one row. A step takes the most likely tokens of each row, with their log
-probabilities, and tells which rows go on with which tokens. Beams are in one group, or in several that are kept apart
-by a penalty.
+The model runs every beam as one row; live ones come first. A step takes the most likely tokens of each row, with their
+log probabilities, and tells which rows go on with which tokens. Beams are in one group, or in several that are kept
+apart by a penalty.
 Source: Hugging Face's `generate`, version 5. Groups: Vijayakumar et al. 2016, arXiv:1610.02424, with Hamming
 diversity as in version 4.56. Sibling rank: Li, Monroe, Jurafsky 2016, arXiv:1611.08562, section 3.
 """
@@ -28,7 +28,7 @@ from varlen.scheduling.choices import BeamAnswer, BeamStep
 class BeamSearch:
     """Live beams of one prompt, and the answers that they lead to.
 
-    In each step the rows of the model are the live beams, in order. In the first step there is one.
+    In each step the first rows of the model are the live beams, in order. In the first step there is one.
 
     Attributes:
         logit_bias: token ids, and the number to add to the logit of each, in every row; None without any.
@@ -99,7 +99,7 @@ class BeamSearch:
 
     @property
     def num_rows(self) -> int:
-        """Number of live beams, which the next step runs; 0 once the search has ended."""
+        """Number of live beams, the first ones that the next step runs; 0 once the search has ended."""
         return len(self._beams)
 
     @property

@@ -28,6 +28,7 @@ from varlen.scheduling.choices import (
     SampledToken,
 )
 from varlen.scheduling.sequence import GeneratedSequence
+from varlen_kernels.reference.beam_search import NOT_GIVEN
 
 # Limits of a row that is not drawn.
 _GREEDY = (0.0, 0, 1.0, 0.0)
@@ -83,7 +84,7 @@ class TokenChoice:
         Tokens are drawn on the device if this is so of all samples of the step.
         """
         rows = [chunk for chunk in step.chunks if chunk.samples]
-        searching = [chunk for chunk in rows if chunk.search is not None]
+        searching = [chunk for chunk in rows if chunk.beam_places]
         if not searching:
             draws = self._sampler.draws(*step.sampled)
             return DeviceChoice(draws, is_whole=draws is not None)
@@ -100,7 +101,7 @@ class TokenChoice:
         places: list[int] = []
         end = 0
         for chunk in chunks:
-            if chunk.search is None:
+            if not chunk.beam_places:
                 samples += [(sequence, chunk.num_generated) for sequence in chunk.samples]
                 places += range(end, end + len(chunk.samples))
             end += chunk.num_logit_rows
@@ -118,7 +119,9 @@ class TokenChoice:
 
     def given(self, step: StepBatch) -> Int32Array:
         """Return what the host has chosen for the beams of a step; see `StepChoice`."""
-        given: Int32Array = np.full((sum(chunk.beams for chunk in step.chunks), 2), -1, np.int32)
+        given: Int32Array = np.full(
+            (sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32
+        )
         begin = 0
         for chunk in step.chunks:
             search = chunk.sequence.sampler_state
@@ -144,9 +147,9 @@ class TokenChoice:
         for chunk in step.chunks:
             length = chunk.num_generated
             for place, sequence in enumerate(chunk.samples, start=row):
-                if chunk.search is not None and (result := next(of_searches)) is not None:
+                if chunk.beam_places and (result := next(of_searches)) is not None:
                     outputs.append(_read(sequence, length, *result))
-                elif chunk.search is None and choice.draws is not None:
+                elif not chunk.beam_places and choice.draws is not None:
                     outputs.append(SampledToken(chosen.token_ids[place]))
                 else:
                     rows = range(place, place + max(1, chunk.beams))

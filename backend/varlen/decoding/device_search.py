@@ -92,7 +92,8 @@ class DeviceSearch:
         """
         # a step that failed was taken again
         del self._steps[num_generated:]
-        self._steps.append(beams[:, :2])
+        # not a view of what all searches of the step have chosen
+        self._steps.append(beams[:, :2].copy())
         has_ended, num_answers = ends
         if not has_ended:
             return BeamStep(tuple(beams[:, 0].tolist()), ())

@@ -1,6 +1,7 @@
-"""Runs the beam searches of a step.
+"""Takes the steps of searches that are left to the host.
 
-One op finds the best tokens of all rows; then each search goes on by itself.
+One op finds the best tokens of all their rows; then each search goes on by itself. Most searches are left to the device
+(`device_search`).
 """
 
 from __future__ import annotations

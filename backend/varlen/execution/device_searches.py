@@ -26,8 +26,6 @@ class DeviceSearches:
         kernels: Any,
         device: torch.device,
         *,
-        searches: int,
-        beams: int,
         rows: int,
         blocks: int,
         block_size: int,
@@ -37,15 +35,13 @@ class DeviceSearches:
         Args:
             kernels: module with the ops of searches.
             device: device of the logits.
-            searches: most searches at the same time.
-            beams: most beams of one.
-            rows: most rows of logits.
+            rows: most rows of logits, which is the most beams at the same time.
             blocks: longest block table.
             block_size: tokens of a block.
         """
         self._kernels = kernels
         self._block_size = block_size
-        self._state = SearchState.new(searches, beams, blocks, device)
+        self._state = SearchState.new(rows, blocks, device)
         # scores of beams before the step, which `advance_searches` adds
         self._zeros = torch.zeros(rows, 1, device=device)
 
@@ -60,9 +56,11 @@ class DeviceSearches:
         self._kernels.follow_beams(
             self._state,
             beams["searches"],
+            beams["places"],
             beams["given"],
             inputs["token_ids"],
-            inputs["position_ids"],
+            # every program that reads KV blocks has them; not all have positions
+            inputs["context_lens"],
             inputs["cu_blocks"],
             inputs["block_ids"],
             inputs["slots"],
@@ -96,6 +94,7 @@ class DeviceSearches:
         self._kernels.advance_searches(
             found,
             on_device["searches"],
+            on_device["places"],
             on_device["divisors"],
             on_device["ends"],
             self._state,

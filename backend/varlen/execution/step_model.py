@@ -15,6 +15,7 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import StepBatch
 from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
+from varlen_kernels.reference.beam_search import NOT_GIVEN
 
 
 class StepChoice(Protocol):
@@ -26,7 +27,7 @@ class StepChoice(Protocol):
     def given(self, step: StepBatch) -> Int32Array:
         """Return what the host has chosen for the beams of a step, `[beams, 2]`.
 
-        That is the beam that each one continues, and the token; -1 where the device has chosen them.
+        That is the beam that each one continues, and the token; NOT_GIVEN where the device has chosen them.
         """
 
     def outputs(
@@ -51,7 +52,7 @@ class NoChoice:
 
     def given(self, step: StepBatch) -> Int32Array:
         """Return that nothing is given."""
-        return np.full((sum(chunk.beams for chunk in step.chunks), 2), -1, np.int32)
+        return np.full((sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32)
 
     def outputs(
         self,

@@ -30,7 +30,6 @@ from varlen.execution.step_program import load_programs
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.generation import MAX_BEAMS
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch, Chunk, StepBatch
 from varlen.scheduling.choices import (
@@ -132,15 +131,12 @@ class StepRunner:
             for program, arena in zip(self.programs, self.arenas, strict=True)
         ]
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
-        most_searches = self.arenas[0].largest["logit_rows"]
         blocks = -(-self.max_sequence_tokens // self.kv.block_size)
         self._kernels: Any = kernels
         self.searches = DeviceSearches(
             self._kernels,
             self.device,
-            searches=most_searches,
-            beams=min(MAX_BEAMS, most_searches),
-            rows=most_searches,
+            rows=self.arenas[0].largest["logit_rows"],
             blocks=blocks,
             block_size=self.kv.block_size,
         )

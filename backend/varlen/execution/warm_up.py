@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,9 +45,6 @@ _GREEDY = GenerationOptions(temperature=0.0)
 _DRAWN = GenerationOptions(top_k=2, top_p=0.5)
 # the host chooses these, also where a GPU draws others
 _REPORTED = GenerationOptions(top_k=2, top_p=0.5, logprobs=0)
-_SEARCHED = GenerationOptions(num_beams=2)
-# the host takes the steps of this one
-_EDITED = GenerationOptions(num_beams=2, repetition_penalty=2.0)
 
 
 def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> None:
@@ -111,9 +109,13 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     """
     limit = timeout if runner.device.type == "cuda" else 0.0
     lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
-    for options in _options(has_sources=runner.has_sources):
+    rows = runner.arenas[0].largest["logit_rows"]
+    for options in _options(has_sources=runner.has_sources, rows=rows):
         for length in lengths:
-            _run(runner, [_choosing(_chunk(runner, length, 1, options))], limit)
+            chunk = _choosing(_chunk(runner, length, 1, options))
+            _run(runner, [chunk], limit)
+        for beams in _beams_after(runner, chunk):
+            _run(runner, [beams], limit)
     if runner.device.type == "cuda":
         warm_up_kernels(runner, limit)
     # everything is compiled
@@ -123,14 +125,16 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
 def warm_up_draws(runner: StepRunner) -> None:
     """Run steps on a CPU that draw their tokens, and one of a search."""
     limits = [(_DRAWN.temperature, _DRAWN.top_k, _DRAWN.top_p, _DRAWN.min_p)]
-    rules = SearchRules(1, True, False, None, (), np.zeros(1, np.int32), 1.0, 1.0)
-    choices = [(_SEARCHED, DeviceChoice(searches=[rules]))]
-    if not runner.has_sources:
-        # others are searched
-        choices += [(_DRAWN, DeviceChoice(Draws(limits, each))) for each in (None, np.zeros(1))]
-    for options, choice in choices:
-        step = _step([_choosing(_chunk(runner, 1, 1, options))])
-        runner.run_packed(pack_step(step, runner.kv.block_size, choice))
+    rows = runner.arenas[0].largest["logit_rows"]
+    beams = _searched(rows)[0].num_beams
+    rules = SearchRules(beams, True, False, None, (), np.zeros(1, np.int32), 1.0, 1.0)
+    choices = {True: [DeviceChoice(searches=[rules])]}
+    choices[False] = [DeviceChoice(Draws(limits, each)) for each in (None, np.zeros(1))]
+    for options in _options(has_sources=runner.has_sources, rows=rows):
+        prompt = _choosing(_chunk(runner, 1, 1, options))
+        for choice in choices[prompt.sequence.is_searched]:
+            for chunk in (prompt, *_beams_after(runner, prompt)):
+                runner.run_packed(pack_step(_step([chunk]), runner.kv.block_size, choice))
 
 
 def warm_up_choice(choice: StepChoice, info: StepInfo) -> None:
@@ -142,8 +146,8 @@ def warm_up_choice(choice: StepChoice, info: StepInfo) -> None:
         choice: chooses them.
         info: model facts for the engine.
     """
-    for options in _options(has_sources=info.has_sources):
-        if options is _SEARCHED:
+    for options in _options(has_sources=info.has_sources, rows=info.max_logit_rows):
+        if options == _searched(info.max_logit_rows)[0]:
             # that process takes its steps
             continue
         sequence = _sequence(1, 1, options, has_sources=info.has_sources)
@@ -228,13 +232,34 @@ def _chunk(
 def _choosing(chunk: Chunk) -> Chunk:
     """Return a chunk that chooses what follows it."""
     sequence = chunk.sequence
-    return chunk._replace(samples=(sequence,), search=0 if sequence.is_searched else None)
+    places = tuple(range(sequence.generation.num_beams)) if sequence.is_searched else ()
+    return chunk._replace(samples=(sequence,), beam_places=places)
 
 
-def _options(*, has_sources: bool) -> tuple[GenerationOptions, ...]:
-    """Return options of each kind of choice that a model has."""
-    searched = _SEARCHED, _EDITED
-    return searched if has_sources else (_GREEDY, _DRAWN, _REPORTED, *searched)
+def _beams_after(runner: StepRunner, prompt: Chunk) -> list[Chunk]:
+    """Return the tokens of beams after a prompt, all in block 0; none without beams."""
+    length, beams = len(prompt.token_ids), len(prompt.beam_places)
+    if not beams or length == runner.max_sequence_tokens:
+        return []
+    blocks = (0,) * -(-(length + 1) // runner.kv.block_size)
+    chunk = prompt._replace(
+        start=length, token_ids=(0,) * beams, block_ids=blocks * beams, encodes=(), beams=beams
+    )
+    return [chunk]
+
+
+def _options(*, has_sources: bool, rows: int) -> tuple[GenerationOptions, ...]:
+    """Return options of each kind of choice that a model has, with so many rows of logits."""
+    if has_sources:
+        return _searched(rows)
+    sampled = _GREEDY, _DRAWN, _REPORTED
+    return sampled if rows == 1 else (*sampled, *_searched(rows))
+
+
+def _searched(rows: int) -> tuple[GenerationOptions, GenerationOptions]:
+    """Return options of a search that the device takes the steps of, and of one that is left to the host."""
+    plain = GenerationOptions(num_beams=min(2, rows))
+    return plain, replace(plain, repetition_penalty=2.0)
 
 
 def _sequence(

@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
         encodes: the tokens of that text if it is encoded in this step, before these tokens.
         follows: row of the logits of the step before that the only token is chosen from; `token_ids` has 0 in its
             place.
-        search: number of the search of an answer with beams, among those that run.
+        beam_places: where the beams of a search keep what they need, among all beams that run; none without a search.
         beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
             `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt.
     """
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
     source_block_ids: tuple[int, ...] = ()
     encodes: tuple[int, ...] = ()
     follows: int | None = None
-    search: int | None = None
+    beam_places: tuple[int, ...] = ()
     beams: int = 0
 
     @property

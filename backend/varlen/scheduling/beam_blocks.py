@@ -20,14 +20,14 @@ class BeamBlocks:
     A column is a place in block tables: the blocks of one column hold the same positions.
 
     Attributes:
-        num_beams: number of beams.
+        places: where each beam keeps what it needs from one step to the next, among all beams that run.
         num_tokens: length of the prompt.
         block_size: tokens of a block.
         blocks: blocks of one column after another, one for each beam. The first beam goes on in the last block of the
             prompt, so a column that begins with the prompt has one less.
     """
 
-    num_beams: int
+    places: tuple[int, ...]
     num_tokens: int
     block_size: int
     blocks: list[int] = field(default_factory=list)
@@ -35,6 +35,11 @@ class BeamBlocks:
     _tables: list[list[int]] = field(default_factory=list)
     _parents: list[tuple[int, ...]] = field(default_factory=list)
     _num_followed: int = 0
+
+    @property
+    def num_beams(self) -> int:
+        """Number of beams."""
+        return len(self.places)
 
     def column(self, position: int) -> slice:
         """Return the place of the blocks that hold a position of the answer."""

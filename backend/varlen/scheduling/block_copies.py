@@ -65,11 +65,12 @@ class BlockCopies:
         self.in_flight.clear()
         self._release_kept()
 
-    def release(self, block_ids: Sequence[int]) -> list[int]:
-        """Release a block table; return the blocks that are unused now."""
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Release a block table."""
         if not self.next and not self.in_flight:
             # then no source of a copy is kept
-            return self._blocks.release(block_ids)
+            self._blocks.release(block_ids)
+            return
         sources, blocks = self.sources(), self._blocks
         kept = {each for each in block_ids if each in sources and not blocks.is_shared(each)}
         self.kept += kept
@@ -78,7 +79,6 @@ class BlockCopies:
             for block in unused:
                 copies.pop(block, None)
         self._release_kept()
-        return unused
 
     def sources(self) -> set[int]:
         """Return the sources of all copies that are not known to be made."""

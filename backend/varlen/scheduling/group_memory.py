@@ -37,9 +37,9 @@ class GroupMemory:
         self.blocks = blocks
         self.reserves = reserves
         self.copies = BlockCopies(blocks)
-        # numbers of searches that do not run, and how many there are
-        self._free_searches: list[int] = []
-        self._num_searches = 0
+        # places of beams that none has, and how many there are
+        self._free_places: list[int] = []
+        self._num_places = 0
 
     def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
         """Return the most blocks that a prompt with its samples or beams may hold."""
@@ -88,11 +88,8 @@ class GroupMemory:
         first.block_ids = shared
         first.num_computed = len(shared) * blocks.block_size
         if group.has_beams:
-            group.beams = BeamBlocks(group.max_branches, first.num_tokens, blocks.block_size)
-            if not self._free_searches:
-                self._free_searches.append(self._num_searches)
-                self._num_searches += 1
-            group.search = heapq.heappop(self._free_searches)
+            places = self._take_places(group.max_branches)
+            group.beams = BeamBlocks(places, first.num_tokens, blocks.block_size)
         return True
 
     def next_chunks(
@@ -220,10 +217,10 @@ class GroupMemory:
         for table in _tables(group):
             self.copies.release(table)
         group.first.block_ids = []
+        if group.beams is not None:
+            for place in group.beams.places:
+                heapq.heappush(self._free_places, place)
         group.source_block_ids, group.beams = [], None
-        if group.search is not None:
-            heapq.heappush(self._free_searches, group.search)
-            group.search = None
         self._unreserve(group)
 
     def _chunk(
@@ -256,7 +253,7 @@ class GroupMemory:
             tuple(group.source_block_ids),
             () if source is None else tuple(source.tolist()),
             follows,
-            group.search,
+            () if group.beams is None else group.beams.places,
             beams,
         )
         first.num_computed = end
@@ -285,6 +282,13 @@ class GroupMemory:
     def _unreserve(self, group: Group) -> None:
         self.blocks.unreserve(group.reserved)
         group.reserved = 0
+
+    def _take_places(self, count: int) -> tuple[int, ...]:
+        """Return the lowest free places of beams."""
+        while len(self._free_places) < count:
+            heapq.heappush(self._free_places, self._num_places)
+            self._num_places += 1
+        return tuple(heapq.heappop(self._free_places) for _ in range(count))
 
     def _use_reserved(self, group: Group) -> bool:
         """Return whether a group has a reserved block left, and use it."""

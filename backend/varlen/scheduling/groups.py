@@ -24,8 +24,7 @@ class Group:
         max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
-        search: number of its search, while it runs.
-        beams: blocks that its beams write, while it runs.
+        beams: blocks that its beams write, and their places, while it runs.
         source_tokens: length of its source text; 0 without one.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.
@@ -40,7 +39,6 @@ class Group:
     max_length: int = field(init=False)
     has_beams: bool = field(init=False)
     max_branches: int = field(init=False)
-    search: int | None = None
     beams: BeamBlocks | None = None
     source_tokens: int = field(init=False)
     source_block_ids: list[int] = field(default_factory=list)

@@ -10,7 +10,6 @@ from varlen_kernels.cpu.arguments import (
     ids_of,
     long_ids_of,
     number,
-    rows_of,
 )
 from varlen_kernels.cpu.beam import step_sequences
 from varlen_kernels.cpu.beam_search import advance_some_searches, follow_some_beams
@@ -40,49 +39,51 @@ def step_beams(arguments, first, last):
 @inlined
 def follow_beams(arguments, first, last):
     """Give the beams of some searches their tokens and block tables."""
-    # searches, given, position_ids, cu_blocks; tables, parents, tokens, token_ids, block_ids, slots, copies;
+    # searches, places, given, context_lens, cu_blocks; tables, parents, tokens, token_ids, block_ids, slots, copies;
     # block_size; a unit is a search
-    beams = columns_of(arguments, 5)
-    blocks = columns_of(arguments, 4) // beams
+    count = columns_of(arguments, 6)
+    blocks = columns_of(arguments, 5) // count
     return follow_some_beams(
         first,
         last,
         id_rows(arguments, 0),
-        id_rows(arguments, 1),
-        ids_of(arguments, 2),
+        ids_of(arguments, 1),
+        id_rows(arguments, 2),
         ids_of(arguments, 3),
-        int32_matrices(address(arguments, 4), rows_of(arguments, 5), beams, blocks),
-        id_rows(arguments, 5),
+        ids_of(arguments, 4),
+        int32_matrices(address(arguments, 5), 2, count, blocks),
         id_rows(arguments, 6),
-        ids_of(arguments, 7),
+        id_rows(arguments, 7),
         ids_of(arguments, 8),
-        long_ids_of(arguments, 9),
-        id_rows(arguments, 10),
-        number(arguments, 33),
+        ids_of(arguments, 9),
+        long_ids_of(arguments, 10),
+        id_rows(arguments, 11),
+        number(arguments, 36),
     )
 
 
 @inlined
 def advance_searches(arguments, first, last):
     """Choose the beams and the answers of some searches."""
-    # tokens, log probabilities, searches, divisors, ends; parents, tokens, scores, num_answers, answers, answer_scores;
-    # heads; ends, beams, scores; a unit is a search
+    # tokens, log probabilities, searches, places, divisors, ends; parents, tokens, scores, answers, answer_scores,
+    # num_answers; heads; ends, beams, scores; a unit is a search
     return advance_some_searches(
         first,
         last,
         id_rows(arguments, 0),
         fp32(arguments, 1),
         id_rows(arguments, 2),
-        fp32(arguments, 3),
-        ids_of(arguments, 4),
-        id_rows(arguments, 5),
+        ids_of(arguments, 3),
+        fp32(arguments, 4),
+        ids_of(arguments, 5),
         id_rows(arguments, 6),
-        fp32(arguments, 7),
-        ids_of(arguments, 8),
-        int32_matrices(address(arguments, 9), rows_of(arguments, 5), columns_of(arguments, 5), 3),
+        id_rows(arguments, 7),
+        fp32(arguments, 8),
+        int32_matrices(address(arguments, 9), 2, columns_of(arguments, 6), 3),
         fp32(arguments, 10),
-        ids_of(arguments, 11),
-        id_rows(arguments, 12),
+        id_rows(arguments, 11),
+        ids_of(arguments, 12),
         id_rows(arguments, 13),
-        fp32_numbers(arguments, 14),
+        id_rows(arguments, 14),
+        fp32_numbers(arguments, 15),
     )

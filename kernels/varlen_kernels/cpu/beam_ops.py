@@ -47,9 +47,10 @@ def beam_step(
 def follow_beams(
     state: SearchState,
     searches: Tensor,
+    places: Tensor,
     given: Tensor,
     token_ids: Tensor,
-    position_ids: Tensor,
+    context_lens: Tensor,
     cu_blocks: Tensor,
     block_ids: Tensor,
     slots: Tensor,
@@ -59,17 +60,17 @@ def follow_beams(
 ) -> None:
     """Give each beam its token and its block table, see `reference.follow_beams`."""
     if not has_compiled_ops():
-        of_step = token_ids, position_ids, cu_blocks, block_ids, slots, copies
-        reference.follow_beams(state, searches, given, *of_step, block_size=block_size)
+        of_step = token_ids, context_lens, cu_blocks, block_ids, slots, copies
+        reference.follow_beams(state, searches, places, given, *of_step, block_size=block_size)
         return
     from varlen_kernels.cpu.calls import call
 
     call(
         "follow_beams",
-        (searches, given, position_ids, cu_blocks),
+        (searches, places, given, context_lens, cu_blocks),
         (state.tables, state.parents, state.tokens, token_ids, block_ids, slots, copies),
         (block_size,),
-        dtypes="iiiiiiiiili",
+        dtypes="iiiiiiiiiili",
         units=len(searches),
     )
 
@@ -77,6 +78,7 @@ def follow_beams(
 def advance_searches(
     found: BeamCandidates,
     searches: Tensor,
+    places: Tensor,
     divisors: Tensor,
     ends: Tensor,
     state: SearchState,
@@ -84,7 +86,7 @@ def advance_searches(
 ) -> None:
     """Choose the beams of the next step, and the answers, see `reference.advance_searches`."""
     if not has_compiled_ops():
-        reference.advance_searches(found, searches, divisors, ends, state, out)
+        reference.advance_searches(found, searches, places, divisors, ends, state, out)
         return
     from varlen_kernels.cpu.calls import call
 
@@ -92,9 +94,9 @@ def advance_searches(
     heads = torch.empty(len(out.beams), dtype=torch.int32)
     call(
         "advance_searches",
-        (found.tokens, found.scores, searches, divisors, ends),
+        (found.tokens, found.scores, searches, places, divisors, ends),
         (*kept, heads, *out),
-        dtypes="ififiiifiifiiif",
+        dtypes="ifiifiiififiiiif",
         units=len(searches),
     )
 

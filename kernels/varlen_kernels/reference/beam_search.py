@@ -10,6 +10,7 @@ chose. A step that failed may run again: it reads only what the step before it w
 Source of the finish rule: `_beam_search` of Hugging Face's `generate`, version 5.
 """
 
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from varlen_kernels.reference.beam import NO_TOKEN, BeamCandidates
 
-# Columns of `follow_beams`: number of the search, row of its first beam, number of beams, tokens of each beam with the
-# one of this step, and place of its first beam among all beams.
-FOLLOW_COLUMNS = 5
-# Columns of `advance_searches`: number of the search, its first row of candidates, and their number; number of beams;
-# tokens of each beam with the one that is chosen; flags; the only token that may be chosen, or NO_TOKEN; from where and
-# up to where its end tokens are among all of them; place of its first beam among all beams.
-ADVANCE_COLUMNS = 10
+# Beams of the largest search.
+MAX_BEAMS = 32
+# Columns of `follow_beams`: row of the first beam of a search, number of beams, tokens of each beam with the one of
+# this step, and number of the first beam among all beams.
+FOLLOW_COLUMNS = 4
+# Columns of `advance_searches`: first row of candidates of a search, and their number; number of beams; tokens of each
+# beam with the one that is chosen; flags; the only token that may be chosen, or NO_TOKEN; from where and up to where
+# its end tokens are among all of them; number of the first beam among all beams.
+ADVANCE_COLUMNS = 9
 # Flags: the token that is chosen is the last one; the search ends once there are as many answers as beams.
 IS_LAST, ENDS_WHEN_FULL = 1, 2
 # A token that is chosen on the device.
@@ -31,58 +34,52 @@ NOT_GIVEN = -1
 
 
 class SearchState(NamedTuple):
-    """What each search keeps from one step to the next.
+    """What beams keep from one step to the next.
 
-    There are two rows for each search: one while its beams have an even number of tokens, and one while it is odd. Rows
-    of even numbers come first, by number of the search.
+    Each beam has a place of its own, in any order, as long as its search runs. There are two of everything: for beams
+    with an even number of tokens, and for beams with an odd one.
 
     Attributes:
-        tables: `[rows, beams, blocks]` int32, the block table of each beam.
-        parents: `[rows, beams]` int32, the beam of the step before that each beam continues.
-        tokens: `[rows, beams]` int32, the token that it continues it with.
-        scores: `[rows, beams]` fp32, its sum of log probabilities; -inf for a beam that is not alive.
-        num_answers: `[rows]` int32.
-        answers: `[rows, beams, 3]` int32, the best ones first: last token, beam before it, number of tokens.
-        answer_scores: `[rows, beams]` fp32, divided by the length penalty.
+        tables: `[2, places, blocks]` int32, the block table of each beam.
+        parents: `[2, places]` int32, the beam of the step before that each beam continues.
+        tokens: `[2, places]` int32, the token that it continues it with.
+        scores: `[2, places]` fp32, its sum of log probabilities; -inf for a beam that is not alive.
+        answers: `[2, places, 3]` int32, the best answers of the search in the places of its beams: last token, beam
+            before it, number of tokens.
+        answer_scores: `[2, places]` fp32, divided by the length penalty.
+        num_answers: `[2, places]` int32, in the place of the first beam.
     """
 
     tables: Tensor
     parents: Tensor
     tokens: Tensor
     scores: Tensor
-    num_answers: Tensor
     answers: Tensor
     answer_scores: Tensor
+    num_answers: Tensor
 
     @classmethod
-    def new(cls, searches: int, beams: int, blocks: int, device: torch.device) -> "SearchState":
-        """Return the state of searches that have not begun.
+    def new(cls, places: int, blocks: int, device: torch.device) -> "SearchState":
+        """Return the state of beams that have not begun.
 
         Args:
-            searches: largest number of them.
-            beams: largest number of beams of one.
+            places: largest number of beams at the same time.
             blocks: longest block table.
             device: device of the logits.
         """
-        each = 2 * searches, beams
 
-        def ids(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(2, places, *shape, dtype=dtype, device=device)
 
         return cls(
-            tables=ids(*each, blocks),
-            parents=ids(*each),
-            tokens=ids(*each),
-            scores=torch.zeros(each, device=device),
-            num_answers=ids(2 * searches),
-            answers=ids(*each, 3),
-            answer_scores=torch.zeros(each, device=device),
+            tables=numbers(blocks),
+            parents=numbers(),
+            tokens=numbers(),
+            scores=numbers(dtype=torch.float32),
+            answers=numbers(3),
+            answer_scores=numbers(dtype=torch.float32),
+            num_answers=numbers(),
         )
-
-    def of(self, number: int, length: int) -> "SearchState":
-        """Return what one search has of beams with this number of tokens."""
-        row = length % 2 * (len(self.tables) // 2) + number
-        return SearchState(*(each[row] for each in self))
 
 
 class SearchResults(NamedTuple):
@@ -116,9 +113,10 @@ class SearchResults(NamedTuple):
 def follow_beams(
     state: SearchState,
     searches: Tensor,
+    places: Tensor,
     given: Tensor,
     token_ids: Tensor,
-    position_ids: Tensor,
+    context_lens: Tensor,
     cu_blocks: Tensor,
     block_ids: Tensor,
     slots: Tensor,
@@ -136,42 +134,46 @@ def follow_beams(
     Args:
         state: tables, parents and tokens are changed.
         searches: `[searches, FOLLOW_COLUMNS]` int32.
+        places: `[beams]` int32, place of each beam in the state.
         given: `[beams, 2]` int32, the beam that each beam continues and the token, or NOT_GIVEN: chosen on the device.
-        token_ids, position_ids: `[rows]` int32 of the step; tokens of beams are written.
+        token_ids: `[rows]` int32 of the step; written for beams.
+        context_lens: `[rows]` int32, number of tokens of each row's sequence with the one of this step.
         cu_blocks, block_ids: `[rows + 1]` and `[blocks]` int32, the block table of each row; written for beams.
         slots: `[rows]` int64, block · block_size + place of each token; written for beams.
         copies: `[beams, 2]` int32, written: block to copy and its copy, before the model; a block of one beam alone is
             copied to itself where there is nothing to copy.
         block_size: tokens of a block.
     """
-    for number, first_row, beams, length, first_beam in searches.tolist():
-        now, before = state.of(number, length), state.of(number, length - 1)
+    for first_row, beams, length, first_beam in searches.tolist():
+        at = places[first_beam : first_beam + beams].long()
+        now, before = length % 2, (length - 1) % 2
         of_search = given[first_beam : first_beam + beams]
-        for kept, choices in zip((now.parents, now.tokens), of_search.unbind(1), strict=True):
-            kept[:beams] = choices.where(choices != NOT_GIVEN, kept[:beams])
-        parents = now.parents[:beams].tolist()
-        last, place = divmod(int(position_ids[first_row]), block_size)
+        for kept, choices in zip((state.parents, state.tokens), of_search.unbind(1), strict=True):
+            kept[now, at] = choices.where(choices != NOT_GIVEN, kept[now, at])
+        parents = state.parents[now, at].tolist()
+        last, place = divmod(int(context_lens[first_row]) - 1, block_size)
         unused = iter(sorted(set(range(beams)).difference(parents)))
         for beam, parent in enumerate(parents):
             row = first_row + beam
             table = block_ids[int(cu_blocks[row]) : int(cu_blocks[row]) + last + 1]
             if length > 1:
                 begun = last if place == 0 else last + 1
-                table[:begun] = before.tables[parent, :begun]
+                table[:begun] = state.tables[before, at[parent], :begun]
             source = int(table[last])
             if length == 1 and place:
                 source = int(block_ids[int(cu_blocks[first_row]) + last])
             elif place and parent in parents[:beam]:
-                table[last] = before.tables[next(unused), last]
+                table[last] = state.tables[before, at[next(unused)], last]
             copies[first_beam + beam] = torch.stack((torch.tensor(source), table[last]))
-            now.tables[beam, : last + 1] = table
-            token_ids[row] = now.tokens[beam]
+            state.tables[now, at[beam], : last + 1] = table
+            token_ids[row] = state.tokens[now, at[beam]]
             slots[row] = int(table[last]) * block_size + place
 
 
 def advance_searches(
     found: BeamCandidates,
     searches: Tensor,
+    places: Tensor,
     divisors: Tensor,
     ends: Tensor,
     state: SearchState,
@@ -188,65 +190,59 @@ def advance_searches(
         found: the best tokens of each row, and log probabilities as their scores: `[rows, width]`. A row has at least
             as many as there are beams and end tokens of its search, or all tokens that are possible.
         searches: `[searches, ADVANCE_COLUMNS]` int32.
-        divisors: `[searches, 2]` fp32: length penalty of an answer of this length, and of the one that a beam may
-            become.
+        places: `[beams]` int32, place of each beam in the state.
+        divisors: `[searches, 2]` fp32, not 0: length penalty of an answer of this length, and of the one that a beam
+            may become.
         ends: `[ends]` int32, end tokens of all searches.
         state: changed, except for the tables. A search whose beams get their first token begins.
         out: written.
     """
     rows = [each.tolist() for each in found]
-    for place, search in enumerate(searches.tolist()):
-        number, first, num_rows, beams, length, flags, forced, first_end, end, first_beam = search
-        now, before = state.of(number, length), state.of(number, length - 1)
-        if length == 1:
-            before.scores[0] = 0
-            before.num_answers.fill_(0)
-        for kept, old in zip(now[4:], before[4:], strict=True):
-            kept.copy_(old)
+    for index, search in enumerate(searches.tolist()):
+        first, num_rows, beams, length, flags, forced, first_end, end, first_beam = search
+        own = slice(first_beam, first_beam + beams)
+        at, now, before = places[own].long(), length % 2, (length - 1) % 2
+        begun = length == 1
+        scores_before = [0.0] if begun else state.scores[before, at]
+        count = 0 if begun else int(state.num_answers[before, at[0]])
+        answers = [
+            (float(state.answer_scores[before, each]), *state.answers[before, each].tolist())
+            for each in at[:count]
+        ]
         candidates = []
         for beam in range(num_rows):
             tokens, _, logprobs = (each[first + beam] for each in rows)
             if forced != NO_TOKEN:
                 tokens, logprobs = [forced], [0.0]
-            scores = (before.scores[beam] + torch.tensor(logprobs)).tolist()
+            scores = (scores_before[beam] + torch.tensor(logprobs)).tolist()
             candidates += [
                 (score, beam, token)
                 for score, token in zip(scores, tokens, strict=True)
                 if score > -torch.inf and token != NO_TOKEN
             ]
-        # stable
-        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
-        of_search, (divisor, best_divisor) = set(ends[first_end:end].tolist()), divisors[place]
+        # sorts are stable
+        candidates.sort(key=itemgetter(0), reverse=True)
+        of_search, (divisor, best_divisor) = set(ends[first_end:end].tolist()), divisors[index]
         for score, parent, token in candidates[:beams]:
             if flags & IS_LAST or token in of_search:
-                answer_score = float(torch.tensor(score) / divisor)
-                _insert_answer(now, beams, answer_score, (token, parent, length))
+                answers.append((float(torch.tensor(score) / divisor), token, parent, length))
+        answers.sort(key=itemgetter(0), reverse=True)
+        del answers[beams:]
         live = [each for each in candidates if each[2] not in of_search][:beams]
         live += [(-torch.inf, 0, 0)] * (beams - len(live))
-        for kept, column in ((now.scores, 0), (now.parents, 1), (now.tokens, 2)):
-            kept[:beams] = torch.tensor([each[column] for each in live], dtype=kept.dtype)
-        count, best = int(now.num_answers), now.scores[0]
+        for kept, column in ((state.scores, 0), (state.parents, 1), (state.tokens, 2)):
+            values = [each[column] for each in live]
+            kept[now, at] = torch.tensor(values, dtype=kept.dtype, device=kept.device)
+        state.num_answers[now, at[0]] = len(answers)
+        for each, (score, *answer) in zip(at, answers, strict=False):
+            state.answer_scores[now, each] = score
+            state.answers[now, each] = torch.tensor(answer, dtype=torch.int32)
+        best = state.scores[now, at[0]]
         has_ended = bool(flags & IS_LAST) or best == -torch.inf
-        if count == beams and not has_ended:
-            worst = now.answer_scores[beams - 1]
+        if len(answers) == beams and not has_ended:
+            worst = state.answer_scores[now, at[-1]]
             has_ended = bool(flags & ENDS_WHEN_FULL) or best / best_divisor <= worst
-        own = slice(first_beam, first_beam + beams)
-        out.ends[place] = torch.tensor([int(has_ended), count])
-        out.beams[own, 0], out.beams[own, 1] = now.parents[:beams], now.tokens[:beams]
-        out.beams[own, 2:] = now.answers[:beams]
-        out.scores[own] = now.answer_scores[:beams]
-
-
-def _insert_answer(
-    search: SearchState, beams: int, score: float, answer: tuple[int, int, int]
-) -> None:
-    """Insert an answer after those that are better or equal; the worst one falls out."""
-    count, scores, answers = int(search.num_answers), search.answer_scores, search.answers
-    place = int((scores[:count] >= score).sum())
-    if place == beams:
-        return
-    count = min(count + 1, beams)
-    scores[place + 1 : count] = scores[place : count - 1].clone()
-    answers[place + 1 : count] = answers[place : count - 1].clone()
-    scores[place], answers[place] = score, torch.tensor(answer)
-    search.num_answers.fill_(count)
+        out.ends[index] = torch.tensor([int(has_ended), len(answers)])
+        out.beams[own, 0], out.beams[own, 1] = state.parents[now, at], state.tokens[now, at]
+        out.beams[own, 2:] = state.answers[now, at]
+        out.scores[own] = state.answer_scores[now, at]

@@ -52,47 +52,49 @@ def _copies(
 @triton.jit
 def _follow_kernel(
     searches_ptr,  # [searches, FOLLOW_COLUMNS]
+    places_ptr,  # [beams]
     given_ptr,  # [beams, 2]
-    position_ids_ptr,  # [rows]
+    context_lens_ptr,  # [rows]
     cu_blocks_ptr,  # [rows + 1]
-    tables_ptr,  # [2 * HALF, BEAMS, BLOCKS]
-    parents_ptr,  # [2 * HALF, BEAMS]
-    tokens_ptr,  # [2 * HALF, BEAMS]
+    tables_ptr,  # [2, PLACES, BLOCKS]
+    parents_ptr,  # [2, PLACES]
+    tokens_ptr,  # [2, PLACES]
     token_ids_ptr,  # [rows]
     block_ids_ptr,  # [blocks]
     slots_ptr,  # [rows] int64
     copies_ptr,  # [beams, 2]
-    HALF: tl.constexpr,
-    BEAMS: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_BEAMS: tl.constexpr,  # power of two >= BEAMS
+    BLOCK_BEAMS: tl.constexpr,  # power of two >= beams
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Give the beams of one search their tokens and block tables."""
     searches_ptr += tl.program_id(0) * _FOLLOW_COLUMNS
-    number, first_row = tl.load(searches_ptr), tl.load(searches_ptr + 1)
-    beams, length = tl.load(searches_ptr + 2), tl.load(searches_ptr + 3)
-    first_beam = tl.load(searches_ptr + 4)
-    own = length % 2 * HALF + number
-    before = (length - 1) % 2 * HALF + number
+    first_row, beams = tl.load(searches_ptr), tl.load(searches_ptr + 1)
+    length, first_beam = tl.load(searches_ptr + 2), tl.load(searches_ptr + 3)
+    half = length % 2
     beam = tl.arange(0, BLOCK_BEAMS)
     inside = beam < beams
-    kept = own * BEAMS + beam
-    given = tl.load(given_ptr + (first_beam + beam) * 2, mask=inside, other=0)
+    own = tl.load(places_ptr + first_beam + beam, mask=inside, other=0)
+    kept = half * PLACES + own
+    given_ptr += (first_beam + beam) * 2
+    given = tl.load(given_ptr, mask=inside, other=0)
     is_given = given != _NOT_GIVEN
     parent = tl.where(is_given, given, tl.load(parents_ptr + kept, mask=inside, other=0))
-    token = tl.load(given_ptr + (first_beam + beam) * 2 + 1, mask=inside, other=0)
+    token = tl.load(given_ptr + 1, mask=inside, other=0)
     token = tl.where(is_given, token, tl.load(tokens_ptr + kept, mask=inside, other=0))
     tl.store(parents_ptr + kept, parent, mask=inside)
     tl.store(tokens_ptr + kept, token, mask=inside)
 
-    position = tl.load(position_ids_ptr + first_row)
+    position = tl.load(context_lens_ptr + first_row) - 1
     last, place = position // BLOCK_SIZE, position % BLOCK_SIZE
     row = first_row + beam
     table_ptr = block_ids_ptr + tl.load(cu_blocks_ptr + row, mask=inside, other=0)
-    now_ptr = tables_ptr + (own * BEAMS + beam).to(tl.int64) * BLOCKS
-    parent_ptr = tables_ptr + (before * BEAMS + parent).to(tl.int64) * BLOCKS
+    now_ptr = tables_ptr + kept.to(tl.int64) * BLOCKS
+    before = (1 - half) * PLACES
+    of_parent = tl.load(places_ptr + first_beam + parent, mask=inside, other=0)
+    parent_ptr = tables_ptr + (before + of_parent).to(tl.int64) * BLOCKS
     # the first tables are those of the step
     source_ptr = tl.where(length > 1, parent_ptr, table_ptr)
     for first in range(0, last, BLOCK_COLUMNS):
@@ -107,7 +109,8 @@ def _follow_kernel(
     block = tl.load(block_ptr + last, mask=inside, other=0)
     is_copy, unused = _copies(parent, beam, inside)
     is_copy = tl.where(goes_on, is_copy, 0)
-    unused_ptr = tables_ptr + (before * BEAMS + unused).to(tl.int64) * BLOCKS + last
+    of_unused = tl.load(places_ptr + first_beam + unused, mask=inside, other=0)
+    unused_ptr = tables_ptr + (before + of_unused).to(tl.int64) * BLOCKS + last
     written = tl.load(unused_ptr, mask=is_copy != 0, other=0)
     written = tl.where(is_copy != 0, written, block)
     tl.store(table_ptr + last, written, mask=inside)
@@ -263,21 +266,21 @@ def _advance_kernel(
     found_tokens_ptr,  # [rows, WIDTH]
     logprobs_ptr,  # [rows, WIDTH]
     searches_ptr,  # [searches, ADVANCE_COLUMNS]
+    places_ptr,  # [beams]
     divisors_ptr,  # [searches, 2]
     ends_ptr,  # [ends]
-    parents_ptr,  # [2 * HALF, BEAMS], and so on
+    parents_ptr,  # [2, PLACES], and so on
     tokens_ptr,
     scores_ptr,
-    num_answers_ptr,  # [2 * HALF]
-    answers_ptr,  # [2 * HALF, BEAMS, 3]
-    answer_scores_ptr,  # [2 * HALF, BEAMS]
+    answers_ptr,  # [2, PLACES, 3]
+    answer_scores_ptr,  # [2, PLACES]
+    num_answers_ptr,  # [2, PLACES]
     out_ends_ptr,  # [searches, 2]
     out_beams_ptr,  # [beams, 5]
     out_scores_ptr,  # [beams]
     WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    BEAMS: tl.constexpr,
-    BLOCK_BEAMS: tl.constexpr,  # power of two >= BEAMS
+    PLACES: tl.constexpr,
+    BLOCK_BEAMS: tl.constexpr,  # power of two >= beams
     BLOCK_ENDS: tl.constexpr,
 ):
     """Choose the beams and the answers of one search."""
@@ -285,18 +288,20 @@ def _advance_kernel(
     searches_ptr += search * _ADVANCE_COLUMNS
     divisors_ptr += search * 2
     out_ends_ptr += search * 2
-    number, first_row = tl.load(searches_ptr), tl.load(searches_ptr + 1)
-    num_rows, beams = tl.load(searches_ptr + 2), tl.load(searches_ptr + 3)
-    length, flags = tl.load(searches_ptr + 4), tl.load(searches_ptr + 5)
+    first_row, num_rows = tl.load(searches_ptr), tl.load(searches_ptr + 1)
+    beams, length = tl.load(searches_ptr + 2), tl.load(searches_ptr + 3)
+    flags, first_beam = tl.load(searches_ptr + 4), tl.load(searches_ptr + 8)
     beam = tl.arange(0, BLOCK_BEAMS)
     inside = beam < beams
-    own = length % 2 * HALF + number
-    kept = own * BEAMS + beam
-    before = (length - 1) % 2 * HALF + number
-    kept_before = before * BEAMS + beam
+    own = tl.load(places_ptr + first_beam + beam, mask=inside, other=0)
+    half = length % 2
+    kept = half * PLACES + own
+    kept_before = (1 - half) * PLACES + own
+    first_place = tl.load(places_ptr + first_beam)
     is_first = length == 1
     score_before = tl.load(scores_ptr + kept_before, mask=beam < num_rows, other=0.0)
-    count = tl.where(is_first, 0, tl.load(num_answers_ptr + before))
+    count = tl.load(num_answers_ptr + (1 - half) * PLACES + first_place)
+    count = tl.where(is_first, 0, count)
     is_answer = beam < count
     (
         score,
@@ -324,16 +329,16 @@ def _advance_kernel(
         beams,
         length,
         flags & _IS_LAST,
+        tl.load(searches_ptr + 5),
         tl.load(searches_ptr + 6),
         tl.load(searches_ptr + 7),
-        tl.load(searches_ptr + 8),
         WIDTH,
         BLOCK_BEAMS,
         BLOCK_ENDS,
     )
     tl.store(scores_ptr + kept, score, mask=inside)
-    tl.store(num_answers_ptr + own, count)
-    out = tl.load(searches_ptr + 9) + beam
+    tl.store(num_answers_ptr + half * PLACES + first_place, count)
+    out = first_beam + beam
     _store_each(parents_ptr + kept, out_beams_ptr + out * 5, parent, inside)
     _store_each(tokens_ptr + kept, out_beams_ptr + out * 5 + 1, token, inside)
     _store_each(answers_ptr + kept * 3, out_beams_ptr + out * 5 + 2, answer_token, inside)
@@ -353,9 +358,10 @@ def _advance_kernel(
 def follow_beams(
     state: SearchState,
     searches: Tensor,
+    places: Tensor,
     given: Tensor,
     token_ids: Tensor,
-    position_ids: Tensor,
+    context_lens: Tensor,
     cu_blocks: Tensor,
     block_ids: Tensor,
     slots: Tensor,
@@ -365,11 +371,11 @@ def follow_beams(
 ) -> None:
     """Give each beam its token and its block table, see `reference.follow_beams`."""
     check_contiguous(searches=searches, given=given, copies=copies, **state._asdict())
-    rows, beams, blocks = state.tables.shape
     _follow_kernel[(len(searches),)](
         searches,
+        places,
         given,
-        position_ids,
+        context_lens,
         cu_blocks,
         state.tables,
         state.parents,
@@ -378,11 +384,10 @@ def follow_beams(
         block_ids,
         slots,
         copies,
-        HALF=rows // 2,
-        BEAMS=beams,
-        BLOCKS=blocks,
+        PLACES=state.tables.shape[1],
+        BLOCKS=state.tables.shape[2],
         BLOCK_SIZE=block_size,
-        BLOCK_BEAMS=triton.next_power_of_2(beams),
+        BLOCK_BEAMS=_block_beams(state),
         BLOCK_COLUMNS=_BLOCK_COLUMNS,
         num_warps=1,
         enable_fp_fusion=False,
@@ -392,6 +397,7 @@ def follow_beams(
 def advance_searches(
     found: BeamCandidates,
     searches: Tensor,
+    places: Tensor,
     divisors: Tensor,
     ends: Tensor,
     state: SearchState,
@@ -400,21 +406,26 @@ def advance_searches(
     """Choose the beams of the next step, and the answers, see `reference.advance_searches`."""
     check_contiguous(searches=searches, divisors=divisors, **state._asdict())
     check_contiguous(**{f"out.{name}": tensor for name, tensor in out._asdict().items()})
-    rows, beams, _ = state.tables.shape
     _, *kept = state
     _advance_kernel[(len(searches),)](
         found.tokens,
         found.scores,
         searches,
+        places,
         divisors,
         ends,
         *kept,
         *out,
         WIDTH=found.tokens.shape[1],
-        HALF=rows // 2,
-        BEAMS=beams,
-        BLOCK_BEAMS=triton.next_power_of_2(beams),
+        PLACES=state.tables.shape[1],
+        BLOCK_BEAMS=_block_beams(state),
         BLOCK_ENDS=_BLOCK_ENDS,
         num_warps=1,
         enable_fp_fusion=False,
     )
+
+
+def _block_beams(state: SearchState) -> int:
+    """Return a power of two for the beams of the largest search that the state has places for."""
+    block: int = triton.next_power_of_2(min(state.tables.shape[1], reference.MAX_BEAMS))
+    return block

@@ -59,14 +59,13 @@ class Steps:
     """Takes the steps of searches on a CPU.
 
     Attributes:
-        searches: each with its number, its table of log probabilities and its sequence.
+        searches: each with its number, by which its beams have places, its table of log probabilities and its
+            sequence.
     """
 
     def __init__(self, ops, searches, *, renormalizes):
         self.searches = searches
-        self.device = DeviceSearches(
-            ops, torch.device("cpu"), searches=9, beams=5, rows=40, blocks=4, block_size=4
-        )
+        self.device = DeviceSearches(ops, torch.device("cpu"), rows=45, blocks=4, block_size=4)
         self.renormalizes = renormalizes
         # tokens of each beam, by search
         self.beams = {number: [[]] for number, *_ in searches}
@@ -89,7 +88,9 @@ class Steps:
                     (0,) * (num_beams or 1),
                     (0,) * (num_beams or 1),
                     (sequence,),
-                    search=number,
+                    beam_places=tuple(
+                        range(5 * number, 5 * number + sequence.generation.num_beams)
+                    ),
                     beams=num_beams,
                 )
             )

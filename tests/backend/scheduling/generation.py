@@ -120,7 +120,7 @@ class KvExecutor(HeldExecutor):
         # number of the last step that failed or was skipped, and the outputs of the last step
         self.last_failed = None
         self.outputs = []
-        # what beams continue, by search, and the block tables of the beams that ran, by search and position
+        # what beams continue, by their places, and the block tables of the beams that ran, by places and position
         self.chosen = {}
         self.tables = {}
         self.has_failed = False
@@ -175,7 +175,7 @@ class KvExecutor(HeldExecutor):
         """Return the block table and the tokens of each row of a chunk."""
         if not chunk.beams:
             return [(chunk.block_ids, self._tokens(chunk))]
-        _, tokens = self.chosen.get(chunk.search, (None, [0] * chunk.beams))
+        _, tokens = self.chosen.get(chunk.beam_places, (None, [0] * chunk.beams))
         return list(zip(self._tables(chunk), [[token] for token in tokens], strict=True))
 
     def _tables(self, chunk):
@@ -185,7 +185,7 @@ class KvExecutor(HeldExecutor):
         given = [chunk.block_ids[i :: column + 1] for i in range(column + 1)]
         given = [list(row) for row in zip(*given, strict=True)]
         assert len(given) == chunk.beams == chunk.sequence.generation.num_beams
-        key = chunk.search, chunk.start
+        key = chunk.beam_places, chunk.start
         if key in self.tables:
             # it runs again
             return self.tables[key]
@@ -195,8 +195,8 @@ class KvExecutor(HeldExecutor):
                 # the end of the prompt
                 self.memory[table[-1]] = dict(self._block(tables[0][-1]))
         else:
-            before = self.tables[chunk.search, chunk.start - 1]
-            parents, _ = self.chosen[chunk.search]
+            before = self.tables[chunk.beam_places, chunk.start - 1]
+            parents, _ = self.chosen[chunk.beam_places]
             tables = [[*before[parent]] for parent in parents]
             unused = [before[row][-1] for row in range(chunk.beams) if row not in parents]
             for row, parent in enumerate(parents):
@@ -205,12 +205,12 @@ class KvExecutor(HeldExecutor):
                 elif parent in parents[:row]:
                     tables[row][-1] = unused.pop(0)
                     self.memory[tables[row][-1]] = dict(self._block(before[parent][-1]))
-        self._forget_tables(chunk.search)
+        self._forget_tables(chunk.beam_places)
         self.tables[key] = tables
         return tables
 
-    def _forget_tables(self, search):
-        self.tables = {key: each for key, each in self.tables.items() if key[0] != search}
+    def _forget_tables(self, places):
+        self.tables = {key: each for key, each in self.tables.items() if not {*key[0]} & {*places}}
 
     def _tokens(self, chunk):
         """Return the tokens of a chunk; None is one that could not be chosen."""
@@ -231,8 +231,11 @@ class KvExecutor(HeldExecutor):
         dead = first.generation.num_beams - len(step.parents)
         if not chunk.beams:
             # the tables of a search before it
-            self._forget_tables(chunk.search)
-        self.chosen[chunk.search] = [*step.parents, *[0] * dead], [*step.token_ids, *[0] * dead]
+            self._forget_tables(chunk.beam_places)
+        self.chosen[chunk.beam_places] = (
+            [*step.parents, *[0] * dead],
+            [*step.token_ids, *[0] * dead],
+        )
         return step
 
     def _sample(self, chunk, sample):
@@ -481,10 +484,10 @@ class Bench:
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
         tables += [group.beams.held() for group in groups if group.beams]
-        searches = [group.search for group in groups if group.has_beams]
-        assert len(set(searches)) == len(searches)
+        taken = [place for group in groups if group.beams for place in group.beams.places]
+        assert len(set(taken)) == len(taken)
         places = self.limits.new_places()
-        assert all(0 <= search < places.count + places.short_count for search in searches)
+        assert all(0 <= place < places.count + places.short_count for place in taken)
         # a step that failed copies them again
         copies, kept = self.scheduler._memory.copies, self.scheduler._memory.copies.kept
         assert set(kept) <= copies.sources()

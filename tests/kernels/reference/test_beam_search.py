@@ -44,7 +44,7 @@ def test_beams_read_the_tokens_of_the_beams_that_they_continue(ops, seed):
         searches.right(*arguments)
         ops.advance_searches(*arguments, state, results)
         step = searches.follow()
-        token_ids, position_ids, cu_blocks, block_ids, slots, copies = step[2:]
+        token_ids, context_lens, cu_blocks, block_ids, slots, copies = step[3:]
 
         ops.follow_beams(state, *step, block_size=BLOCK_SIZE)
 
@@ -61,7 +61,7 @@ def test_beams_read_the_tokens_of_the_beams_that_they_continue(ops, seed):
             for beam, context in enumerate(contexts[place]):
                 row = first + beam
                 table = block_ids[cu_blocks[row] : cu_blocks[row + 1]].tolist()
-                last, at = divmod(int(position_ids[row]), BLOCK_SIZE)
+                last, at = divmod(int(context_lens[row]) - 1, BLOCK_SIZE)
                 assert int(token_ids[row]) == context[-1]
                 assert int(slots[row]) == table[last] * BLOCK_SIZE + at
                 memory.setdefault(table[last], {})[at] = context[-1]

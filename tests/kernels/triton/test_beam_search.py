@@ -47,9 +47,9 @@ def test_steps_match_the_reference(seed, device):
 
 def test_rejects_what_is_not_contiguous(device):
     searches = Searches(0)
-    found, table, divisors, ends = moved(searches.advance(), device)
+    found, table, *others = moved(searches.advance(), device)
     results = SearchResults.views(searches.results().to(device), len(table))
     state = new_state(device)
 
     with pytest.raises(ValueError, match=r"searches has strides \(1, .*it must be contiguous"):
-        beam_search.advance_searches(found, table.T.contiguous().T, divisors, ends, state, results)
+        beam_search.advance_searches(found, table.T.contiguous().T, *others, state, results)

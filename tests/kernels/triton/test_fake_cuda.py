@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,9 +24,10 @@ from varlen.execution.workers import step_models
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import RequestOptions
+from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.choices import BeamStep, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_bench.gpu_report import decode, dependent_launch, figures, overlap, serve
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
 from varlen_bench.gpu_report.encoders import EncoderGrid
@@ -53,6 +55,7 @@ ENCODER = {
     "num_attention_heads": 1,
     "intermediate_size": 16,
 }
+TRANSLATOR = {"d_model": 16, "d_kv": 16, "d_ff": 16, "num_layers": 1, "num_heads": 1}
 DECODER = {"n_embd": 16, "n_layer": 1, "n_head": 1, "n_inner": 16, "n_positions": 24}
 
 
@@ -218,6 +221,33 @@ def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
     assert [*found, last.token_id] == expected
     for runner in (cpu, cuda):
         runner.close()
+
+
+def test_beams_of_a_model_without_positions_follow_on_the_device(
+    gpu: FakeCuda, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, "T5ForConditionalGeneration", **TRANSLATOR)
+    answers = []
+    for device in ("cpu", "cuda"):
+        runner = step_runner(folder, device)
+        source = Source(np.array([5, 3, 9], np.int32))
+        prompt = Prompt(np.zeros(1, np.int32), payload=source)
+        options = RequestOptions(generation=GenerationOptions(num_beams=2, max_tokens=3))
+        (sequence,) = unanswered_sequences(Request((prompt,), options))
+        assert isinstance(sequence, GeneratedSequence)
+        first = Chunk(sequence, 0, (0,), (0,), (sequence,), (2,), (5, 3, 9), beam_places=(0, 1))
+        beams = first._replace(token_ids=(0, 0), encodes=(), beams=2)
+        steps = (
+            first,
+            beams._replace(start=1, block_ids=(0, 1)),
+            beams._replace(start=2, block_ids=(0, 0)),
+        )
+        *_, last = (runner.run_batch(step_of((chunk,))) for chunk in steps)
+        answers.append(chosen(last))
+        runner.close()
+
+    assert len(answers[0][0][0]) > 0
+    assert answers[0] == answers[1]
 
 
 def test_a_step_of_beams_starts_before_it_is_known_what_they_continue(

@@ -136,8 +136,8 @@ def prompt_chunk(runner: StepRunner, length: int, options: GenerationOptions) ->
     """Return a whole prompt of `length` tokens, which samples a token."""
     sequence = new_sequence(options)
     blocks = tuple(range(-(-length // runner.kv.block_size)))
-    search = 0 if sequence.is_searched else None
-    return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), search=search)
+    places = tuple(range(options.num_beams)) if sequence.is_searched else ()
+    return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_places=places)
 
 
 def step_of(chunks: tuple[Chunk, ...]) -> StepBatch:

@@ -15,8 +15,8 @@ from varlen_kernels.reference.beam_search import (
     SearchState,
 )
 
-# Most searches of a model, and blocks of its longest table.
-_SEARCHES, _BLOCKS = 256, 128
+# Most beams of a model, and blocks of its longest table.
+_PLACES, _BLOCKS = 256, 128
 
 
 def follow_beams(
@@ -35,17 +35,16 @@ def follow_beams(
     def state(make: Tensors) -> SearchState:
         # every second beam is continued twice
         parents = [beam // 2 * 2 for beam in range(beams)] * searches
-        found = _state(make, beams)
-        found.parents[:searches] = make.ints(parents).view(searches, beams)
+        found = _state(make)
+        found.parents[0, :rows] = make.ints(parents)
         # of beams with a token less
-        before = found.tables[_SEARCHES : _SEARCHES + searches, :, :blocks]
-        before[:] = make.ints(list(range(rows * blocks))).view(before.shape)
+        found.tables[1, :rows, :blocks] = make.ints(list(range(rows * blocks))).view(rows, blocks)
         return found
 
     def read(result: Any, _: Inputs) -> Tensor:
         return torch.cat([each.flatten() for each in result]).double()
 
-    columns = [[i, i * beams, beams, 2, i * beams] for i in range(searches)]
+    columns = [[i * beams, beams, 2, i * beams] for i in range(searches)]
     return OpCall(
         "follow_beams",
         f"{searches}x{beams} of {blocks}",
@@ -53,9 +52,10 @@ def follow_beams(
         {
             "state": state,
             "searches": lambda make: _table(make, columns, FOLLOW_COLUMNS),
+            "places": [*range(rows)],
             "given": lambda make: make.ints([NOT_GIVEN] * rows * 2).view(rows, 2),
             "token_ids": lambda make: make.ids(1, rows),
-            "position_ids": [position] * rows,
+            "context_lens": [position + 1] * rows,
             "cu_blocks": bounds([blocks] * rows),
             "block_ids": lambda make: make.ids(1, rows * blocks),
             "slots": lambda make: make.ids(1, rows).long(),
@@ -77,7 +77,7 @@ def advance_searches(searches: int, beams: int, vocabulary: int, dtype: torch.dt
         vocabulary: number of tokens.
     """
     rows, width = searches * beams, min(beams + 1, vocabulary)
-    columns = [[i, i * beams, beams, beams, 2, 0, -1, i, i + 1, i * beams] for i in range(searches)]
+    columns = [[i * beams, beams, beams, 2, 0, -1, i, i + 1, i * beams] for i in range(searches)]
 
     def found(make: Tensors) -> BeamCandidates:
         logprobs = make.random(rows, width, dtype=torch.float32).sort(1, descending=True).values
@@ -102,9 +102,10 @@ def advance_searches(searches: int, beams: int, vocabulary: int, dtype: torch.dt
         {
             "found": found,
             "searches": lambda make: _table(make, columns, ADVANCE_COLUMNS),
+            "places": [*range(rows)],
             "divisors": lambda make: torch.full((searches, 2), 2.0, device=make.device),
             "ends": [width - 1] * searches,
-            "state": lambda make: _state(make, beams),
+            "state": _state,
             "out": out,
         },
         read=read,
@@ -117,7 +118,7 @@ def _table(make: Tensors, rows: list[list[int]], columns: int) -> Tensor:
     return make.ints([number for row in rows for number in row]).view(-1, columns)
 
 
-def _state(make: Tensors, beams: int) -> SearchState:
+def _state(make: Tensors) -> SearchState:
     """Return searches that have no answers."""
-    state = SearchState.new(_SEARCHES, beams, _BLOCKS, make.device)
-    return state._replace(scores=make.random(2 * _SEARCHES, beams, dtype=torch.float32))
+    state = SearchState.new(_PLACES, _BLOCKS, make.device)
+    return state._replace(scores=make.random(2, _PLACES, dtype=torch.float32))

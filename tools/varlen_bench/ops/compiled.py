@@ -238,9 +238,7 @@ COMPILED = [
     _beam("1x32000-widest", 8, 1, 32000, width=128),
     _beam("64x300000", 1, 64, 300000, dtypes=(_FP32, _FP16)),
     # numbers of single beams are narrow loads
-    _call("8x4", follow_beams, 8, 4, 32, dtypes=_ONE),
     _call("2x32", follow_beams, 2, 32, 32, dtypes=_ONE),
-    _call("8x4", advance_searches, 8, 4, 32000, dtypes=_ONE),
     _call("2x32", advance_searches, 2, 32, 32000, dtypes=_ONE),
     # one load of each number of a row
     _sample(32000, 5),

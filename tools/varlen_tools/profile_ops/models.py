@@ -255,6 +255,11 @@ class _Workload:
         shape = BatchShape.of([1] * self.beams * len(chunks))
         return replace(step, chunks=chunks, shape=shape)
 
+    def _places(self, sequence: GeneratedSequence) -> tuple[int, ...]:
+        """Return the places of the beams of a sequence, none if it is sampled."""
+        first = sequence.row * self.beams
+        return tuple(range(first, first + self.beams)) if sequence.is_searched else ()
+
     def _step(
         self, name: str, sequences: Sequence[GeneratedSequence], part: slice, *, encodes: bool
     ) -> StepBatch:
@@ -273,7 +278,7 @@ class _Workload:
                     (sequence,),
                     source_block_ids=tuple(blocks[self.target_blocks :]),
                     encodes=tuple(source.tolist()) if encodes and source is not None else (),
-                    search=sequence.row if sequence.is_searched else None,
+                    beam_places=self._places(sequence),
                 )
             )
         shape = BatchShape.of([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks])

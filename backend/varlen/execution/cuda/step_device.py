@@ -42,8 +42,13 @@ class GpuSteps:
     def start(self, step: StepBatch, packed: DeviceChoice) -> Callable[[], DeviceChosen]:
         """Start a step; return a function that waits for what the GPU chooses."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():
-            self._prepare(step)
-            return self._steps.start(step.chunks, packed, self._choice.given(step))
+            try:
+                self._prepare(step)
+                return self._steps.start(step.chunks, packed, self._choice.given(step))
+            except BaseException:
+                # what has started reads memory that a later step writes
+                self._steps.wait()
+                raise
 
     def choose(
         self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen

@@ -39,6 +39,7 @@ from varlen.scheduling.batch import Chunk
 from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
+from varlen_kernels.reference.beam_search import SearchResults
 
 # Its length depends on contexts. It is last in the buffer, so that only what is used of it is copied.
 _TABLES = "block_ids"
@@ -70,10 +71,12 @@ class _Buffers:
     Attributes:
         inputs: `[bytes]` uint8, read by the GPU until the step has run.
         tokens: `[rows]` int32, written by the GPU.
+        searches: numbers of `SearchResults` of any searches with so many rows, written by the GPU.
     """
 
     inputs: Tensor
     tokens: Tensor
+    searches: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,10 @@ class CudaSteps:
         self._chosen = self._words[:rows]
         self._best = torch.zeros(rows, dtype=torch.int64, device=arena.device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=arena.device)
+        results = SearchResults.numbers(rows, rows, arena.device)
         self._buffers = [
-            _Buffers(on_host(self._device), on_host(self._chosen)) for _ in range(MAX_IN_FLIGHT)
+            _Buffers(on_host(self._device), on_host(self._chosen), on_host(results))
+            for _ in range(MAX_IN_FLIGHT)
         ]
         self._next_buffers = cycle(self._buffers)
         self._kernels = kernels_for(arena.device)
@@ -209,7 +214,7 @@ class CudaSteps:
         if searches:
             assert self._searches is not None
             results = self._searches.advance(self._logits[:rows], searches, searches_here)
-            numbers = on_host(results)
+            numbers = buffers.searches[: len(results)]
             self._graphs.copy(numbers, results)
         if draws is None and numbers is None:
             # the host waits for the logits
@@ -219,9 +224,10 @@ class CudaSteps:
         def chosen() -> DeviceChosen:
             wait()
             token_ids = () if draws is None else buffers.tokens[:rows].tolist()
-            return DeviceChosen(
-                token_ids, None if numbers is None else choices_of(numbers, searches)
-            )
+            if numbers is None:
+                return DeviceChosen(token_ids)
+            # the step after the next one writes there again
+            return DeviceChosen(token_ids, choices_of(numbers.clone(), searches))
 
         return chosen
 

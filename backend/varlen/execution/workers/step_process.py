@@ -1,8 +1,8 @@
 """The engine's side of a model that generates in a process of its own.
 
-The process computes logits on a CPU, and draws the tokens that depend on them alone; the engine chooses others. A
-crash, or an end for lack of memory, ends the process, not the engine: sequences are computed again in the next one,
-from their tokens.
+The process computes logits on a CPU, draws the tokens and takes the steps of searches that depend on them alone; the
+engine chooses others. A crash, or an end for lack of memory, ends the process, not the engine: sequences are computed
+again in the next one, from their tokens.
 """
 
 from __future__ import annotations

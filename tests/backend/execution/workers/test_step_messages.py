@@ -40,7 +40,8 @@ def beams_of(search, *, has_source, num_beams=2):
     """Return a chunk of the beams of a search."""
     chunk = chunk_of(1, has_source=has_source)
     tokens, blocks = (0,) * num_beams, tuple(range(num_beams))
-    return chunk._replace(token_ids=tokens, block_ids=blocks, search=search, beams=num_beams)
+    places = tuple(range(search, search + num_beams))
+    return chunk._replace(token_ids=tokens, block_ids=blocks, beam_places=places, beams=num_beams)
 
 
 RULES = SearchRules(2, False, True, 5, (3, 4), np.array([7, 8, 9], np.int32), 1.5, 2.0)
