@@ -71,7 +71,7 @@ class Searches:
         return BeamCandidates(tokens, tokens, order.values.contiguous())
 
     def advance(self):
-        """Return the arguments of `advance_searches` for the next token, but for the state and the results."""
+        """Return the arguments of `advance_searches`, without the state and the results."""
         found = self.candidates()
         self.length += 1
         rows, first_row, divisors, ends = [], 0, [], []
@@ -130,7 +130,7 @@ class Searches:
         return SearchResults.numbers(len(self.beams), sum(self.beams), torch.device("cpu"))
 
     def follow(self):
-        """Return the arguments of `follow_beams` for the step of the last tokens, but for the state."""
+        """Return the arguments of `follow_beams` after the last tokens, without the state."""
         total, position = sum(self.beams), self.prompt + self.length - 1
         columns = position // BLOCK_SIZE + 1
         searches = [

@@ -32,7 +32,7 @@ class BeamSearch:
 
     Attributes:
         logit_bias: token ids, and the number to add to the logit of each, in every row; None without any.
-        step: what the last step has chosen.
+        step: the last step.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class BeamSearch:
 
     @property
     def num_rows(self) -> int:
-        """Number of live beams, the first ones that the next step runs; 0 once the search has ended."""
+        """Number of live beams; 0 once the search has ended."""
         return len(self._beams)
 
     @property

@@ -96,7 +96,7 @@ class TokenChoice:
         return DeviceChoice(draws, rules, is_whole, self._renormalizes)
 
     def _draws(self, chunks: Sequence[Chunk]) -> Draws | None:
-        """Return draws of all rows of logits, where those of searches are not used."""
+        """Return draws of all rows of logits; nothing uses the draws of searches."""
         samples: list[tuple[GeneratedSequence, int]] = []
         places: list[int] = []
         end = 0
@@ -179,7 +179,7 @@ _Result: TypeAlias = tuple[Int32Array, Int32Array, Float32Array]
 
 
 def _results(choice: DeviceChoice, chosen: DeviceChosen) -> Iterator[_Result | None]:
-    """Yield what `SearchResults` has of each search of a step; None where the host takes its step."""
+    """Yield the part of `SearchResults` of each search; None if the host takes its step."""
     place = beam = 0
     for rules in choice.searches:
         if rules is None:

@@ -18,7 +18,7 @@ from varlen.scheduling.choices import BeamAnswer, BeamStep, SearchRules
 
 
 def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) -> bool:
-    """Return whether no step of a search depends on the tokens of its beams, or on chance.
+    """Return whether the steps of a search depend neither on its tokens nor on chance.
 
     Args:
         options: options of the request.
@@ -88,7 +88,7 @@ class DeviceSearch:
 
         Args:
             num_generated: number of tokens of each beam before the step.
-            ends, beams, scores: what `SearchResults` has of this search.
+            ends, beams, scores: the part of `SearchResults` of this search.
         """
         # a step that failed was taken again
         del self._steps[num_generated:]

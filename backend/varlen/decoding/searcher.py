@@ -52,7 +52,7 @@ class _Part:
         search: the search.
         place: its place among the searches of the step.
         begin, end: its rows.
-        kind: how its step is taken.
+        kind: the way in which its step is taken.
     """
 
     search: BeamSearch

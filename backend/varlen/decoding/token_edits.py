@@ -172,7 +172,7 @@ class TokenEditor:
         return self._rules.forced_first_id if self._has_forced_first and not num_generated else None
 
     def banned(self, num_generated: int) -> Int32Array:
-        """Return the tokens that may not come next, where no edit depends on the tokens of a beam."""
+        """Return the tokens that may not come next, where no edit depends on a beam."""
         edits = self.edits([self._start], num_generated)
         return _NO_TOKENS if edits is None else edits.tokens
 

@@ -107,7 +107,7 @@ def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
     """Return what searches have chosen.
 
     Args:
-        numbers: what `DeviceSearches.advance` has returned, on the host.
+        numbers: the result of `DeviceSearches.advance`, on the host.
         arrays: `PackedStep.searches`.
     """
     results = SearchResults.views(numbers, len(arrays["searches"]))
@@ -115,7 +115,7 @@ def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
 
 
 def moved(groups: Sequence[Arrays], device: torch.device) -> list[dict[str, Tensor]]:
-    """Return arrays of int32 and fp32 on a GPU, after one copy that nothing waits for."""
+    """Return arrays of int32 and fp32 on a GPU, after one copy without a wait."""
     arrays = [each for group in groups for each in group.values()]
     # the language Triton compiles a kernel again where the alignment of a pointer is another one
     sizes = [-(-each.size // _ALIGNED) * _ALIGNED for each in arrays]

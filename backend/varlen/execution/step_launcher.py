@@ -31,7 +31,7 @@ class StepDevice(Protocol[_Packed]):
 
         Args:
             step: the step.
-            choice: what the device chooses in it.
+            choice: the part of the choice that is left to the device.
         """
 
     def may_queue(self, packed: _Packed) -> bool:
@@ -47,11 +47,11 @@ class StepDevice(Protocol[_Packed]):
     def choose(
         self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of the step that was started last, part of which the host chooses from its logits.
+        """Return the outputs of the step that was started last, completed by the host.
 
         Args:
             step: the step.
-            choice, chosen: what the device was to choose, and what it has chosen.
+            choice, chosen: the part that was left to the device, and its choices.
         """
 
 
@@ -61,7 +61,7 @@ class _Launched(Generic[_Packed]):
 
     Attributes:
         step, packed: the step, as it is and as the device takes it.
-        choice: what the device chooses.
+        choice: the part of the choice that is left to the device.
         is_started: whether it is on the device's queue, or never will be.
         chosen: waits for what the device chooses, once.
         error: reason why it could not be packed or started.

@@ -22,7 +22,10 @@ class StepChoice(Protocol):
     """Chooses tokens and steps of searches, and says what the device can choose by itself."""
 
     def on_device(self, step: StepBatch) -> DeviceChoice:
-        """Return what the device chooses in a step, perhaps before the tokens of the step before it are known."""
+        """Return what the device chooses in a step.
+
+        The tokens of the step before it are perhaps not known yet.
+        """
 
     def given(self, step: StepBatch) -> Int32Array:
         """Return what the host has chosen for the beams of a step, `[beams, 2]`.
@@ -37,8 +40,8 @@ class StepChoice(Protocol):
 
         Args:
             step: the step.
-            choice: what `on_device` has returned for it.
-            chosen: what the device has chosen.
+            choice: the result of `on_device` for it.
+            chosen: the choices of the device.
             logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
         """
 

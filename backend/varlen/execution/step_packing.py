@@ -78,7 +78,7 @@ def pack_step(
     Args:
         step: the step.
         block_size: tokens of a block.
-        choice: what is chosen where it runs.
+        choice: the part of the choice that is left to the process that runs it.
     """
     return PackedStep(
         np.array(step.copies, np.int32).reshape(-1, 2),
@@ -122,7 +122,7 @@ def draw_arrays(draws: Draws) -> Arrays:
 
 
 def tokens_of_rows(step: StepBatch, outputs: Sequence[SampledToken | BeamStep]) -> Int32Array:
-    """Return a token for each row of the logits of a step; 0 for beams, which have none yet."""
+    """Return a token for each row of the logits of a step; 0 for beams."""
     token_ids: list[int] = []
     of_step = iter(outputs)
     for chunk in step.chunks:

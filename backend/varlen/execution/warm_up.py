@@ -249,7 +249,7 @@ def _beams_after(runner: StepRunner, prompt: Chunk) -> list[Chunk]:
 
 
 def _options(*, has_sources: bool, rows: int) -> tuple[GenerationOptions, ...]:
-    """Return options of each kind of choice that a model has, with so many rows of logits."""
+    """Return options of each kind of choice of a model, given its rows of logits."""
     if has_sources:
         return _searched(rows)
     sampled = _GREEDY, _DRAWN, _REPORTED
@@ -257,7 +257,7 @@ def _options(*, has_sources: bool, rows: int) -> tuple[GenerationOptions, ...]:
 
 
 def _searched(rows: int) -> tuple[GenerationOptions, GenerationOptions]:
-    """Return options of a search that the device takes the steps of, and of one that is left to the host."""
+    """Return options of searches: one of the device, and one of the host."""
     plain = GenerationOptions(num_beams=min(2, rows))
     return plain, replace(plain, repetition_penalty=2.0)
 

@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
         encodes: the tokens of that text if it is encoded in this step, before these tokens.
         follows: row of the logits of the step before that the only token is chosen from; `token_ids` has 0 in its
             place.
-        beam_places: where the beams of a search keep what they need, among all beams that run; none without a search.
+        beam_places: places of the beams of a search among all beams that run; none without a search.
         beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
             `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt.
     """
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens of the answer, or of a beam, up to the last of these tokens."""
+        """Number of tokens of the answer, or of a beam, with these tokens."""
         return self.end - self.sequence.num_tokens
 
     @property

@@ -20,7 +20,7 @@ class BeamBlocks:
     A column is a place in block tables: the blocks of one column hold the same positions.
 
     Attributes:
-        places: where each beam keeps what it needs from one step to the next, among all beams that run.
+        places: place of each beam among all beams that run, in the state that the device keeps of them.
         num_tokens: length of the prompt.
         block_size: tokens of a block.
         blocks: blocks of one column after another, one for each beam. The first beam goes on in the last block of the
@@ -52,7 +52,7 @@ class BeamBlocks:
         return [block for block in self.blocks if block != _GIVEN_BACK]
 
     def tables(self, position: int, prompt_blocks: Sequence[int]) -> tuple[int, ...]:
-        """Return the block table of each beam up to a position, as a step has them.
+        """Return the block tables of beams up to a position, as a step has them.
 
         The first tables are the prompt's, with blocks of the beams for what they write. Later ones depend on what the
         beams continue; a block that they begin is theirs by number.
@@ -72,7 +72,7 @@ class BeamBlocks:
         return tuple(block for own in last for block in (*known, own))
 
     def follow(self, parents: Sequence[int]) -> list[int]:
-        """Note which beams the next ones continue; return blocks that none of them reads, which are given back.
+        """Note which beams the next ones continue; return blocks that none reads any more.
 
         Args:
             parents: the beam of the last step that each beam continues; fewer if some are not alive.

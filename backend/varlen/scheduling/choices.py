@@ -26,7 +26,7 @@ class Draws(NamedTuple):
 
 
 class SearchRules(NamedTuple):
-    """What decides a step of a search, beside log probabilities and what it has chosen before.
+    """What decides a step of a search, beside log probabilities and its steps so far.
 
     Attributes:
         num_beams: number of its beams.
@@ -53,7 +53,8 @@ class DeviceChoice(NamedTuple):
     """What is chosen where the logits are, in a step, and by which rules.
 
     Attributes:
-        draws: what tokens are drawn with, one for each row of logits; None if the host chooses them, or there are none.
+        draws: numbers that tokens are drawn with, for each row of logits; None if the host chooses them, or there are
+            none.
         searches: rules of each search of the step that chooses; None if the host takes its step.
         is_whole: whether nothing is left to the host.
         renormalizes: whether log probabilities are normalized again without banned tokens.

@@ -57,7 +57,7 @@ class Group:
 
     @property
     def num_branches(self) -> int:
-        """Number of branches in the next step: beams once a search has begun, else the first sequence."""
+        """Number of branches in the next step: beams once a search has begun, else one."""
         is_searching = self.has_beams and self.first.length > self.first.num_tokens
         return self.max_branches if is_searching else 1
 

@@ -1,4 +1,4 @@
-"""What searches with beams do in a step on a CPU, apart from the model, compiled by numba.
+"""Steps of searches with beams on a CPU, without the model, compiled by numba.
 
 Source: the specification is `reference.beam_search`.
 """
@@ -163,7 +163,7 @@ def advance_some_searches(
     out_beams,  # [beams, 5]
     out_scores,  # [beams]
 ):
-    """Choose the beams and the answers of some searches, whose beams are at the end of the others."""
+    """Choose the beams and the answers of some searches."""
     for search in range(first, last):
         first_row, num_rows = searches[search, 0], searches[search, 1]
         beams, length, flags = searches[search, 2], searches[search, 3], searches[search, 4]

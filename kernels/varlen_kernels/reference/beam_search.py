@@ -106,7 +106,7 @@ class SearchResults(NamedTuple):
 
     @staticmethod
     def numbers(searches: int, beams: int, device: torch.device) -> Tensor:
-        """Return uninitialised memory for the results of searches that have so many beams together."""
+        """Return uninitialised memory for the results of searches, given all their beams."""
         return torch.empty(2 * searches + 6 * beams, dtype=torch.int32, device=device)
 
 
@@ -127,9 +127,9 @@ def follow_beams(
     """Give each beam its token and its block table.
 
     The first step after the prompt has whole tables; the end of the prompt is in the block of the first beam, and is
-    copied into those of the others. After that, a table is the one of the beam that it continues. Of the beams that
-    continue the same one, the first keeps the block that is not full; each other one takes the block of a beam that no
-    one continues, into which that block is copied. Blocks that begin are in the step.
+    copied into the blocks of the others. After that, a table is the one of the beam that it continues. Of the beams
+    that continue the same one, the first keeps the block that is not full; each other one takes the block of a beam
+    that no one continues, into which that block is copied. Blocks that begin are in the step.
 
     Args:
         state: tables, parents and tokens are changed.

@@ -1,4 +1,4 @@
-"""What searches with beams do in a step, apart from the model: a kernel before it and a kernel after it.
+"""Steps of searches with beams: a kernel before the model and a kernel after it.
 
 Each has one program of one warp for each search. A beam is one lane; what depends on pairs of beams compares all of
 them. Nothing waits for the host, so steps can follow each other.
@@ -33,9 +33,9 @@ def _copies(
     beam,  # [BLOCK_BEAMS]
     inside,  # [BLOCK_BEAMS]
 ):
-    """Return whether another beam before each one continues the same beam, and whose block it then takes.
+    """Return which beams take the block of another one, and that one.
 
-    These are the beams that none continues, in order.
+    A beam does if one before it continues the same beam. It takes the block of a beam that none continues, in order.
     """
     other = beam[None, :]
     is_before = other < beam[:, None]
@@ -95,7 +95,7 @@ def _follow_kernel(
     before = (1 - half) * PLACES
     of_parent = tl.load(places_ptr + first_beam + parent, mask=inside, other=0)
     parent_ptr = tables_ptr + (before + of_parent).to(tl.int64) * BLOCKS
-    # the first tables are those of the step
+    # the first tables are in the step
     source_ptr = tl.where(length > 1, parent_ptr, table_ptr)
     for first in range(0, last, BLOCK_COLUMNS):
         column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -143,7 +143,7 @@ def _best_candidate(
     is_forced,  # [BLOCK_BEAMS], the forced token is its only candidate
     forced,
 ):
-    """Return score, beam and token of the best candidate that is left, and whether there is one."""
+    """Return score, beam and token of the best candidate, and whether one is left."""
     candidate = tl.load(tokens_ptr, mask=is_listed, other=_NO_TOKEN)
     candidate = tl.where(is_forced, forced, candidate)
     total = scores + tl.load(logprobs_ptr, mask=is_listed, other=0.0)
@@ -164,7 +164,7 @@ def _is_among(
     token,
     BLOCK_ENDS: tl.constexpr,
 ):
-    """Return whether a token is one of the end tokens from the first up to the last."""
+    """Return whether a token is one of some end tokens."""
     found = 0
     for block in range(first, end, BLOCK_ENDS):
         place = block + tl.arange(0, BLOCK_ENDS)
@@ -209,7 +209,10 @@ def _choose(
     BLOCK_BEAMS: tl.constexpr,
     BLOCK_ENDS: tl.constexpr,
 ):
-    """Return scores, parents, tokens and number of the next beams; then the answers and their number."""
+    """Return the next beams and the answers.
+
+    The beams are scores, parents, tokens and a number; the answers are four vectors and their number.
+    """
     score = tl.full([BLOCK_BEAMS], float("-inf"), tl.float32)
     parent = tl.zeros([BLOCK_BEAMS], tl.int32)
     token = tl.zeros([BLOCK_BEAMS], tl.int32)
@@ -426,6 +429,6 @@ def advance_searches(
 
 
 def _block_beams(state: SearchState) -> int:
-    """Return a power of two for the beams of the largest search that the state has places for."""
+    """Return a power of two that is enough for the beams of any search."""
     block: int = triton.next_power_of_2(min(state.tables.shape[1], reference.MAX_BEAMS))
     return block

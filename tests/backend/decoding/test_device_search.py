@@ -1,4 +1,4 @@
-"""Searches whose steps are taken where the logits are: the same answers as those that the host takes."""
+"""Searches of the device have the same answers as searches of the host."""
 
 import random
 from dataclasses import replace

@@ -221,7 +221,7 @@ class KvExecutor(HeldExecutor):
         return [None if before.is_pending else before.token_id]
 
     def _search(self, chunk):
-        """Return the step of a search, whose last beams stay as they are if it has fewer now."""
+        """Return the step of a search; beams that it no longer has run in vain."""
         first = chunk.sequence
         assert chunk.samples == (first,)
         tables = self._tables(chunk)[: first.sampler_state] if chunk.beams else [chunk.block_ids]
@@ -245,7 +245,7 @@ class KvExecutor(HeldExecutor):
         return SampledToken(token, is_pending=self.is_pending(sample))
 
     def _context(self, chunk, table):
-        """Return the source and the tokens up to the end of a chunk or a beam, from memory."""
+        """Return the source and the tokens of a chunk or a beam, from memory."""
         sequence = chunk.sequence
         source = self._read(chunk.source_block_ids, sequence.prompt.num_source_tokens)
         assert source == [~token for token in source_of(sequence)]

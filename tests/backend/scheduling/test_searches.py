@@ -17,7 +17,7 @@ PROMPT = [5, 1, 4, 1, 5, 9]
 
 
 def steady(monkeypatch, end=None, parents=lambda row: row):
-    """Let all beams go on until `max_tokens`, each from one; return the list of what steps read."""
+    """Let all beams go on until `max_tokens`; return the list of what steps read."""
     asked = []
 
     def search_step(contexts, num_generated, options):

@@ -1,4 +1,4 @@
-"""What searches do before and after the model, against the reference: equal to the last bit."""
+"""Steps of searches without the model, equal to the reference to the last bit."""
 
 import pytest
 import torch

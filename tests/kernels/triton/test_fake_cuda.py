@@ -181,7 +181,7 @@ def test_generation_gives_the_tokens_of_the_cpu_in_few_launches_copies_and_waits
 
 
 def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
-    """Return the tokens of two beams after this number of them; the first ones have blocks of their own."""
+    """Return the tokens of two beams after this number of them."""
     blocks = (0, 1) if known else (0, 0)
     return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
 

@@ -1,4 +1,4 @@
-"""Calls of the ops of searches with beams: what is done before the model, and after it."""
+"""Calls of the ops of searches with beams, before the model and after it."""
 
 from typing import Any
 

@@ -170,7 +170,7 @@ def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
 
 
 class _TimedChoice:
-    """A choice of tokens whose part on the host is timed as an op: a `StepChoice`."""
+    """A `StepChoice` whose part on the host is timed as an op."""
 
     def __init__(self, choice: TokenChoice, timed: TimedKernels) -> None:
         self.on_device = choice.on_device

@@ -71,7 +71,7 @@ class _Buffers:
     Attributes:
         inputs: `[bytes]` uint8, read by the GPU until the step has run.
         tokens: `[rows]` int32, written by the GPU.
-        searches: numbers of `SearchResults` of any searches with so many rows, written by the GPU.
+        searches: numbers of `SearchResults`, enough for any searches, written by the GPU.
     """
 
     inputs: Tensor
@@ -193,8 +193,8 @@ class CudaSteps:
 
         Args:
             chunks: chunks of the step.
-            choice: what is chosen here.
-            given: what the host has chosen for beams, see `StepChoice.given`.
+            choice: the part of the choice that is left to the GPU.
+            given: the choices of the host for beams, see `StepChoice.given`.
         """
         buffers, rows = next(self._next_buffers), sum(chunk.num_logit_rows for chunk in chunks)
         beams, searches = beam_arrays(chunks), search_arrays(chunks, choice)

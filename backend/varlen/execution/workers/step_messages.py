@@ -120,7 +120,7 @@ def receive_step(connection: Connection) -> PackedStep | None:
 
 
 def answers_of(chosen: DeviceChosen) -> list[Float32Array]:
-    """Return what a step has chosen as answers of a batch: whole numbers keep their bits."""
+    """Return the choices of a step as answers of a batch; numbers keep their bits."""
     arrays: list[npt.NDArray[Any]] = [np.array(chosen.token_ids, np.int32)]
     arrays += chosen.searches or ()
     return [each.view(np.float32) for each in arrays]
