@@ -161,6 +161,14 @@ class EngineConfig:
         pattern=_BYTES_OR_PERCENTAGE,
         allowed_text=_ALLOWED_BYTES,
     )
+    growing_arena: bool = parameter_field(
+        False,
+        "Whether the memory of intermediates on a GPU grows with its batches, as it does on a CPU. Addresses for the"
+        " largest batch are reserved, and get memory when a batch needs it; what none of 64 batches needed is released."
+        " Without it the memory of the largest batch is allocated at load. No GPU has run it yet.",
+        when="Set it where several models share a GPU, and few of their batches are large.",
+        choices=FLAG,
+    )
     max_sequence_tokens: int | None = parameter_field(
         None,
         "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or max_batch_tokens if that"

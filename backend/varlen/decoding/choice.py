@@ -142,7 +142,7 @@ class TokenChoice:
             return [SampledToken(token_id) for token_id in chosen.token_ids]
         outputs: list[SampledToken | BeamStep] = []
         of_host: list[_Row] = []
-        of_searches = iter(_results(choice, chosen))
+        of_searches = _results(choice, chosen)
         row = 0
         for chunk in step.chunks:
             length = chunk.num_generated

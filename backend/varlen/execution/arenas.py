@@ -38,7 +38,7 @@ def batch_arena(
         f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
         "has free: lower max_batch_tokens or arena_bytes"
     ):
-        return Arena(layout, largest(most), device)
+        return Arena(layout, largest(most), device, grows=config.growing_arena)
 
 
 def step_arenas(
@@ -64,7 +64,9 @@ def step_arenas(
         f"a step of {max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
         " lower max_step_tokens"
     ):
-        return tuple(Arena(layout, largest, device) for layout in layouts)
+        return tuple(
+            Arena(layout, largest, device, grows=config.growing_arena) for layout in layouts
+        )
 
 
 def most_sequences(config: EngineConfig) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from varlen.execution.cpu.compiled_program import CompiledProgram
-from varlen.memory.arena import Arena
+from varlen.memory.arena import Arena, Region
 from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
 
@@ -33,7 +33,12 @@ class BoundProgram:
 
     def run(self, inputs: Mapping[str, Tensor], dims: Dims, out: Sequence[Tensor]) -> None:
         """Run a batch of these inputs and dimensions; its outputs go to `out`."""
-        region = self.arena.allocate(dims)
+        self.run_in(self.arena.allocate(dims), inputs, dims, out)
+
+    def run_in(
+        self, region: Region, inputs: Mapping[str, Tensor], dims: Dims, out: Sequence[Tensor]
+    ) -> None:
+        """Run a batch as `run` does, in a region of the arena for its dimensions."""
         batch = PackedBatch(inputs, dims)
         if self.compiled is not None:
             self.compiled.run(batch, self.kernels, region, out=out)

@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk
+from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk, MappedChunk
+from varlen.memory.cuda_memory import CudaMemory
 from varlen.memory.layout import Layout
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.usage import Dims
@@ -73,13 +74,16 @@ class Arena:
         capacity: largest size of the arena, in bytes: the footprint of the largest batch.
     """
 
-    def __init__(self, layout: Layout, largest: Dims, device: torch.device) -> None:
-        """Reserve space for the largest batch: address space on a CPU, memory on a GPU.
+    def __init__(
+        self, layout: Layout, largest: Dims, device: torch.device, *, grows: bool = False
+    ) -> None:
+        """Reserve address space for the largest batch, or memory.
 
         Args:
             layout: plan of the program that runs here.
             largest: dimensions of the largest batch.
             device: CPU or CUDA.
+            grows: whether a GPU allocates memory as batches need it, not for the largest one at once. A CPU does.
 
         Raises:
             MemoryError: the device has too little.
@@ -93,11 +97,7 @@ class Arena:
         self._largest_plan = layout.plan(largest)
         # an anonymous mapping has at least one byte
         self.capacity = max(1, self._largest_plan.footprint)
-        self._chunk: Chunk = (
-            DeviceChunk(self.capacity, device)
-            if device.type == "cuda"
-            else HostChunk(self.capacity)
-        )
+        self._chunk = _new_chunk(self.capacity, device, grows=grows)
         self._high_water = HighWater(_WINDOW)
         self._last = (0, 0)
 
@@ -121,7 +121,7 @@ class Arena:
         )
 
     def release(self) -> None:
-        """Return the memory of a CPU to the system; the next batch takes its own."""
+        """Return the memory to the system, where it grows; the next batch takes its own."""
         self._chunk.release(0)
 
     def allocate(self, dims: Dims) -> Region:
@@ -144,3 +144,9 @@ class Arena:
         self._chunk.reserve(plan.footprint)
         self._last = plan.footprint, plan.peak_live
         return Region(self._chunk.memory[: plan.footprint], plan.offsets)
+
+
+def _new_chunk(capacity: int, device: torch.device, *, grows: bool) -> Chunk:
+    if device.type != "cuda":
+        return HostChunk(capacity)
+    return MappedChunk(capacity, CudaMemory(device)) if grows else DeviceChunk(capacity, device)

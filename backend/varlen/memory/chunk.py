@@ -1,18 +1,19 @@
 """A chunk of memory: a fixed capacity, reserved up to the largest plan.
 
 On a CPU the capacity is address space. Pages are allocated when plans first reach them, and are released from
-the end without moving anything. On a GPU the capacity is one allocation, since graphs keep addresses.
+the end without moving anything. On a GPU the capacity is one allocation, or address space too: graphs keep addresses.
 """
 
 import mmap
+import weakref
 from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# Memory is reserved and released in steps of a huge page.
-_STEP = 2 << 20
+# Memory is reserved and released in steps of a huge page; on a GPU in larger ones: each takes four calls.
+_STEP, _GPU_STEP = 2 << 20, 16 << 20
 
 
 class Chunk(Protocol):
@@ -20,11 +21,13 @@ class Chunk(Protocol):
 
     Attributes:
         memory: `[capacity]` uint8, on its device. Only what is reserved may be touched.
-        reserved_bytes: allocated bytes, from its start.
     """
 
     memory: Tensor
-    reserved_bytes: int
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Allocated bytes, from its start."""
 
     def reserve(self, size: int) -> None:
         """Allocate the first `size` bytes that are not allocated yet."""
@@ -83,3 +86,85 @@ class DeviceChunk:
 
     def release(self, size: int) -> None:
         """Do nothing: graphs hold the addresses."""
+
+
+class AddressSpace(Protocol):
+    """Addresses of a device, at which memory is mapped; see `CudaMemory`."""
+
+    granularity: int
+
+    def reserve(self, size: int) -> int:
+        """Return the first of `size` addresses."""
+
+    def free(self, address: int, size: int) -> None:
+        """Give back addresses."""
+
+    def map(self, address: int, size: int) -> int:
+        """Allocate memory at an address; return its handle."""
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        """Release memory at an address."""
+
+    def wait(self) -> None:
+        """Wait until the device has run all that was started."""
+
+    def tensor(self, address: int, size: int) -> Tensor:
+        """Return the bytes at an address, `[size]` uint8."""
+
+
+class MappedChunk:
+    """Address space of a GPU, with memory where plans reach."""
+
+    def __init__(self, capacity: int, space: AddressSpace) -> None:
+        """Reserve addresses for `capacity` bytes, and allocate no memory yet.
+
+        Args:
+            capacity: size of the largest plan, in bytes.
+            space: addresses of the GPU.
+        """
+        self._space = space
+        self._step = -(-_GPU_STEP // space.granularity) * space.granularity
+        size = self._steps(capacity) * self._step
+        self._address = space.reserve(size)
+        # memory of each step that has any, from the first one
+        self._handles: list[int] = []
+        self.memory = space.tensor(self._address, size)[:capacity]
+        weakref.finalize(self, _free, space, self._address, size, self._step, self._handles)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that have memory, from the first one."""
+        return min(len(self._handles) * self._step, len(self.memory))
+
+    def reserve(self, size: int) -> None:
+        """Map memory for the first `size` bytes where there is none.
+
+        Raises:
+            MemoryError: the GPU has too little; what is mapped stays.
+        """
+        while len(self._handles) < self._steps(size):
+            address = self._address + len(self._handles) * self._step
+            self._handles.append(self._space.map(address, self._step))
+
+    def release(self, size: int) -> None:
+        """Release the memory after the first `size` bytes, once nothing runs that may use it."""
+        if len(self._handles) > self._steps(size):
+            self._space.wait()
+            _unmap(self._space, self._address, self._step, self._handles, self._steps(size))
+
+    def _steps(self, size: int) -> int:
+        return -(-size // self._step)
+
+
+def _unmap(space: AddressSpace, address: int, step: int, handles: list[int], kept: int) -> None:
+    """Release the memory of all steps but the first ones."""
+    while len(handles) > kept:
+        handle = handles.pop()
+        space.unmap(address + len(handles) * step, step, handle)
+
+
+def _free(space: AddressSpace, address: int, size: int, step: int, handles: list[int]) -> None:
+    """Release the memory of a chunk that no one holds, and its addresses."""
+    space.wait()
+    _unmap(space, address, step, handles, 0)
+    space.free(address, size)

@@ -147,7 +147,7 @@ class GroupMemory:
             group: the group of the search.
             parents: the beam of the last step that each beam continues.
         """
-        # it may need as many again
+        # with reservations it may need as many again
         if group.beams is not None and not self.reserves:
             self.copies.release(group.beams.follow(parents))
 

@@ -92,7 +92,10 @@ class Group:
     @property
     def least_tokens(self) -> int:
         """Least number of tokens that it runs in a step."""
-        return self.num_branches + (0 if self.is_encoded else self.source_tokens)
+        # most groups of a step, asked several times
+        if self.is_encoded:
+            return self.num_branches if self.has_beams else 1
+        return self.num_branches + self.source_tokens
 
     @property
     def lost_tokens(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.backend.memory.address_space import FakeSpace
 from tests.backend.requests import random_prompts
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_rows_close, encoder_roundings
@@ -22,6 +23,7 @@ from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import step_models
 from varlen.intake.tokenization import Tokenizer
+from varlen.memory import arena
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
@@ -130,7 +132,7 @@ DECODE_STEPS = {
 }
 
 
-def step_runner(folder: Path, device: str) -> StepRunner:
+def step_runner(folder: Path, device: str, **settings: bool) -> StepRunner:
     """Return a decoder that has not warmed up, which takes long in the interpreter."""
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens).huggingface
@@ -138,7 +140,7 @@ def step_runner(folder: Path, device: str) -> StepRunner:
     # no request has a grammar
     grammars = cast(Grammars, None)
     choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device))
-    config = EngineConfig(device=device, **STEPS)
+    config = EngineConfig(device=device, **STEPS, **settings)
     return StepRunner(checkpoint, config, choice)
 
 
@@ -320,6 +322,37 @@ def test_a_step_after_one_that_fails_does_not_count(gpu: FakeCuda, tmp_path: Pat
         outputs[1]()
     # what follows does not need it
     assert chosen(runner.run_batch(replace(step_of((chunk,)), number=3))) == expected
+    runner.close()
+
+
+def test_graphs_stay_valid_where_memory_is_released_and_mapped_again(
+    gpu: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
+    spaces: list[FakeSpace] = []
+
+    def new_space(device: torch.device) -> FakeSpace:
+        spaces.append(FakeSpace(device))
+        return spaces[-1]
+
+    monkeypatch.setattr(arena, "CudaMemory", new_space)
+    runner = step_runner(folder, "cuda", growing_arena=True)
+    (space,) = spaces
+    expected = tokens_one_by_one(
+        step_runner(folder, "cpu"), GenerationOptions(temperature=0.0), steps=3
+    )
+
+    found = []
+    for mappings in (1, 2):
+        assert len(space.history) == mappings
+        found.append(tokens_one_by_one(runner, GenerationOptions(temperature=0.0), steps=3))
+        assert runner.use().reserved_bytes > 0
+        runner.release_arenas()
+        assert runner.use().reserved_bytes == 0
+        assert not space.mapped
+        tokens_one_by_one(runner, GenerationOptions(temperature=0.0), steps=1)
+
+    assert found == [expected] * 2
     runner.close()
 
 

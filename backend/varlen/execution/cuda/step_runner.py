@@ -32,7 +32,7 @@ from varlen.execution.step_packing import (
     followed,
     step_arrays,
 )
-from varlen.memory.usage import Size
+from varlen.memory.usage import Dims, Size
 from varlen.program.program import Value
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk
@@ -84,6 +84,7 @@ class _Captured:
     """The graph of steps of up to these dimensions.
 
     Attributes:
+        dims: its dimensions.
         inputs: its inputs in each set of buffers, by name.
         on_device: its inputs on the device, by name.
         draws: arguments of `sample_tokens` on the device.
@@ -91,6 +92,7 @@ class _Captured:
         replay: starts it.
     """
 
+    dims: Dims
     inputs: Mapping[_Buffers, Mapping[str, npt.NDArray[Any]]]
     on_device: Mapping[str, Tensor]
     draws: Sequence[Tensor]
@@ -250,6 +252,8 @@ class CudaSteps:
         tokens, rows = len(arrays["token_ids"]), len(arrays["logit_rows"])
         sequences = len(arrays["context_lens"])
         captured = self._captured[self._bucket(tokens, max(sequences, rows))]
+        # the graph writes to this region
+        self._bound.arena.allocate(captured.dims)
         inputs = captured.inputs[buffers]
         _fill(inputs, arrays)
         places = inputs[_PLACES.name]
@@ -294,6 +298,8 @@ class CudaSteps:
             "blocks": bucket.sequences * self._blocks_per_sequence,
             "source_blocks": bucket.tokens * self._blocks_per_source,
         }
+        # outside of the capture, in which no memory may be released
+        region = self._bound.arena.allocate(dims)
         # inputs of zeros, but no slot: tokens of no sequence, which write nothing
         self._device.zero_()
         layout = InputLayout.of(self._declared, dims)
@@ -307,7 +313,7 @@ class CudaSteps:
 
         def work() -> None:
             torch.index_select(self._words, 0, places, out=inputs[_TOKENS])
-            self._bound.run(inputs, dims, [self._logits[:rows]])
+            self._bound.run_in(region, inputs, dims, [self._logits[:rows]])
             torch.argmax(self._logits[:rows], 1, out=self._best[:rows])
             self._chosen[:rows].copy_(self._best[:rows])
 
@@ -317,7 +323,7 @@ class CudaSteps:
             for each in self._buffers
         }
         *_, (_, _, tables) = layout.places
-        return _Captured(buffers, on_device, draws, tables.start, replay)
+        return _Captured(dims, buffers, on_device, draws, tables.start, replay)
 
 
 def _fill(inputs: Mapping[str, npt.NDArray[Any]], arrays: StepArrays) -> None:
