@@ -15,6 +15,7 @@ from functools import partial
 from threading import Lock
 from typing import Generic, Protocol, TypeVar, cast
 
+from varlen.errors import EngineError
 from varlen.execution.step_model import StepChoice
 from varlen.execution.step_order import StepOrder
 from varlen.scheduling.batch import StepBatch
@@ -145,7 +146,7 @@ class StepLauncher(Generic[_Packed]):
                 waits, launched.chosen = launched.chosen, None
                 choice, chosen = launched.choice, waits()
                 if choice.is_whole:
-                    return self._choice.outputs(step, choice, chosen, None)
+                    return self._whole(step, choice, chosen)
                 return self._device.choose(step, choice, chosen)
         finally:
             with self._lock:
@@ -153,6 +154,22 @@ class StepLauncher(Generic[_Packed]):
                 # its frames hold the step
                 launched.error = None
                 self._start_all()
+
+    def _whole(
+        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step that the device has chosen.
+
+        Raises:
+            EngineError: the host has too little memory for them. The next step may have run, so this one cannot run
+                again, as one that runs out of memory does.
+        """
+        try:
+            return self._choice.outputs(step, choice, chosen, None)
+        except MemoryError:
+            raise EngineError(
+                "the server had too little memory to read what a step chose"
+            ) from None
 
     def _start_all(self) -> None:
         """Start the steps in flight, up to one that the next has to wait for."""

@@ -8,6 +8,7 @@ from threading import Thread
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
+from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import NoChoice
@@ -68,10 +69,12 @@ class Choice(NoChoice):
 
     Attributes:
         told: choices of the next steps; None fails.
+        has_no_memory: whether outputs cannot be read.
     """
 
     def __init__(self):
         self.told = []
+        self.has_no_memory = False
 
     def on_device(self, step):
         of_step = self.told.pop()
@@ -82,6 +85,8 @@ class Choice(NoChoice):
     def outputs(self, step, choice, chosen, logits):
         assert choice.is_whole
         assert logits is None
+        if self.has_no_memory:
+            raise MemoryError
         return [SampledToken(token_id) for token_id in chosen.token_ids]
 
 
@@ -97,7 +102,7 @@ def launch(device):
         step = StepBatch((), BatchShape.of([1]), 1.0, "", (), (), number, after)
         return launcher.launch(step)
 
-    launch.launcher = launcher
+    launch.launcher, launch.choice = launcher, choice
     return launch
 
 
@@ -184,6 +189,19 @@ def test_a_step_whose_choice_fails_fails_and_the_one_behind_it_is_skipped(launch
     with pytest.raises(SkippedStepError):
         second()
     assert ("start", 1) not in device.happened
+
+
+def test_a_step_whose_outputs_find_no_memory_does_not_run_again(launch, device):
+    first, second = launch(DRAWN), launch(DRAWN, after=0)
+    launch.choice.has_no_memory = True
+
+    # a MemoryError would repeat it, but the next step has run
+    with pytest.raises(EngineError, match="too little memory to read"):
+        first()
+    with pytest.raises(SkippedStepError):
+        second()
+    launch.choice.has_no_memory = False
+    assert launch(DRAWN)() == [SampledToken(102)]
 
 
 def test_one_thread_launches_steps_and_another_one_takes_their_outputs(launch, device):
