@@ -48,6 +48,7 @@ def test_every_setting_can_be_spelt_out():
         "dp_pressure": "infinite",
         "execution": "padded",
         "approximate_gelu": "true",
+        "growing_arena": "true",
         "ignore_config_fields": "auto_map, transformers.js_config",
         "trigger": "lazy",
         "max_delay_ms": "10",
@@ -85,6 +86,7 @@ def test_every_setting_can_be_spelt_out():
     spelt = {key: str(getattr(config, key)) for key in parameters}
     assert spelt == parameters | {
         "approximate_gelu": "True",
+        "growing_arena": "True",
         "ignore_request_timeout": "True",
         "prefix_cache": "False",
     }
