@@ -18,14 +18,15 @@ from varlen_kernels.reference import (
     top_terms,
 )
 from varlen_kernels.triton.activation import activate
+from varlen_kernels.triton.advance_searches import advance_searches
 from varlen_kernels.triton.append_kv import append_kv
 from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.attention_tiles import attention_tiles
 from varlen_kernels.triton.attention_varlen import attention_varlen
 from varlen_kernels.triton.beam import beam_step
-from varlen_kernels.triton.beam_search import advance_searches, follow_beams
 from varlen_kernels.triton.copy_blocks import copy_blocks
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
+from varlen_kernels.triton.follow_beams import follow_beams
 from varlen_kernels.triton.gate import activate_gate
 from varlen_kernels.triton.heads import norm_heads, rotary
 from varlen_kernels.triton.layer_norm import add_layer_norm, layer_norm, residual_layer_norm

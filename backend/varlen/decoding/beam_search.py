@@ -10,7 +10,6 @@ diversity as in version 4.56. Sibling rank: Li, Monroe, Jurafsky 2016, arXiv:161
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -57,17 +56,11 @@ class BeamSearch:
         bias = TokenBias(options.logit_bias, NOTHING_FORBIDDEN) if options.logit_bias else None
         # the same in every step
         self.logit_bias = None if bias is None else bias.next((), 0)
-        rules = rules.with_options(options)
-        ends = (*rules.end_ids, *options.stop_token_ids)
-        self._end_ids = frozenset(token for token in ends if token < vocab_size)
         self._vocab_size = vocab_size
-        self._editor = TokenEditor(
-            replace(rules, end_ids=tuple(self._end_ids)),
-            options,
-            prompt_ids,
-            vocab_size=vocab_size,
-            forbidden=forbidden,
+        self._editor = TokenEditor.of_request(
+            rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden
         )
+        self._end_ids = frozenset(self._editor.end_ids)
         num_beams = options.num_beams // options.num_beam_groups
         self._groups = [
             BeamGroup(options, num_beams, self._end_ids, self._editor)

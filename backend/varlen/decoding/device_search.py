@@ -7,7 +7,6 @@ chosen, and puts the answers together once the search has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from varlen.decoding.beam_group import length_penalty, stops_when_full
 from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
@@ -49,16 +48,10 @@ class DeviceSearch:
     ) -> None:
         """Start a search; arguments as in `BeamSearch`."""
         self._options = options
-        rules = rules.with_options(options)
-        ends = dict.fromkeys((*rules.end_ids, *options.stop_token_ids))
-        self._end_ids = tuple(token for token in ends if token < vocab_size)
-        self._editor = TokenEditor(
-            replace(rules, end_ids=self._end_ids),
-            options,
-            prompt_ids,
-            vocab_size=vocab_size,
-            forbidden=forbidden,
+        self._editor = TokenEditor.of_request(
+            rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden
         )
+        self._end_ids = self._editor.end_ids
         # of each step: what its beams continue and the token, `[beams, 2]`
         self._steps: list[Int32Array] = []
 

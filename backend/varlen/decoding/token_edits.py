@@ -90,7 +90,32 @@ class TokenHistory:
 
 
 class TokenEditor:
-    """Forced tokens and edits of the beams of one prompt."""
+    """Forced tokens and edits of the beams of one prompt.
+
+    Attributes:
+        end_ids: tokens that end an answer.
+    """
+
+    @classmethod
+    def of_request(
+        cls,
+        rules: TokenRules,
+        options: GenerationOptions,
+        prompt_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        forbidden: ForbiddenTokens,
+    ) -> TokenEditor:
+        """Return the editor of a request, whose own rules replace the checkpoint's."""
+        rules = rules.with_options(options)
+        ends = dict.fromkeys((*rules.end_ids, *options.stop_token_ids))
+        return cls(
+            replace(rules, end_ids=tuple(ends)),
+            options,
+            prompt_ids,
+            vocab_size=vocab_size,
+            forbidden=forbidden,
+        )
 
     def __init__(
         self,
@@ -112,7 +137,7 @@ class TokenEditor:
         """
         self._rules = rules
         self._forbidden = forbidden
-        self._end_ids = tuple(token for token in rules.end_ids if token < vocab_size)
+        self.end_ids = tuple(token for token in rules.end_ids if token < vocab_size)
         self._max_tokens, self._min_tokens = options.max_tokens, options.min_tokens
         self._vocab_size = vocab_size
         self._has_forced_first = rules.forced_first_id is not None and len(prompt_ids) == 1
@@ -223,7 +248,7 @@ class TokenEditor:
 
     def _early_bans(self, num_generated: int) -> tuple[int, ...]:
         """Return tokens that may not come after this number of tokens."""
-        ends = self._end_ids if num_generated < self._min_tokens else ()
+        ends = self.end_ids if num_generated < self._min_tokens else ()
         is_first = num_generated == (1 if self._has_forced_first else 0)
         return (*ends, *self._first_suppressed) if is_first else ends
 

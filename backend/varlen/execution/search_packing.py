@@ -21,6 +21,8 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     """Return the arguments of `follow_beams`; nothing is given by the host. Empty without beams."""
+    if not any(each.beams for each in chunks):
+        return {}
     rows: list[tuple[int, ...]] = []
     places: list[int] = []
     row = 0
@@ -30,8 +32,6 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
             places += each.beam_places
         # a chunk of several tokens comes after all beams
         row += each.beams or 1
-    if not rows:
-        return {}
     return {
         "searches": np.array(rows, np.int32),
         "places": np.array(places, np.int32),
@@ -41,6 +41,8 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
 
 def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
     """Return what searches take their steps with; empty if none does."""
+    if not any(choice.searches):
+        return {}
     rows: list[tuple[int, ...]] = []
     ends: list[int] = []
     banned: list[Int32Array] = []
@@ -65,8 +67,6 @@ def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
             row += count
             width = max(width, own.num_beams + len(own.end_ids))
         logit_row += count
-    if not rows:
-        return {}
     sizes = [len(each) for each in banned]
     width = min(-(-width // _WIDTHS) * _WIDTHS, MAX_WIDTH)
     return {

@@ -124,7 +124,7 @@ class BeamStep:
 
     Attributes:
         parents: parent index of each new beam; none once the search has ended.
-        token_ids: token appended to each beam.
+        token_ids: token appended to each beam; none where the device has chosen them, which tells only answers.
         answers: set once the search has ended: the best first. There are fewer than the request asks for, perhaps none,
             only if its rules allow fewer.
         error: reason why the search cannot go on; ends the request.

@@ -6,7 +6,8 @@ import torch
 from tests.kernels.beam_searches import BLOCK_SIZE, Searches, new_state
 from varlen_kernels import reference
 from varlen_kernels.reference.beam_search import SearchResults
-from varlen_kernels.triton import beam_search
+from varlen_kernels.triton.advance_searches import advance_searches
+from varlen_kernels.triton.follow_beams import follow_beams
 
 
 def moved(tensors, device):
@@ -27,7 +28,7 @@ def test_steps_match_the_reference(seed, device):
         results = [SearchResults.views(each, len(searches.beams)) for each in memory]
 
         reference.advance_searches(*arguments, states[0], results[0])
-        beam_search.advance_searches(*moved(arguments, device), states[1], results[1])
+        advance_searches(*moved(arguments, device), states[1], results[1])
 
         ends, beams, scores = (each.cpu() for each in results[1])
         assert torch.equal(ends, results[0].ends)
@@ -41,7 +42,7 @@ def test_steps_match_the_reference(seed, device):
         step = searches.follow()
         on_device = moved(step, device)
         reference.follow_beams(states[0], *step, block_size=BLOCK_SIZE)
-        beam_search.follow_beams(states[1], *on_device, block_size=BLOCK_SIZE)
+        follow_beams(states[1], *on_device, block_size=BLOCK_SIZE)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_device, step, strict=True))
 
 
@@ -52,4 +53,4 @@ def test_rejects_what_is_not_contiguous(device):
     state = new_state(device)
 
     with pytest.raises(ValueError, match=r"searches has strides \(1, .*it must be contiguous"):
-        beam_search.advance_searches(found, table.T.contiguous().T, *others, state, results)
+        advance_searches(found, table.T.contiguous().T, *others, state, results)
