@@ -27,6 +27,8 @@ ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
 # A worker process for each core, and one more, since tests of servers wait most of their time. tests/conftest.py gives
 # each file to one worker, kernel tests wherever one is free.
 PARALLEL := --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadgroup
+# Both distributions of the tree; extras of the second one follow.
+EDITABLE := --editable ./client --editable .
 ON_GPU := PYTHONPATH=$(CURDIR)/kernels:$(CURDIR)/backend:$(CURDIR)/client:$(CURDIR)/tools:$$PYTHONPATH $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
@@ -40,11 +42,11 @@ help: ## Print this list
 
 setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info $(VENV)/compiled.stamp server $(MINILM) $(TINY_GPT2) $(TINY_DATES) ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
 
-$(VENV)/setup.stamp: pyproject.toml constraints.txt
+$(VENV)/setup.stamp: pyproject.toml client/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing the development environment (the first time: minutes)"
-	@$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev]'
 	@$(INSTALL) --no-deps triton==$(TRITON)
 	@touch $@
 
@@ -112,7 +114,7 @@ docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken l
 	@echo "docs: open site/index.html"
 
 bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machine; appends to docs/benchmarks
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
 	-@$(MAKE) --no-print-directory $(VENV)/peers-zentorch/stamp
 	$(BIN)/python -m varlen_bench.encoder $(if $(MODEL),--model $(MODEL)) $(BENCH)
@@ -131,18 +133,18 @@ $(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
 	@touch $@
 
 bench-generate: setup ## Compare generation with its peers on this machine; appends to docs/benchmarks
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
 	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-vllm/stamp $(VENV)/peers-llamacpp/stamp
 	$(BIN)/python -m varlen_bench.generate $(BENCH)
 
 bench-beam: setup ## Compare beam search with its peers on this machine; appends to docs/benchmarks
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
 	$(BIN)/python -m varlen_bench.beam $(BENCH)
 
 bench-serving: setup ## Load real servers, ours and plain ones, until they cannot keep up; appends to docs/benchmarks
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
 	$(BIN)/python -m varlen_bench.serving $(BENCH)
 
@@ -153,9 +155,9 @@ tune-kernels: $(GPU_SETUP) ## Measure every launch on this GPU; writes the faste
 	$(ON_GPU) -m varlen_bench.tune_kernels $(TUNE)
 
 install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonserver/backends
-	@PYTHONPATH=tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
+	@PYTHONPATH=kernels:backend:tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
 
 clean: ## Remove all that was made here: .venv, the server, caches; models stay
-	rm -rf $(VENV) .server .server.partial dist build site
+	rm -rf $(VENV) dist build site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kernels backend client tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

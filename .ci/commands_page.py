@@ -12,8 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 
+from varlen_client.cli.main import program
 from varlen_client.cli.requests import RequestOptions, RowOptions
-from varlen_tools.program import app
 
 # Modules of varlen_tools that operators run with `python -m`, and the function that typer runs.
 _MODULES = {
@@ -57,11 +57,11 @@ $modules""")
 
 def commands_page(command: str) -> str:
     """Return the text of docs/reference/commands.md, which `command` writes."""
-    program = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+    commands = typer.main.get_command(program()).commands  # type: ignore[attr-defined]  # it is a group
     return _PAGE.substitute(
         command=command,
-        shared=_table([row for name, row in _rows(program["embed"]) if name in _SHARED]),
-        commands="\n".join(_part(f"## varlen {name}", each) for name, each in program.items()),
+        shared=_table([row for name, row in _rows(commands["embed"]) if name in _SHARED]),
+        commands="\n".join(_part(f"## varlen {name}", each) for name, each in commands.items()),
         modules="\n".join(
             _part(f"### python -m varlen_tools.{name}", _command_of(f"varlen_tools.{module}"))
             for name, module in _MODULES.items()

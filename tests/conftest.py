@@ -30,6 +30,7 @@ _OWN_SERVERS = (
     "test_gpu.py",
     "test_killed_process.py",
     "test_second_start.py",
+    "test_serve.py",
     "test_translate.py",
 )
 # Folders of the longest tests: servers, benchmarks, training, a build of the site.

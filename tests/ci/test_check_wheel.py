@@ -1,23 +1,33 @@
-"""The wheel that users install holds the four packages and nothing else."""
+"""The wheels that users install hold their packages and nothing else."""
 
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ci.scripts import PROJECT, load_script
+from tests.ci.scripts import load_script
 
 check_wheel = load_script("check_wheel")
 build_wheel, problems = check_wheel.build_wheel, check_wheel.problems
+BACKEND, CLIENT = check_wheel.BACKEND, check_wheel.CLIENT
 
 METADATA = "varlen-0.1.0.dist-info/METADATA"
 
 
-def test_the_projects_own_wheel_is_clean(tmp_path: Path) -> None:
-    wheel = build_wheel(PROJECT, tmp_path)
+@pytest.mark.parametrize("name", ["BACKEND", "CLIENT"])
+def test_the_projects_own_wheels_are_clean(name: str, tmp_path: Path) -> None:
+    expected = getattr(check_wheel, name)
+    wheel = build_wheel(expected.project, tmp_path)
 
-    assert problems(wheel, check_wheel.source_files(PROJECT)) == []
+    assert problems(wheel, expected, check_wheel.source_files(expected)) == []
+
+
+def test_the_client_needs_neither_torch_nor_the_backend(tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path, expected=CLIENT, requires="torch>=2.6")
+
+    assert problems(wheel, CLIENT, []) == ["depends on torch>=2.6"]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +38,7 @@ def test_the_projects_own_wheel_is_clean(tmp_path: Path) -> None:
         "varlen/model.safetensors",
         "varlen/tuning.json",
         "varlen_bench/rows.py",
+        "varlen_client/sync.py",
         "varlen_tools/tritonserver",
         "varlen_tools/libtriton_python.so",
         "kernels/__init__.py",
@@ -36,13 +47,13 @@ def test_the_projects_own_wheel_is_clean(tmp_path: Path) -> None:
 def test_what_does_not_belong_is_named(extra: str, tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path, extra=[extra])
 
-    assert problems(wheel, []) == [f"holds {extra}"]
+    assert problems(wheel, BACKEND, []) == [f"holds {extra}"]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path, without=["varlen/py.typed", "varlen_kernels/tuning.json"])
 
-    assert problems(wheel, ["varlen/scheduling/engine.py"]) == [
+    assert problems(wheel, BACKEND, ["varlen/scheduling/engine.py"]) == [
         "lacks varlen/scheduling/engine.py",
         "lacks varlen/py.typed",
         "lacks varlen_kernels/tuning.json",
@@ -52,7 +63,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_dependency_on_a_development_wheel_is_named(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path, requires="nvidia-pytriton==0.7.0")
 
-    assert problems(wheel, []) == ["depends on nvidia-pytriton==0.7.0"]
+    assert problems(wheel, BACKEND, []) == ["depends on nvidia-pytriton==0.7.0"]
 
 
 def test_a_project_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
@@ -67,18 +78,23 @@ def test_the_command_ends_with_success(capsys: pytest.CaptureFixture[str]) -> No
         check_wheel.main()
 
     assert ended.value.code == 0
-    assert "holds the four packages and nothing else" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("and nothing else") == 2
 
 
 def write_wheel(
-    folder: Path, *, extra: Sequence[str] = (), without: Sequence[str] = (), requires: str = "numpy"
+    folder: Path,
+    *,
+    expected: Any = BACKEND,
+    extra: Sequence[str] = (),
+    without: Sequence[str] = (),
+    requires: str = "numpy",
 ) -> Path:
     wheel = folder / "varlen.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(METADATA, f"Metadata-Version: 2.4\nRequires-Dist: {requires}\n")
         for name in [
-            *(f"{package}/py.typed" for package in check_wheel.PACKAGES),
-            *check_wheel.DATA_FILES,
+            *(f"{package}/py.typed" for package in expected.packages),
+            *expected.data_files,
             *extra,
         ]:
             if name not in without:

@@ -16,7 +16,7 @@ from varlen.config import SETTINGS, EngineConfig
 from varlen.request.generation import OPTION_NAMES
 from varlen.request.row_parameters import ROW_PARAMETERS
 from varlen.telemetry.metrics import METRICS
-from varlen_tools.program import app
+from varlen_client.cli.main import program
 
 from .pages import PAGES, PROJECT, Block, blocks, commands
 
@@ -67,7 +67,7 @@ def test_a_command_exists_and_takes_its_arguments(block: Block, command: list[st
         assert arguments[0] == "-m"
         check_arguments(command_of(arguments[1]), arguments[2:])
     elif Path(name).name == "varlen":
-        check_arguments(typer.main.get_command(app), arguments)
+        check_arguments(typer.main.get_command(program()), arguments)
     elif name == "make":
         targets = [word for word in arguments if "=" not in word]
         makefile = (PROJECT / "Makefile").read_text()
@@ -176,11 +176,13 @@ def source_files() -> frozenset[str]:
 @cache
 def known_options() -> frozenset[str]:
     """Return the options of our commands."""
-    return frozenset(option for module in modules() for option in options_of(command_of(module)))
+    single = (command_of(module) for module in modules())
+    commands = [typer.main.get_command(program()), *single]
+    return frozenset(option for command in commands for option in options_of(command))
 
 
 def modules() -> list[str]:
-    """Return the modules that `python -m` runs with typer; `varlen_tools.program` is the program `varlen`."""
+    """Return the modules that `python -m` runs with typer."""
     return [
         ".".join(path.relative_to(PROJECT / folder).with_suffix("").parts).removesuffix(".__main__")
         for folder, package in COMMANDS
@@ -191,8 +193,8 @@ def modules() -> list[str]:
 
 
 def test_every_module_for_operators_is_on_the_page_of_commands() -> None:
-    # the first two prepare development, `varlen doctor` is there, and the last is the program itself
-    others = {"demo", "train_demo", "doctor", "program"}
+    # the first two prepare development, and `varlen doctor` is there
+    others = {"demo", "train_demo", "doctor"}
     page = (PROJECT / "docs/reference/commands.md").read_text()
 
     packaged = [name for name in modules() if name.startswith("varlen_tools.")]

@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from varlen_tools.setup_server import PROJECT
-
+PROJECT = Path(__file__).resolve().parents[2]
 # Installed by `make setup`, and not on a machine that has only what torch and pytest need.
 ABSENT = (
     "grpc gevent llguidance llvmlite matplotlib numba onnx onnxruntime pytest_asyncio sentence_transformers"

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,7 +15,8 @@ from varlen_client import VarlenClientError
 from varlen_tools import demo
 from varlen_tools.demo import DATES, PROMPT, SENTENCES
 from varlen_tools.local_server import ServerError
-from varlen_tools.setup_server import PROJECT
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 VECTORS = np.eye(len(SENTENCES), 8, dtype=np.float32)
 SERVER = SimpleNamespace(grpc_url="grpc", http_url="http", log_tail=lambda: "the log")

@@ -21,17 +21,17 @@ from tests.checkpoints import (
     write_file,
 )
 from varlen.models.checkpoint import tokenizer_files
+from varlen_client.cli.main import program
 from varlen_tools.doctor import examine as examine_module
 from varlen_tools.doctor import originals
 from varlen_tools.doctor.comparison import compare_ids, compare_values
 from varlen_tools.doctor.report import short_config
 from varlen_tools.fetch import fetch
-from varlen_tools.program import app
 
 
 def doctor(folder, *arguments):
     return CliRunner(env={"COLUMNS": "160"}).invoke(
-        app, ["doctor", str(folder), "--no-speed", *arguments]
+        program(), ["doctor", str(folder), "--no-speed", *arguments]
     )
 
 
@@ -342,7 +342,7 @@ def test_a_model_of_a_repository_has_its_settings(classifier, tmp_path):
 def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
-    result = CliRunner().invoke(app, ["doctor", str(encoder), "--json"])
+    result = CliRunner().invoke(program(), ["doctor", str(encoder), "--json"])
 
     speeds = json.loads(result.stdout)["examination"]["speeds"]
     assert [each["what"] for each in speeds] == ["texts of 16 tokens", "texts of 40 tokens"]
@@ -353,7 +353,9 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
 def test_speed_of_other_tasks(words, monkeypatch, task, lengths):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
-    result = CliRunner().invoke(app, ["doctor", str(words), "--json", "--set", f"task={task}"])
+    result = CliRunner().invoke(
+        program(), ["doctor", str(words), "--json", "--set", f"task={task}"]
+    )
 
     assert len(json.loads(result.stdout)["examination"]["speeds"]) == lengths
 
@@ -380,12 +382,17 @@ def test_damaged_weights_show_as_a_difference_or_a_refusal(encoder):
 
 
 def test_the_program_has_all_commands_and_loads_torch_for_none():
-    code = "import sys, varlen_tools.program; print({'torch', 'varlen.config'} & {*sys.modules})"
+    code = (
+        "import sys; from varlen_client.cli.main import program; program();"
+        " print({'torch', 'varlen.config', 'uvicorn'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "set()\n"
-    listed = CliRunner().invoke(app, ["--help"]).stdout
-    assert all(name in listed for name in ("doctor", "embed", "generate", "serve-http", "status"))
+    listed = CliRunner().invoke(program(), ["--help"]).stdout
+    assert all(
+        name in listed for name in ("doctor", "embed", "generate", "serve", "serve-http", "status")
+    )
 
 
 ROWS = [np.array([3.0, 4.0, 0.0], np.float32), np.array([0.0, 1.0, 0.0], np.float32)]

@@ -33,9 +33,10 @@ from varlen_tools import fetch as fetch_module
 from varlen_tools.fetch import FetchError, default_name, fetch
 from varlen_tools.model_config import render_config
 from varlen_tools.pip_download import DownloadError
-from varlen_tools.setup_server import PROJECT
 
 from .commands import run_command
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 Spoil = Callable[[Path], object]
 MINILM = PROJECT / "model_repository/minilm"

@@ -54,10 +54,10 @@ def test_processes_are_started_only_where_xdist_is_installed(
 def test_server_tests_run_only_beside_a_server_and_its_client(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_tests, "SERVER_FOLDER", tmp_path / "server")
     importable(monkeypatch, "grpc", "tritonclient")
     without_server = suites()
-    (tmp_path / ".server").mkdir()
+    (tmp_path / "server").mkdir()
     with_both = suites()
     importable(monkeypatch, "grpc")
 
@@ -90,7 +90,7 @@ def test_all_suites_run_and_a_failure_is_reported(
         commands.append(command)
         return SimpleNamespace(returncode=statuses[len(commands) - 1])
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_tests, "SERVER_FOLDER", tmp_path / "no server")
     monkeypatch.setattr(gpu_tests.subprocess, "run", run)
 
     assert main(arguments) == expected

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from varlen_tools.setup_server import PROJECT
+PROJECT = Path(__file__).resolve().parents[2]
+
 
 TARGETS = {
     "help", "setup", "demo", "serve", "test", "test-kernels", "test-gpu", "gpu-report", "check",
@@ -29,8 +30,9 @@ def test_help_prints_every_target_from_its_own_comment() -> None:
 
 
 def test_setup_refuses_a_python_that_is_not_supported(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(PROJECT / name, tmp_path)
+    (tmp_path / "client").mkdir()
+    for name in ("Makefile", "pyproject.toml", "client/pyproject.toml", "constraints.txt"):
+        shutil.copy(PROJECT / name, tmp_path / name)
     too_new = tmp_path / "python3.13"
     # Runs what it is given after `-c`, as a Python of another version would see itself.
     too_new.write_text(

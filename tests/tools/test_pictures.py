@@ -55,7 +55,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch, cap
         pictures.write_outputs([tmp_path / "x.svg"], draw, str)
 
     assert end.value.exit_code == 1
-    install = "install the extra pictures of varlen: pip install '.[pictures]'"
+    install = "pip install 'varlen[pictures]'"
     assert capsys.readouterr().err == f"Error: pictures need matplotlib; {install}\n"
 
 

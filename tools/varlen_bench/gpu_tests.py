@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from varlen_bench.harness.machine import cpu_count
+from varlen_tools.setup_server import SERVER_FOLDER
 
 # The server tests need these packages and the server that `make setup` assembles.
 _SERVER_PACKAGES = ("tritonclient", "grpc")
-_SERVER = Path(".server")
 # pytest's exit status if nothing was selected.
 _NO_TESTS = 5
 
@@ -52,7 +51,7 @@ _SERVER_TESTS = Suite("server", ("tests/server/test_gpu.py",), processes=1)
 
 def suites() -> list[Suite]:
     """Return the suites that this machine can collect, in their order."""
-    has_server = _SERVER.is_dir() and all(find_spec(name) for name in _SERVER_PACKAGES)
+    has_server = SERVER_FOLDER.is_dir() and all(find_spec(name) for name in _SERVER_PACKAGES)
     return [KERNELS, SERVED_SHAPES, *([_SERVER_TESTS] if has_server else []), LOST_GPU]
 
 

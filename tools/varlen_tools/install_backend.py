@@ -1,13 +1,14 @@
 """Install varlen into the backends folder of a server, such as NVIDIA's image.
 
-`make install-backend BACKENDS=/opt/tritonserver/backends` makes
+`python3 -m varlen_tools.install_backend /opt/tritonserver/backends` makes
 
     <backends>/varlen/model.py          the file that the server looks for
     <backends>/varlen/varlen/           the package that it imports
     <backends>/varlen/varlen_kernels/   the kernels
 
 The server appends `<backends>/varlen` to the import path of every model of this backend. Nothing else
-changes a path. The image's own Python runs this module, so it imports the standard library only.
+changes a path. The packages come from this Python's import path, installed or not. The image's own Python runs this
+module, so it imports the standard library only.
 """
 
 import argparse
@@ -17,8 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
-PACKAGES = (Path("backend", "varlen"), Path("kernels", "varlen_kernels"))
+PACKAGES = ("varlen", "varlen_kernels")
 # Packages that the backend imports, by their names on PyPI; the ranges are in pyproject.toml.
 NEEDED = (
     "torch",
@@ -43,23 +43,24 @@ def install(backends: Path) -> Path:
     An older copy is replaced as a whole; a running server keeps the loaded one.
 
     Raises:
-        InstallError: `backends` is not a backends folder, or has another backend of this name.
+        InstallError: `backends` is not a backends folder, or has another backend of this name; or a package is missing.
     """
+    packages = [_package(name) for name in PACKAGES]
     target = backends / "varlen"
     _check(backends, target)
     # Beside the target, so that the last step is a rename on one file system.
     with tempfile.TemporaryDirectory(prefix=".varlen-", dir=backends) as scratch:
         made = Path(scratch, "varlen")
         unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
-        for package in PACKAGES:
-            # copyfile sets modes by the umask: the checkout's files may be private to their owner.
+        for package in packages:
+            # copyfile sets modes by the umask: the files of a checkout may be private to their owner.
             shutil.copytree(
-                PROJECT / package,
+                package,
                 made / package.name,
                 ignore=unwanted,
                 copy_function=shutil.copyfile,
             )
-        shutil.copyfile(PROJECT / PACKAGES[0] / "model.py", made / "model.py")
+        shutil.copyfile(packages[0] / "model.py", made / "model.py")
         # The server may run as another user.
         for folder in (made, *filter(Path.is_dir, made.rglob("*"))):
             folder.chmod(0o755)
@@ -69,6 +70,16 @@ def install(backends: Path) -> Path:
             target.rename(Path(scratch, "replaced"))
         made.rename(target)
     return target
+
+
+def _package(name: str) -> Path:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        raise InstallError(
+            f"{sys.executable} finds no package {name}; install the wheel, or set PYTHONPATH to kernels:backend:tools of a"
+            " clone"
+        )
+    return Path(found.origin).parent
 
 
 def _check(backends: Path, target: Path) -> None:

@@ -41,6 +41,7 @@ class LocalServer:
         arguments: arguments of tritonserver, such as `["--model-control-mode=explicit"]`.
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
+        first_port: port of HTTP; gRPC and metrics have the next two. By default all three are free ones.
 
     Raises:
         ServerError: there is no tritonserver command.
@@ -58,11 +59,13 @@ class LocalServer:
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         command: str | Path | None = None,
+        first_port: int | None = None,
     ) -> None:
         self.model_repository = Path(model_repository).resolve()
         self._arguments = tuple(arguments)
         self._environment = dict(environment or {})
         self._command = str(command or find_command("tritonserver"))
+        self._first_port = first_port
         # Also the server's working folder: the python backend imports from there first.
         self._folder = tempfile.TemporaryDirectory(prefix="varlen-server-")
         self.log_file = Path(self._folder.name, "server.log")
@@ -122,17 +125,23 @@ class LocalServer:
 
     def _start_once(self) -> subprocess.Popen[bytes]:
         self._reserved.close()
-        self.http_port = self._reserved.enter_context(reserved_port())
-        self.grpc_port = self._reserved.enter_context(reserved_port())
-        self.metrics_port = free_port()
+        sharing: tuple[str, ...] = ()
+        if self._first_port is None:
+            self.http_port = self._reserved.enter_context(reserved_port())
+            self.grpc_port = self._reserved.enter_context(reserved_port())
+            self.metrics_port = free_port()
+            sharing = ("--reuse-http-port=true", "--reuse-grpc-port=true")
+        else:
+            self.http_port, self.grpc_port, self.metrics_port = range(
+                self._first_port, self._first_port + 3
+            )
         command = [
             self._command,
             f"--model-repository={self.model_repository}",
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
-            "--reuse-http-port=true",
-            "--reuse-grpc-port=true",
+            *sharing,
             *self._arguments,
         ]
         with self.log_file.open("wb") as log:
@@ -183,13 +192,15 @@ class LocalServer:
         process = self._process
         if process is None:
             return None
-        if process.poll() is None:
-            process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout)
-        # The group outlives its leader as long as a stub is in it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            if process.poll() is None:
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
+        finally:
+            # also if a second signal ends the wait; the group outlives its leader as long as a stub is in it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
 
     def log(self) -> str:

@@ -57,7 +57,7 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
     """
     resolved = folder.resolve()
     if (folder / _CONFIG).is_file():
-        config = EngineConfig.from_parameters({**_parameters(folder / _CONFIG), **settings})
+        config = EngineConfig.from_parameters({**_parameters(folder), **settings})
         return ModelSource(resolved.name, _latest_version(folder), config)
     if not (folder / "config.json").is_file():
         check_is_transformer(folder)
@@ -67,11 +67,22 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
     return ModelSource(name, folder, EngineConfig.from_parameters(settings))
 
 
-def _parameters(path: Path) -> dict[str, str]:
+def read_model_config(folder: Path) -> model_config_pb2.ModelConfig:
+    """Return the config.pbtxt of a model of a model repository.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / _CONFIG
     try:
-        config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-    except text_format.ParseError as error:
+        text = path.read_text(encoding="utf-8")
+        return text_format.Parse(text, model_config_pb2.ModelConfig())
+    except (OSError, ValueError, text_format.ParseError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _parameters(folder: Path) -> dict[str, str]:
+    config = read_model_config(folder)
     return {key: value.string_value for key, value in config.parameters.items()}
 
 

@@ -71,7 +71,7 @@ def render(draw: Draw, theme: Theme) -> bytes:
     try:
         from matplotlib import rc_context
     except ModuleNotFoundError:
-        message = "install the extra pictures of varlen: pip install '.[pictures]'"
+        message = "pip install 'varlen[pictures]'"
         raise PictureError(f"pictures need matplotlib; {message}") from None
     with rc_context(settings(theme)):
         held = io.BytesIO()

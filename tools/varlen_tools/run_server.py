@@ -94,11 +94,12 @@ def check_ports(arguments: Sequence[str]) -> None:
             port = given.get(f"{endpoint}-port", str(default))
             if not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"{option} is {port!r}; give a number from 1 to 65535")
-            if _is_taken(given.get(f"{endpoint}-address", LOOPBACK), int(port)):
+            if is_taken(given.get(f"{endpoint}-address", LOOPBACK), int(port)):
                 raise ValueError(f"port {port} is in use; pass {option} with a free one")
 
 
-def _is_taken(address: str, port: int) -> bool:
+def is_taken(address: str, port: int) -> bool:
+    """Return whether another process listens on a port of an address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         # As the server does, so that connections that have just ended are ignored.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

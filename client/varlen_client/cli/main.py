@@ -1,12 +1,14 @@
 """The command `varlen`: the tasks of models, a server's status, and the HTTP gateway.
 
+An installed distribution adds commands by entry points of the group `varlen.commands`, as the backend's does.
 Results go to stdout; progress, messages and errors go to stderr.
 Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or input file.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import entry_points, version
 from typing import Annotated
 
 import typer
@@ -36,7 +38,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"varlen {version('varlen')}")
+        typer.echo(f"varlen {version('varlen-client')}")
         raise typer.Exit
 
 
@@ -70,9 +72,17 @@ for command in (
     app.command()(command)
 
 
+@cache
+def program() -> typer.Typer:
+    """Return the program with the commands of all installed distributions."""
+    for entry in sorted(entry_points(group="varlen.commands"), key=lambda each: each.name):
+        app.command(entry.name)(entry.load())
+    return app
+
+
 def main() -> None:
     """Run the command line."""
-    app()
+    program()()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -15,16 +16,37 @@ from varlen_client.transport.endpoint import Endpoint
 
 API_KEYS = "VARLEN_API_KEYS"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# Time of requests in progress to end when the gateway stops.
-GRACE_SECONDS = 30
-# Longer than clients and balancers keep an idle connection, which they would otherwise use as it is closed.
-KEEP_ALIVE_SECONDS = 75
+
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar=API_KEYS,
+        help="Key that requests must have; may be repeated. Prefer the variable: arguments are visible to others.",
+    ),
+]
+DEFAULT_PORT = 8080
+
+
+def check_access(host: str, api_keys: Sequence[str] | None) -> None:
+    """Warn of an open address without keys.
+
+    The command exits if the variable of keys is set and has none.
+    """
+    if not api_keys and API_KEYS in os.environ:
+        usage_error(f"{API_KEYS} is set and has no key; unset it to serve without keys")
+    if host not in LOOPBACK and not api_keys:
+        print_message(
+            f"warning: {host} may be reached from other machines, and requests need no key"
+        )
 
 
 def serve_http(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8080,
+    host: Host = LOOPBACK[0],
+    port: Port = DEFAULT_PORT,
     url: Url = DEFAULT_URL,
     model: Annotated[
         str | None,
@@ -33,13 +55,7 @@ def serve_http(
             help="For requests that name none; default: the only ready model.",
         ),
     ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar=API_KEYS,
-            help="Key that requests must have; may be repeated. Prefer the variable: arguments are visible to others.",
-        ),
-    ] = None,
+    api_key: ApiKeys = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,17 +91,13 @@ def serve_http(
     ] = False,
 ) -> None:
     """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
-    if not api_key and API_KEYS in os.environ:
-        usage_error(f"{API_KEYS} is set and has no key; unset it to serve without keys")
     try:
         import uvicorn
 
         from varlen_client.gateway.app import create_app
-        from varlen_client.gateway.connections import LimitedConnection
+        from varlen_client.gateway.connections import UVICORN_OPTIONS
     except ModuleNotFoundError as error:
-        usage_error(
-            f"serve-http needs {error.name}; install the extra http of varlen: pip install '.[http]'"
-        )
+        usage_error(f"serve-http needs {error.name}; pip install 'varlen-client[http]'")
     try:
         if Endpoint.parse(url).protocol != "grpc":
             # the server does not notice HTTP clients that leave
@@ -104,18 +116,5 @@ def serve_http(
         )
     except (InvalidUrl, ValueError) as error:
         usage_error(str(error))
-    if host not in LOOPBACK and not checked.api_keys:
-        print_message(
-            f"warning: {host} may be reached from other machines, and requests need no key"
-        )
-    uvicorn.run(
-        create_app(checked),
-        host=host,
-        port=port,
-        http=LimitedConnection,
-        ws="none",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+    check_access(host, api_key)
+    uvicorn.run(create_app(checked), host=host, port=port, **UVICORN_OPTIONS)

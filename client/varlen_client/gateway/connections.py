@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,6 +17,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_SECONDS = 10.0
 # Longest time in which a client takes no byte of an answer that waits for it.
 READ_SECONDS = 60.0
+# Time of requests in progress to end when the gateway stops.
+GRACE_SECONDS = 30
+# Longer than clients and balancers keep an idle connection, which they would otherwise use as it is closed.
+KEEP_ALIVE_SECONDS = 75
 # Open files for all but connections of clients: the server's, logs, the listening socket.
 _RESERVED_FILES = 64
 
@@ -96,3 +101,13 @@ class LimitedConnection(H11Protocol):
         if timer is not None:
             timer.cancel()
         setattr(self, name, None)
+
+
+UVICORN_OPTIONS: Mapping[str, Any] = {
+    "http": LimitedConnection,
+    "ws": "none",
+    "access_log": False,
+    "server_header": False,
+    "timeout_graceful_shutdown": GRACE_SECONDS,
+    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+}

@@ -34,7 +34,7 @@ def add_info_route(app: FastAPI, gateway: Gateway) -> None:
                 "max_batch_requests": _number(found, "max_batch_sequences"),
                 "max_client_batch_size": MAX_INPUTS,
                 "auto_truncate": gateway.settings.auto_truncate,
-                "version": version("varlen"),
+                "version": version("varlen-client"),
             }
         )
 

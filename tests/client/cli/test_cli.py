@@ -28,7 +28,7 @@ def write_lines(tmp_path):
 
 
 def test_the_program_says_its_version_and_what_options_mean(varlen):
-    assert varlen("--version").stdout == f"varlen {version('varlen')}\n"
+    assert varlen("--version").stdout == f"varlen {version('varlen-client')}\n"
     # in the markup of help texts, words in brackets would vanish
     assert ".npy of fp32, a row per text" in varlen("embed", "--help").stdout
 

@@ -79,10 +79,7 @@ def test_says_what_to_install(served, monkeypatch):
     result = serve()
 
     assert result.exit_code == 2
-    assert (
-        "serve-http needs uvicorn; install the extra http of varlen: pip install '.[http]'"
-        in result.stderr
-    )
+    assert "serve-http needs uvicorn; pip install 'varlen-client[http]'" in result.stderr
 
 
 def test_other_commands_do_without_the_packages_of_the_gateway():

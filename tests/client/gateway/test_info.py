@@ -28,7 +28,7 @@ def test_a_model_is_described_by_its_config(send, calls, model, kind):
         "max_batch_requests": None,
         "max_client_batch_size": 2048,
         "auto_truncate": False,
-        "version": version("varlen"),
+        "version": version("varlen-client"),
     }
 
 

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from inspect import isfunction
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,8 @@ from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 from varlen_bench.ops.compiled import COMPILED as CALLS
 from varlen_kernels import reference, tuning
-from varlen_tools.setup_server import PROJECT
+
+PROJECT = Path(__file__).resolve().parents[3]
 
 CASES = [
     pytest.param(call, dtype, arch, id=f"{call.name}-{str(dtype)[6:]}-sm_{arch}")

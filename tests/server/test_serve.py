@@ -1,0 +1,127 @@
+"""`varlen serve` on real servers: one command, requests that work as printed, and an end without leftovers."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.processes import is_gone
+from varlen_client import Client
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_tools.local_server import find_command, free_port
+from varlen_tools.serve.examples import Addresses, curl_line, read_model
+from varlen_tools.serve.server import ServerCommand, start_server
+
+from .local_gateway import local_gateway
+from .serving import TIMEOUT_SECONDS
+from .task_models import TASK_MODELS, fetch_task_model, save_task_model
+
+
+class Serving:
+    """A running `varlen serve`, and what it has printed until it was ready."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process, self.lines = process, []
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith("Ctrl-C"):
+                return
+        pytest.fail(f"it has ended: {self.lines}")
+
+    def address(self, scheme: str) -> str:
+        """Return the first address of a scheme among the printed lines."""
+        return re.search(rf"{scheme}://[\d.:]+", "\n".join(self.lines))[0]  # type: ignore[index]
+
+    @property
+    def server_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        [pid] = children.split()
+        return int(pid)
+
+
+@contextmanager
+def serving(*words: str, cache: Path) -> Iterator[Serving]:
+    """Run `varlen serve` on free ports, and end it."""
+    command = [sys.executable, "-m", "varlen_client.cli.main", "serve", *words]
+    command += ["--port", str(free_port()), "--server-port", str(free_port())]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield Serving(process)
+    finally:
+        process.terminate()
+        process.communicate(timeout=TIMEOUT_SECONDS)
+
+
+def send(line: str) -> bytes:
+    """Send the request of a curl line, and return the body of the answer."""
+    words = shlex.split(line)
+    headers = dict(
+        words[place + 1].split(": ", 1) for place, word in enumerate(words) if word == "-H"
+    )
+    body = words[words.index("-d") + 1].encode()
+    request = urllib.request.Request(f"http://{words[1]}", data=body, headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+        return bytes(answer.read())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
+    number: signal.Signals, minilm: Path, tmp_path: Path
+) -> None:
+    with serving(str(minilm), "--name", "it", "--api-key", "KEY", cache=tmp_path) as it:
+        [line] = [each for each in it.lines if each.startswith("  curl")]
+        [first, second] = json.loads(send(line))["data"]
+        assert len(first["embedding"]) == len(second["embedding"]) == 384
+        with Client(it.address("grpc"), model="it") as client:
+            assert client.embed(["a cat"]).shape == (1, 384)
+        with openai.OpenAI(base_url=f"{it.address('http')}/v1", api_key="KEY") as hosted:
+            answer = hosted.embeddings.create(model="it", input=["a cat"])
+            assert len(answer.data[0].embedding) == 384
+        server = it.server_pid
+
+        it.process.send_signal(number)
+
+        assert it.process.wait(TIMEOUT_SECONDS) == 0
+        assert is_gone(server)
+
+
+def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_path: Path) -> None:
+    with serving(str(minilm), cache=tmp_path) as it:
+        os.kill(it.server_pid, signal.SIGKILL)
+
+        output, _ = it.process.communicate(timeout=TIMEOUT_SECONDS)
+
+    assert it.process.returncode == 1
+    assert "error: the server has ended\n" in output
+
+
+def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
+    folders = [
+        fetch_task_model(save_task_model(tmp_path, name), tmp_path / "repository", name, task)
+        for name, task in TASK_MODELS.items()
+    ]
+    models = [read_model(folder) for folder in folders]
+
+    command = ServerCommand(find_command("tritonserver"))
+    with start_server(command, folders, ["--disable-auto-complete-config"]) as server:
+        server.wait_ready(TIMEOUT_SECONDS)
+        with local_gateway(GatewaySettings(url=server.grpc_url)) as gateway:
+            at = Addresses(gateway, server.http_url.removeprefix("http://"))
+            for model in models:
+                assert model is not None
+                assert model.has_whole_config
+                assert json.loads(send(curl_line(model, at)))

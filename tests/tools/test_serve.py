@@ -1,0 +1,211 @@
+"""`varlen serve` finds or fetches models, and says what it cannot serve before it starts a server."""
+
+import json
+import os
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.server.serving import add_model
+from varlen_client.cli.main import program
+from varlen_tools.fetch import fetch
+from varlen_tools.local_server import ServerError, free_port
+from varlen_tools.serve import server as server_module
+from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
+from varlen_tools.serve.models import (
+    Fetching,
+    ServeError,
+    default_repository,
+    find_models,
+    model_folders,
+)
+from varlen_tools.serve.running import Ports
+from varlen_tools.serve.server import ServerCommand, server_command, start_server
+
+
+def fetching(folder: Path, name: str | None = None, *, force: bool = False, **settings: str):
+    return Fetching(folder / "kept", name, settings, force=force)
+
+
+def find(sources, how: Fetching) -> tuple[list[Path], list[str]]:
+    """Return the models, and what is reported meanwhile."""
+    said: list[str] = []
+    return find_models([str(source) for source in sources], how, report=said.append), said
+
+
+def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, tmp_path):
+    [folder], said = find([encoder], fetching(tmp_path))
+    assert folder == tmp_path / "kept/tiny-encoder"
+    assert said == [f"fetching {encoder} into {folder}"]
+    (folder / "config.pbtxt").write_text("# mine\n" + (folder / "config.pbtxt").read_text())
+
+    _, said = find([encoder], fetching(tmp_path))
+    assert said == [f"{encoder} is in {folder}; --force fetches it again"]
+    assert (folder / "config.pbtxt").read_text().startswith("# mine")
+
+    _, said = find([encoder], fetching(tmp_path, policy="fifo"))
+    assert said == [f"fetching {encoder} into {folder}"]
+    assert '"fifo"' in (folder / "config.pbtxt").read_text()
+
+    os.utime(encoder / "model.safetensors", ns=(1, 1))
+    _, said = find([encoder], fetching(tmp_path, policy="fifo"))
+    assert said == [f"fetching {encoder} into {folder}"]
+
+    _, said = find([encoder], fetching(tmp_path, force=True, policy="fifo"))
+    assert said == [f"fetching {encoder} into {folder}"]
+
+
+def test_a_model_that_another_command_made_is_not_replaced(encoder, tmp_path):
+    add_model(tmp_path / "kept", "mine", encoder)
+
+    with pytest.raises(ServeError, match="holds a checkpoint already; --force replaces it"):
+        find([encoder], fetching(tmp_path, "mine"))
+
+
+def test_models_of_a_repository_are_served_where_they_are(encoder, tmp_path):
+    repository = tmp_path / "repository"
+    add_model(repository, "one", encoder)
+    add_model(repository, "two", encoder)
+    # a model whose weights are not there, and a folder that is no model
+    (repository / "empty/1").mkdir(parents=True)
+    (repository / "empty/config.pbtxt").write_text('backend: "varlen"\n')
+    (repository / "notes").mkdir()
+
+    assert model_folders(repository) == [repository / "one", repository / "two"]
+    assert model_folders(repository / "one") == [repository / "one"]
+    assert model_folders(encoder) == model_folders(tmp_path / "absent") == []
+    assert find([repository, encoder], fetching(tmp_path))[0] == [
+        repository / "one",
+        repository / "two",
+        tmp_path / "kept/tiny-encoder",
+    ]
+
+
+def test_options_that_do_not_fit_and_equal_names_are_refused(encoder, tmp_path):
+    repository = tmp_path / "repository"
+    add_model(repository, "tiny-encoder", encoder)
+
+    for sources, how, message in [
+        ([encoder, encoder], fetching(tmp_path, "a"), "--name is for one checkpoint"),
+        ([repository], fetching(tmp_path, "a"), "--name is for one checkpoint"),
+        ([repository], fetching(tmp_path, dtype="fp32"), "have their settings in config.pbtxt"),
+        ([repository], fetching(tmp_path, force=True), "have their settings in config.pbtxt"),
+        ([repository, encoder], fetching(tmp_path), "two models are named tiny-encoder"),
+        (["no/such/thing"], fetching(tmp_path), "there is no folder no/such/thing"),
+        ([encoder], fetching(tmp_path, task="generate"), "is not served with model_type"),
+    ]:
+        with pytest.raises(ServeError, match=message):
+            find(sources, how)
+
+
+def test_fetched_models_are_kept_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    assert default_repository() == tmp_path / "varlen/models"
+
+
+def test_a_model_is_read_as_the_server_would_load_it(encoder, classifier, tmp_path):
+    fetch(str(classifier), repository=tmp_path, name="fetched")
+    add_model(tmp_path, "short", encoder)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.pbtxt").write_text('backend: "onnxruntime"\n')
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong/config.pbtxt").write_text("backend varlen\n")
+
+    assert read_model(tmp_path / "fetched") == Model("fetched", "classify", has_whole_config=True)
+    assert read_model(tmp_path / "short") == Model("short", "embed")
+    assert read_model(tmp_path / "other") is None
+    with pytest.raises(ServeError, match=r"wrong cannot be served: .*config\.pbtxt cannot be read"):
+        read_model(tmp_path / "wrong")
+
+
+def test_a_request_for_a_chat_and_a_key_has_both():
+    at = Addresses("127.0.0.1:8080", "127.0.0.1:8000", needs_key=True)
+
+    words = shlex.split(curl_line(Model("writer", "generate", has_chat=True), at))
+
+    assert words[:2] == ["curl", "127.0.0.1:8080/v1/chat/completions"]
+    assert "Authorization: Bearer KEY" in words
+    body = json.loads(words[-1])
+    assert (body["model"], body["messages"][0]["role"]) == ("writer", "user")
+
+
+def test_an_installed_server_gets_the_backend_beside_its_own(monkeypatch, tmp_path):
+    server = tmp_path / "opt/bin/tritonserver"
+    (tmp_path / "opt/backends/python").mkdir(parents=True)
+    server.parent.mkdir()
+    server.touch(mode=0o755)
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/tritonserver").symlink_to(server)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+
+    with server_command() as command:
+        [argument] = command.arguments
+        folder = Path(argument.removeprefix("--backend-directory="))
+        assert (folder / "python").resolve() == tmp_path / "opt/backends/python"
+        assert (folder / "varlen/model.py").is_file()
+    assert not folder.exists()
+
+    (tmp_path / "opt/backends/varlen").mkdir()
+    with server_command() as command:
+        assert command == ServerCommand(str(tmp_path / "path/tritonserver"))
+
+    (tmp_path / "opt/backends/varlen").rmdir()
+    (tmp_path / "opt/backends/python").rmdir()
+    with pytest.raises(ServerError, match="has no python backend"), server_command():
+        pass
+
+
+def test_without_a_server_one_is_assembled(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = []
+    monkeypatch.setattr(server_module, "set_up", lambda: done.append(True))
+
+    with server_command() as command:
+        assert command.arguments == ()
+        assert Path(command.path).name == "tritonserver"
+    assert done == [True]
+
+
+def test_a_server_loads_only_the_models_that_were_asked_for(tmp_path):
+    models = [tmp_path / "a/one", tmp_path / "b/two"]
+
+    with start_server(ServerCommand("/bin/echo"), models, ["--more"], first_port=7000) as server:
+        arguments = server.log().split()
+
+    assert [word for word in arguments if word.startswith(("--model", "--load"))] == [
+        f"--model-repository={tmp_path / 'a'}",
+        f"--model-repository={tmp_path / 'b'}",
+        "--model-control-mode=explicit",
+        "--load-model=one",
+        "--load-model=two",
+    ]
+    assert {"--more", "--http-port=7000", "--grpc-port=7001", "--metrics-port=7002"} < {*arguments}
+    assert {f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")} < {*arguments}
+
+
+def test_taken_ports_are_named_with_the_option():
+    taken, free = free_port(), free_port()
+    with socket.create_server(("127.0.0.1", taken)):
+        with pytest.raises(ServeError, match=f"port {taken} is in use; give a free one: --port"):
+            with Ports.taken("127.0.0.1", taken, 1):
+                pass
+        with pytest.raises(ServeError, match=f"port {taken} is in use; .*--server-port"):
+            with Ports.taken("127.0.0.1", free, taken - 1):
+                pass
+    with pytest.raises(ServeError, match=r"cannot listen on 192\.0\.2\.1"):
+        with Ports.taken("192.0.2.1", free, 1):
+            pass
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    ports = ["--port", str(free_port()), "--server-port", str(free_port())]
+
+    result = CliRunner().invoke(program(), ["serve", str(tmp_path / "absent"), *ports])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"fetching {tmp_path}/absent into ")
+    assert result.stderr.splitlines()[-1].startswith("error: there is no folder ")

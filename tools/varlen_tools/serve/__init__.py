@@ -1,0 +1,1 @@
+"""`varlen serve`: from a checkpoint to a server with a gateway, in one command."""

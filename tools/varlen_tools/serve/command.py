@@ -1,0 +1,111 @@
+"""The command `varlen serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from varlen_client.cli.options import print_message, usage_error
+from varlen_client.cli.serve_http import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    ApiKeys,
+    Host,
+    Port,
+    check_access,
+)
+
+
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help=r"Checkpoint folder, org/name\[@revision] of the hub, model of a model repository, or a repository."
+        ),
+    ],
+    *,
+    task: Annotated[
+        str | None, typer.Option(help="Task of the checkpoints; default: what their heads are for.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the checkpoints' weights; default: auto.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Engine parameter of the checkpoints, key=value. May be repeated."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Model name; default: made from the checkpoint's.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Fetch again what an earlier call has fetched.")
+    ] = False,
+    repository: Annotated[
+        Path | None,
+        typer.Option(
+            help="Model repository for fetched checkpoints; default: in the user's cache folder."
+        ),
+    ] = None,
+    host: Host = LOOPBACK[0],
+    port: Port = DEFAULT_PORT,
+    server_port: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=65533,
+            help="Port of the server's HTTP; gRPC and metrics have the next two. All are on loopback.",
+        ),
+    ] = 8000,
+    api_key: ApiKeys = None,
+) -> None:
+    """Fetch models, start a server and the HTTP gateway, and print requests to try."""
+    try:
+        # torch and the packages of the gateway, which other commands do not need
+        from varlen_tools.local_server import ServerError
+        from varlen_tools.model_source import parse_settings
+        from varlen_tools.serve.models import Fetching, ServeError, default_repository, find_models
+        from varlen_tools.serve.running import Ports, run
+        from varlen_tools.serve.server import server_command
+    except ModuleNotFoundError as error:
+        usage_error(f"serve needs {error.name}: pip install 'varlen[serve]'")
+    chosen = {"task": task, "dtype": dtype}
+    fetching = Fetching(
+        repository=repository or default_repository(),
+        name=name,
+        settings={key: value for key, value in chosen.items() if value} | parse_settings(settings),
+        force=force,
+    )
+    check_access(host, api_key)
+    with _clean_end():
+        began = time.monotonic()
+        try:
+            with Ports.taken(host, port, server_port) as ports, server_command() as command:
+                folders = find_models(models, fetching, report=print_message)
+                run(command, folders, ports, api_keys=tuple(api_key or ()), began=began)
+        except ServeError as error:
+            usage_error(str(error))
+        except ServerError as error:
+            # with the lines of the server's log
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _clean_end() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the server, then the command with exit code 0."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

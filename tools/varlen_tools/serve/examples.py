@@ -1,0 +1,130 @@
+"""A request for each served model, as a line for a shell."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import CheckpointError, ConfigError
+from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen_tools.model_source import find_source, read_model_config
+from varlen_tools.serve.models import ServeError
+
+_JSON = "Content-Type: application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a request to a model needs.
+
+    Attributes:
+        name: name of the model on the server.
+        task: its task.
+        has_chat: whether it answers chats.
+        mask: the text that stands for a masked token.
+        has_whole_config: whether its config.pbtxt loads without auto-completion.
+    """
+
+    name: str
+    task: Task
+    has_chat: bool = False
+    mask: str = "[MASK]"
+    has_whole_config: bool = False
+
+
+def read_model(folder: Path) -> Model | None:
+    """Return the model of a folder, or None if it is of another backend.
+
+    The server runs the same checks when it loads the model.
+
+    Raises:
+        ServeError: the model cannot be loaded.
+    """
+    try:
+        config = read_model_config(folder)
+        if config.backend != "varlen":
+            return None
+        source = find_source(folder, {})
+        checkpoint = source.open_checkpoint()
+        task = source.config.task or checkpoint.task
+        checkpoint.check_task(task)
+    except (CheckpointError, ConfigError) as error:
+        raise ServeError(f"{folder.name} cannot be served: {error}") from None
+    has_rows = config.max_batch_size > 0 or task in ITERATIVE_TASKS
+    return Model(
+        folder.name,
+        task,
+        has_chat=checkpoint.chat_template is not None,
+        mask=checkpoint.special_tokens.get("mask_token", "[MASK]"),
+        has_whole_config=bool(config.input and config.output) and has_rows,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where requests go.
+
+    Attributes:
+        gateway: host and port of the gateway.
+        server: host and port of the server's HTTP endpoint.
+        needs_key: whether requests to the gateway need a key.
+    """
+
+    gateway: str
+    server: str
+    needs_key: bool = False
+
+
+def curl_line(model: Model, at: Addresses) -> str:
+    """Return a command that sends the model a request and prints the answer."""
+    on_gateway = _gateway_request(model)
+    if on_gateway is None:
+        path, body = _server_request(model)
+        return _curl(at.server + path, [], body)
+    path, body = on_gateway
+    headers = [_JSON, *(["Authorization: Bearer KEY"] if at.needs_key else [])]
+    return _curl(at.gateway + path, headers, body)
+
+
+def _curl(url: str, headers: list[str], body: Mapping[str, Any]) -> str:
+    words = ["curl", url]
+    for header in headers:
+        words += ["-H", header]
+    return shlex.join([*words, "-d", json.dumps(body, ensure_ascii=False)])
+
+
+def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
+    """Return path and body for the gateway; None where it has no such task."""
+    texts = ["a cat sits on the mat", "a kitten rests on a rug"]
+    requests: dict[Task, tuple[str, dict[str, Any]]] = {
+        "embed": ("/v1/embeddings", {"input": texts}),
+        "rerank": ("/v1/rerank", {"query": "what is a cat", "documents": texts}),
+        "classify": ("/predict", {"inputs": texts[0]}),
+        "sparse_embed": ("/embed_sparse", {"inputs": texts[0]}),
+        "token_embed": ("/embed_all", {"inputs": texts[0]}),
+        "hidden": ("/embed_all", {"inputs": texts[0]}),
+        "generate": ("/v1/completions", {"prompt": "The list of", "max_tokens": 40}),
+    }
+    if model.has_chat:
+        messages = [{"role": "user", "content": "Name three colours."}]
+        requests["generate"] = "/v1/chat/completions", {"messages": messages, "max_tokens": 40}
+    if model.task not in requests:
+        return None
+    path, body = requests[model.task]
+    return path, {"model": model.name} | body
+
+
+def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
+    """Return path and body of a request to the server's own HTTP endpoint."""
+    path = f"/v2/models/{model.name}"
+    if model.task == "translate":
+        return f"{path}/generate", {"text_input": "the 3rd of March, 2021", "num_beams": 4}
+    text = "Ada lives in London."
+    if model.task == "fill_mask":
+        text = f"Paris is the {model.mask} of France."
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": [text]}
+    return f"{path}/infer", {"inputs": [tensor]}

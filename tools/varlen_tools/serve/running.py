@@ -1,0 +1,135 @@
+"""A server and its gateway, from their start until one of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from varlen_client.cli.options import print_message
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.connections import UVICORN_OPTIONS
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
+from varlen_tools.run_server import is_taken
+from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
+from varlen_tools.serve.models import ServeError
+from varlen_tools.serve.server import ServerCommand, start_server
+
+# The server ends by itself if a model cannot be loaded; large ones take minutes to be read.
+_LOAD_SECONDS = 3600.0
+_POLL_SECONDS = 0.5
+# Addresses that stand for all of this machine, as clients here call them.
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # read, not bound
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports of a gateway and of its server.
+
+    Attributes:
+        gateway: listening socket of the gateway.
+        host: address of the gateway, as clients on this machine write it, with its port.
+        server: first of the server's three ports on loopback.
+    """
+
+    gateway: socket.socket
+    host: str
+    server: int
+
+    @classmethod
+    @contextlib.contextmanager
+    def taken(cls, host: str, port: int, server_port: int) -> Iterator[Ports]:
+        """Listen for the gateway, so that no other process takes its port while models load.
+
+        Raises:
+            ServeError: a port is in use, or the address is not one of this machine.
+        """
+        for each in range(server_port, server_port + 3):
+            if is_taken(LOOPBACK, each):
+                raise ServeError(f"port {each} is in use; the server needs three: --server-port")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=2048)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ServeError(f"port {port} is in use; give a free one: --port") from None
+            raise ServeError(f"cannot listen on {host}: {error.strerror}") from None
+        with listener:
+            shown = _ANY_ADDRESS.get(host, f"[{host}]" if ":" in host else host)
+            yield cls(listener, f"{shown}:{port}", server_port)
+
+
+def run(
+    command: ServerCommand,
+    folders: Sequence[Path],
+    ports: Ports,
+    *,
+    api_keys: tuple[str, ...],
+    began: float,
+) -> None:
+    """Run the server and the gateway until a signal ends the gateway.
+
+    Args:
+        command: the server.
+        folders: folders `REPOSITORY/NAME` of the models.
+        ports: ports on which both listen.
+        api_keys: keys of the gateway.
+        began: time of `time.monotonic` from which the start counts.
+
+    Raises:
+        ServeError: a model cannot be served.
+        ServerError: the server has ended by itself.
+    """
+    models = [read_model(folder) for folder in folders]
+    # what auto-completion would do takes a second and a half of a start
+    is_whole = all(model is not None and model.has_whole_config for model in models)
+    arguments = ["--disable-auto-complete-config"] if is_whole else []
+    with start_server(command, folders, arguments, first_port=ports.server) as server:
+        print_message(f"loading {', '.join(folder.name for folder in folders)}")
+        server.wait_ready(_LOAD_SECONDS)
+        settings = GatewaySettings(url=server.grpc_url, api_keys=api_keys)
+        gateway = uvicorn.Server(
+            uvicorn.Config(create_app(settings), log_level="warning", **UVICORN_OPTIONS)
+        )
+        _print_ready(
+            models, server, ports, seconds=time.monotonic() - began, has_keys=bool(api_keys)
+        )
+        threading.Thread(target=_end_with, args=(server, gateway), daemon=True).start()
+        gateway.run(sockets=[ports.gateway])
+        if not server.is_running:
+            raise ServerError(f"the server has ended\n{server.log_tail()}")
+
+
+def _end_with(server: LocalServer, gateway: uvicorn.Server) -> None:
+    """Wait until the server ends, then end the gateway."""
+    while server.is_running:
+        time.sleep(_POLL_SECONDS)
+    gateway.should_exit = True
+
+
+def _print_ready(
+    models: Sequence[Model | None],
+    server: LocalServer,
+    ports: Ports,
+    *,
+    seconds: float,
+    has_keys: bool,
+) -> None:
+    """Print the addresses and a request for each model to stdout."""
+    at = Addresses(ports.host, server.http_url.removeprefix("http://"), has_keys)
+    print(f"ready after {seconds:.1f} s")
+    print(f"  http://{ports.host}   OpenAI, Text Embeddings Inference, Cohere; pages in /docs")
+    print(f"  {server.grpc_url}, {server.http_url}   KServe v2: tritonclient, perf_analyzer")
+    print(f"  {server.metrics_url}   metrics; log of the server: {server.log_file}")
+    for model in filter(None, models):
+        print(f"{model.name}: {model.task}")
+        print(f"  {curl_line(model, at)}")
+    print("Ctrl-C ends it", flush=True)

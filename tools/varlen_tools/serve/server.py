@@ -1,0 +1,109 @@
+"""The tritonserver that `varlen serve` starts: an installed one, else the development server from wheels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
+from varlen_tools.run_server import ENDPOINTS
+from varlen_tools.setup_server import SetupError, backend_package, set_up
+
+_COMMAND = "tritonserver"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """A tritonserver that loads varlen.
+
+    Attributes:
+        path: the program.
+        arguments: arguments that it needs to find the backend.
+    """
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+
+@contextmanager
+def server_command() -> Iterator[ServerCommand]:
+    """Yield the server on PATH, else the development server, which is assembled first.
+
+    Raises:
+        ServerError: there is none, and none can be assembled here.
+    """
+    # `make setup` and this function put the development server's command here
+    own = Path(sys.executable).parent / _COMMAND
+    found = shutil.which(_COMMAND)
+    if found is None or Path(found) == own:
+        try:
+            set_up()
+        except SetupError as error:
+            raise ServerError(str(error)) from None
+        yield ServerCommand(str(own))
+        return
+    with _with_backend(Path(found)) as command:
+        yield command
+
+
+@contextmanager
+def _with_backend(server: Path) -> Iterator[ServerCommand]:
+    """Yield an installed server with varlen among its backends, without changing its folder."""
+    backends = server.resolve().parents[1] / "backends"
+    if (backends / "varlen").exists():
+        yield ServerCommand(str(server))
+        return
+    if not (backends / "python").is_dir():
+        raise ServerError(
+            f"{server} has no python backend, which varlen runs in; expected: {backends / 'python'}"
+        )
+    try:
+        package = backend_package()
+    except SetupError as error:
+        raise ServerError(str(error)) from None
+    with tempfile.TemporaryDirectory(prefix="varlen-backends-") as folder:
+        for entry in backends.iterdir():
+            Path(folder, entry.name).symlink_to(entry)
+        Path(folder, "varlen").symlink_to(package)
+        yield ServerCommand(str(server), (f"--backend-directory={folder}",))
+
+
+def start_server(
+    command: ServerCommand,
+    models: Sequence[Path],
+    arguments: Sequence[str] = (),
+    *,
+    first_port: int | None = None,
+) -> LocalServer:
+    """Return a server, not yet started, that loads only these models.
+
+    Args:
+        command: the server.
+        models: folders `REPOSITORY/NAME`.
+        arguments: further arguments of the server.
+        first_port: first of its three ports on loopback; None takes free ones.
+    """
+    first, *others = dict.fromkeys(model.parent for model in models)
+    all_arguments = [
+        *command.arguments,
+        *arguments,
+        *(f"--{endpoint}-address={LOOPBACK}" for endpoint in ENDPOINTS),
+        *(f"--model-repository={repository}" for repository in others),
+        "--model-control-mode=explicit",
+        *(f"--load-model={model.name}" for model in models),
+    ]
+    # the server's stubs find packages beside the first python3 on PATH
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return LocalServer(
+        first,
+        arguments=all_arguments,
+        environment={"PATH": path},
+        command=command.path,
+        first_port=first_port,
+    )
