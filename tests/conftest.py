@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _SERVER_TESTS = "tests/server/"
 # These start their own servers; the other files there share one.
 _OWN_SERVERS = (
+    "test_adopt.py",
     "test_ending.py",
     "test_generate.py",
     "test_generation_workers.py",

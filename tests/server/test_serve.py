@@ -1,4 +1,4 @@
-"""`varlen serve` on real servers: one command, requests that work as printed, and an end without leftovers."""
+"""`varlen serve` on real servers: requests work as printed, and nothing is left."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
     ]
     models = [read_model(folder) for folder in folders]
 
-    command = ServerCommand(find_command("tritonserver"))
+    command = ServerCommand(find_command("tritonserver"), tmp_path)
     with start_server(command, folders, ["--disable-auto-complete-config"]) as server:
         server.wait_ready(TIMEOUT_SECONDS)
         with local_gateway(GatewaySettings(url=server.grpc_url)) as gateway:

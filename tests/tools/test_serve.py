@@ -1,4 +1,4 @@
-"""`varlen serve` finds or fetches models, and says what it cannot serve before it starts a server."""
+"""`varlen serve` finds or fetches models, and refuses early what it cannot serve."""
 
 import json
 import os
@@ -151,7 +151,9 @@ def test_an_installed_server_gets_the_backend_beside_its_own(monkeypatch, tmp_pa
 
     (tmp_path / "opt/backends/varlen").mkdir()
     with server_command() as command:
-        assert command == ServerCommand(str(tmp_path / "path/tritonserver"))
+        assert command == ServerCommand(
+            str(tmp_path / "path/tritonserver"), tmp_path / "opt/backends"
+        )
 
     (tmp_path / "opt/backends/varlen").rmdir()
     (tmp_path / "opt/backends/python").rmdir()
@@ -173,7 +175,9 @@ def test_without_a_server_one_is_assembled(monkeypatch, tmp_path):
 def test_a_server_loads_only_the_models_that_were_asked_for(tmp_path):
     models = [tmp_path / "a/one", tmp_path / "b/two"]
 
-    with start_server(ServerCommand("/bin/echo"), models, ["--more"], first_port=7000) as server:
+    with start_server(
+        ServerCommand("/bin/echo", tmp_path), models, ["--more"], first_port=7000
+    ) as server:
         arguments = server.log().split()
 
     assert [word for word in arguments if word.startswith(("--model", "--load"))] == [

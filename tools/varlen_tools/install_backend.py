@@ -76,8 +76,8 @@ def _package(name: str) -> Path:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
         raise InstallError(
-            f"{sys.executable} finds no package {name}; install the wheel, or set PYTHONPATH to kernels:backend:tools of a"
-            " clone"
+            f"{sys.executable} finds no package {name}; install the wheel, or set PYTHONPATH to"
+            " kernels:backend:tools of a clone"
         )
     return Path(found.origin).parent
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS
-from varlen_tools.setup_server import SetupError, backend_package, set_up
+from varlen_tools.setup_server import SERVER_FOLDER, SetupError, backend_package, set_up
 
 _COMMAND = "tritonserver"
 
@@ -24,10 +24,12 @@ class ServerCommand:
 
     Attributes:
         path: the program.
-        arguments: arguments that it needs to find the backend.
+        backends: folder of its own backends.
+        arguments: arguments that it needs to find varlen.
     """
 
     path: str
+    backends: Path
     arguments: tuple[str, ...] = ()
 
 
@@ -46,7 +48,7 @@ def server_command() -> Iterator[ServerCommand]:
             set_up()
         except SetupError as error:
             raise ServerError(str(error)) from None
-        yield ServerCommand(str(own))
+        yield ServerCommand(str(own), SERVER_FOLDER / "backends")
         return
     with _with_backend(Path(found)) as command:
         yield command
@@ -57,7 +59,7 @@ def _with_backend(server: Path) -> Iterator[ServerCommand]:
     """Yield an installed server with varlen among its backends, without changing its folder."""
     backends = server.resolve().parents[1] / "backends"
     if (backends / "varlen").exists():
-        yield ServerCommand(str(server))
+        yield ServerCommand(str(server), backends)
         return
     if not (backends / "python").is_dir():
         raise ServerError(
@@ -71,7 +73,7 @@ def _with_backend(server: Path) -> Iterator[ServerCommand]:
         for entry in backends.iterdir():
             Path(folder, entry.name).symlink_to(entry)
         Path(folder, "varlen").symlink_to(package)
-        yield ServerCommand(str(server), (f"--backend-directory={folder}",))
+        yield ServerCommand(str(server), backends, (f"--backend-directory={folder}",))
 
 
 def start_server(

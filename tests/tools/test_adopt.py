@@ -1,0 +1,233 @@
+"""How `varlen adopt` reads models that exist, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from tokenizers import Tokenizer
+from tritonclient.grpc import model_config_pb2
+
+from tests.checkpoints import WORDS, save_checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen_tools.adopt import adoption, view
+from varlen_tools.adopt.checkpoint import find_checkpoint
+from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.adopt.existing import Existing, Tensor, read_existing
+from varlen_tools.adopt.load import Measured
+
+
+def metadata(inputs: str, outputs: str) -> dict[str, list[dict[str, object]]]:
+    """Return metadata of tensors that are written as NAME:DATATYPE:RANK."""
+
+    def tensors(text: str) -> list[dict[str, object]]:
+        parts = [each.split(":") for each in text.split()]
+        return [{"name": n, "datatype": d, "shape": ["-1"] * int(rank)} for n, d, rank in parts]
+
+    return {"inputs": tensors(inputs), "outputs": tensors(outputs)}
+
+
+@pytest.mark.parametrize(
+    "inputs, text, tokens",
+    [
+        ("TEXT:BYTES:2", "TEXT", {}),
+        ("input_ids:INT64:2", None, {"ids": "input_ids"}),
+        (
+            "input_ids:INT32:2 input_mask:INT32:2 segment_ids:INT32:2",
+            None,
+            {"ids": "input_ids", "attention_mask": "input_mask", "type_ids": "segment_ids"},
+        ),
+        ("prompt:BYTES:1 TEXT:BYTES:2", "TEXT", {}),
+    ],
+    ids=["text", "ids", "BERT's first names", "one text is optional"],
+)
+def test_inputs_are_known_by_their_types_and_names(inputs, text, tokens):
+    found = read_existing("it", metadata(inputs, "out:FP32:2"), ["prompt"], None)
+
+    assert (found.text and found.text.name) == text
+    assert {role: each.name for role, each in found.token_tensors.items()} == tokens
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    ["pixels:FP32:4", "a:BYTES:2 b:BYTES:2", "input_ids:INT64:2 x:FP32:1", "mask:INT64:2"],
+    ids=["image", "pair", "ids and more", "a mask alone"],
+)
+def test_other_inputs_are_refused_by_name(inputs):
+    with pytest.raises(AdoptError, match=f"it takes {inputs.split(':')[0]} .*adopt knows models"):
+        read_existing("it", metadata(inputs, "out:FP32:2"), [], None)
+
+
+@pytest.mark.parametrize(
+    "outputs, named, expected",
+    [
+        ("last_hidden_state:FP32:3 sentence_embedding:FP32:2", None, "sentence_embedding"),
+        ("a:INT64:1 b:FP16:2", None, "b"),
+        ("a:FP32:2 b:FP32:2", "b", "b"),
+    ],
+    ids=["by name", "the only one with numbers", "asked for"],
+)
+def test_the_answer_is_the_output_that_is_meant(outputs, named, expected):
+    assert read_existing("it", metadata("t:BYTES:2", outputs), [], named).output == expected
+
+
+def test_an_answer_that_is_not_clear_has_to_be_named():
+    for named in (None, "c"):
+        with pytest.raises(AdoptError, match="it has the outputs a, b; name the answer with --out"):
+            read_existing("it", metadata("t:BYTES:2", "a:FP32:2 b:FP32:2"), [], named)
+
+
+def test_a_request_has_one_row_in_the_shapes_of_the_model(tmp_path):
+    saved = save_checkpoint(tmp_path / "saved", words=WORDS, hidden_size=32, num_attention_heads=4)
+    tokenizer = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    ids = {"ids": Tensor("input_ids", "INT32", 2), "attention_mask": Tensor("mask", "INT64", 1)}
+
+    ours = Existing("it", None, ids, "out").request(" ".join(WORDS), tokenizer, 4)
+    text = Existing("it", Tensor("TEXT", "BYTES", 2), {}, "out").request("a é", tokenizer, 4)
+
+    assert [(each.name(), each.shape(), each.datatype()) for each in ours.inputs] == [
+        ("input_ids", [1, 4], "INT32"),
+        ("mask", [4], "INT64"),
+    ]
+    assert text.inputs[0].shape() == [1, 1]
+
+
+def test_the_checkpoint_of_the_model_is_preferred(tmp_path):
+    saved = save_checkpoint(tmp_path / "saved", words=WORDS, hidden_size=32, num_attention_heads=4)
+    repository = tmp_path / "repository"
+    (repository / "a/1").mkdir(parents=True)
+    (repository / "b").mkdir()
+    with pytest.raises(AdoptError, match="has no checkpoint .*--checkpoint"):
+        find_checkpoint(repository, "a")
+
+    (repository / "b/1").symlink_to(saved)
+    assert find_checkpoint(repository, "b") == repository / "b/1"
+    (repository / "b/1").unlink()
+    (repository / "b/1").symlink_to(repository / "a/1")
+    saved.rename(repository / "a/1/weights")
+    # a module of the checkpoint
+    (repository / "a/1/weights/1_Dense").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (repository / "a/1/weights/1_Dense" / name).touch()
+    assert find_checkpoint(repository, "a") == repository / "a/1/weights"
+    assert find_checkpoint(repository, "other") == repository / "a/1/weights"
+
+    # what an earlier call has written does not count
+    for model, config in (("a_varlen", 'backend: "varlen"'), ("c", "")):
+        (repository / model).mkdir()
+        (repository / model / "config.pbtxt").write_text(config)
+        for name in ("config.json", "model.safetensors"):
+            (repository / model / name).touch()
+    with pytest.raises(AdoptError, match=r"several checkpoints: a/1/weights, c; choose"):
+        find_checkpoint(repository, "other")
+
+
+ONNX = """
+platform: "onnxruntime_onnx"
+max_batch_size: 8
+default_model_filename: "bert.onnx"
+parameters { key: "intra_op_thread_count" value: { string_value: "2" } }
+dynamic_batching { }
+"""
+
+
+def test_onnx_models_run_in_python_where_the_server_cannot(tmp_path, monkeypatch):
+    repository, shown = tmp_path / "repository", tmp_path / "view"
+    (repository / "bert/1").mkdir(parents=True)
+    (repository / "bert/config.pbtxt").write_text(ONNX)
+    (repository / "bert/1/bert.onnx").touch()
+    (repository / "bare/1").mkdir(parents=True)
+    (repository / "bare/1/model.onnx").touch()
+    (repository / "other").mkdir()
+    (repository / "other/config.pbtxt").write_text('backend: "python"\n')
+    monkeypatch.setattr(view, "find_spec", lambda name: name)
+    shown.mkdir()
+
+    assert view.write_view(repository, shown, tmp_path / "backends") == ["bare", "bert"]
+
+    config = text_format.Parse(
+        (shown / "bert/config.pbtxt").read_text(), model_config_pb2.ModelConfig()
+    )
+    assert (config.backend, config.platform, config.max_batch_size) == ("python", "", 8)
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "file": "bert.onnx"
+    }
+    assert config.HasField("dynamic_batching")
+    assert (shown / "bert/1/bert.onnx").resolve() == repository / "bert/1/bert.onnx"
+    assert "onnxruntime" in (shown / "bert/1/model.py").read_text()
+    assert (shown / "other").is_symlink()
+
+    (tmp_path / "backends/onnxruntime").mkdir(parents=True)
+    (tmp_path / "links").mkdir()
+    assert view.write_view(repository, tmp_path / "links", tmp_path / "backends") == []
+
+    monkeypatch.setattr(view, "find_spec", lambda name: None)
+    (tmp_path / "refused").mkdir()
+    with pytest.raises(AdoptError, match="bare is an ONNX model, and this server has no ONNX back"):
+        view.write_view(repository, tmp_path / "refused", tmp_path)
+
+
+def write_configs(folder: Path, **configs: str) -> None:
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.pbtxt").write_text(config)
+
+
+def test_the_only_ensemble_is_what_clients_ask(tmp_path):
+    write_configs(tmp_path, tokens='backend: "python"', ours='backend: "varlen"')
+    assert adoption._entry(tmp_path) == "tokens"
+
+    write_configs(tmp_path, bert='platform: "onnxruntime_onnx"')
+    with pytest.raises(AdoptError, match=r"2 models may be meant \(bert, tokens\); choose one"):
+        adoption._entry(tmp_path)
+
+    write_configs(tmp_path, all="ensemble_scheduling { step [ ] }")
+    assert adoption._entry(tmp_path) == "all"
+
+
+@pytest.mark.parametrize(
+    "kind, shape, settings, expected",
+    [
+        ("BertModel", (32,), {}, "embed"),
+        ("BertModel", (7, 32), {}, "hidden"),
+        ("BertForSequenceClassification", (3,), {}, "classify"),
+        ("BertForSequenceClassification", (32,), {}, "embed"),
+        ("BertForTokenClassification", (7, 3), {}, "token_classify"),
+        ("BertForSequenceClassification", (3,), {"task": "rerank"}, "rerank"),
+    ],
+)
+def test_the_task_is_the_one_whose_answers_have_the_shape(
+    kind, shape, settings, expected, tmp_path
+):
+    labels = {} if kind == "BertModel" else {"num_labels": 3}
+    saved = save_checkpoint(
+        tmp_path / "saved", kind, words=WORDS, hidden_size=32, num_attention_heads=4, **labels
+    )
+    checkpoint = Checkpoint.open(saved)
+
+    assert adoption._task(np.zeros(shape, np.float32), checkpoint, settings) == expected
+    with pytest.raises(AdoptError, match=r"the shape \(5,\) for one text"):
+        adoption._task(np.zeros(5, np.float32), checkpoint, {})
+
+
+def test_the_new_model_is_asked_for_vectors_of_the_same_length():
+    old = Existing("a", Tensor("TEXT", "BYTES", 2), {}, "out")
+    ones, twos = [np.array([0.6, 0.8], np.float32)], [np.array([1.2, 1.6], np.float32)]
+
+    assert adoption._new(old, "b", "embed", ones).parameters == {
+        "truncate": True,
+        "normalize": True,
+    }
+    assert adoption._new(old, "b", "embed", twos).parameters["normalize"] is False
+    assert json.loads(json.dumps(dict(adoption._new(old, "b", "hidden", ones).parameters))) == {
+        "truncate": True
+    }
+
+
+def test_rates_and_latencies_are_of_all_rounds():
+    measured = Measured([10.0, 30.0, 20.0], [0.001 * number for number in range(1, 101)])
+
+    assert measured.rate == 20
+    assert measured.percentile(0.5) == pytest.approx(50.5)
+    assert measured.percentile(0.99) == pytest.approx(99.01)

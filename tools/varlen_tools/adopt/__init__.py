@@ -1,0 +1,1 @@
+"""`varlen adopt`: the varlen model of an existing model, compared with it."""

@@ -1,0 +1,288 @@
+"""Serves a model, writes its varlen model beside it, and compares both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from varlen.config import DType, EngineConfig
+from varlen.errors import ConfigError
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Float32Array
+from varlen.tasks import TASKS, Task
+from varlen_tools.adopt import existing as existing_model
+from varlen_tools.adopt.checkpoint import find_checkpoint
+from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.adopt.existing import Existing, Request, read_existing
+from varlen_tools.adopt.load import Measured, compare_loads
+from varlen_tools.adopt.view import write_view
+from varlen_tools.doctor.comparison import Comparison, compare_values
+from varlen_tools.fetch import FetchError, fetch
+from varlen_tools.local_server import LocalServer
+from varlen_tools.model_config import Inputs
+from varlen_tools.model_source import read_model_config
+from varlen_tools.serve.server import ServerCommand, start_server
+
+_LOAD_SECONDS = 3600.0
+# Largest difference of a vector's length from 1, if lengths are 1 but for rounding in 16 bits.
+_UNIT = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is adopted, and how.
+
+    Attributes:
+        repository: the existing model repository.
+        model: the model that clients ask; None if there is only one that can be meant.
+        checkpoint: folder or hub name of the Hugging Face checkpoint; None looks for it in the repository.
+        name: name of the new model; None appends `_varlen` to the name of the old one.
+        output: output of the old model that is the answer; None chooses it.
+        settings: engine parameters of the new model.
+        texts: texts of the comparison and of the load.
+        concurrency: requests in flight under load.
+        seconds: time of the load on each model; 0 leaves it out.
+        force: whether an earlier model of the new name is replaced.
+    """
+
+    repository: Path
+    model: str | None
+    checkpoint: str | None
+    name: str | None
+    output: str | None
+    settings: Mapping[str, str]
+    texts: Sequence[str]
+    concurrency: int
+    seconds: float
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """What was written and found.
+
+    Attributes:
+        old: the old model, as it is asked.
+        new: the new model, asked with the same texts or token ids.
+        folder: folder of the new model.
+        task: its task.
+        comparison: the answers of both.
+        loads: rates and latencies of the old and of the new one; empty without a load.
+        replaced: ONNX models that Python's onnxruntime has run.
+    """
+
+    old: Existing
+    new: Existing
+    folder: Path
+    task: Task
+    comparison: Comparison
+    loads: Sequence[Measured]
+    replaced: Sequence[str]
+
+
+def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], object]) -> Adoption:
+    """Write the varlen model of a model, and compare both.
+
+    Args:
+        wish: the model, and options.
+        command: the server that runs both.
+        report: function that shows a line of progress.
+
+    Raises:
+        AdoptError: the model is not of a kind that can be adopted, or refuses a request.
+        ServerError: the server ends, or does not load the old model.
+    """
+    with TemporaryDirectory(prefix="varlen-adopt-") as folder:
+        view = Path(folder)
+        replaced = write_view(wish.repository, view, command.backends)
+        model = wish.model or _entry(view)
+        source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
+        report(f"starting a server with {model}")
+        with start_server(command, [view / model]) as server:
+            server.wait_ready(_LOAD_SECONDS)
+            with _asking(server) as client:
+                old = _read_old(client, model, wish.output)
+                return _adopt(wish, old, source, view, replaced, server, client, report)
+
+
+def _adopt(
+    wish: Wish,
+    old: Existing,
+    source: str,
+    view: Path,
+    replaced: Sequence[str],
+    server: LocalServer,
+    client: InferenceServerClient,
+    report: Callable[[str], object],
+) -> Adoption:
+    name = wish.name or f"{old.name}_varlen"
+    report(f"writing {wish.repository / name} from {source}")
+    target = _fetch(wish, source, name, wish.settings, force=wish.force)
+    checkpoint = Checkpoint.open(target / "1")
+    tokenizer = Tokenizer.from_file(str(target / "1" / "tokenizer.json"))
+    tokenizer.no_padding()
+    requests = [old.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in wish.texts]
+    theirs = [_ask(client, request) for request in requests]
+    task = _task(theirs[0], checkpoint, wish.settings)
+    if task != checkpoint.task:
+        settings = {**wish.settings, "task": task}
+        target = _fetch(wish, str(target / "1"), name, settings, force=True)
+    new = _new(old, name, task, theirs)
+    (view / name).symlink_to(target.resolve())
+    report(f"loading {name}")
+    client.load_model(name)
+    ours_requests = [
+        new.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in wish.texts
+    ]
+    ours = [_ask(client, request) for request in ours_requests]
+    dtype = cast(DType, wish.settings.get("dtype", "auto"))
+    comparison = compare_values(
+        TASKS[task].answers,
+        old.name,
+        actual=ours,
+        expected=theirs,
+        # `auto` may be bf16, and the old model may have rounded too
+        dtype="bf16" if dtype == "auto" else dtype,
+    )
+    loads: Sequence[Measured] = ()
+    if wish.seconds:
+        report(f"sending both {wish.concurrency} texts at a time, for {wish.seconds:g} s each")
+        url = server.grpc_url.removeprefix("grpc://")
+        loads = asyncio.run(
+            compare_loads(
+                url,
+                [requests, ours_requests],
+                concurrency=wish.concurrency,
+                seconds=wish.seconds,
+            )
+        )
+    return Adoption(old, new, target, task, comparison, loads, replaced)
+
+
+@contextmanager
+def _asking(server: LocalServer) -> Iterator[InferenceServerClient]:
+    """Yield a client; errors of the server are errors of the adoption."""
+    with InferenceServerClient(server.grpc_url.removeprefix("grpc://")) as client:
+        try:
+            yield client
+        except InferenceServerException as error:
+            raise AdoptError(f"the server refuses: {error.message()}") from None
+
+
+def _entry(view: Path) -> str:
+    """Return the model that clients ask: the only ensemble, else the only model.
+
+    Raises:
+        AdoptError: there are several.
+    """
+    folders = [folder for folder in sorted(view.iterdir()) if (folder / "config.pbtxt").is_file()]
+    configs = {folder.name: read_model_config(folder) for folder in folders}
+    ensembles = [name for name, config in configs.items() if config.HasField("ensemble_scheduling")]
+    found = ensembles or [name for name, config in configs.items() if config.backend != "varlen"]
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise AdoptError(f"{len(found)} models may be meant ({names}); choose one: --model")
+    return found[0]
+
+
+def _read_old(client: InferenceServerClient, model: str, output: str | None) -> Existing:
+    metadata = client.get_model_metadata(model, as_json=True)
+    config = client.get_model_config(model, as_json=True)["config"]
+    optional = [each["name"] for each in config.get("input", ()) if each.get("optional")]
+    return read_existing(model, metadata, optional, output)
+
+
+def _fetch(wish: Wish, source: str, name: str, settings: Mapping[str, str], *, force: bool) -> Path:
+    try:
+        EngineConfig.from_parameters(settings)
+        return fetch(
+            source,
+            repository=wish.repository,
+            name=name,
+            settings=settings,
+            inputs=Inputs.all,
+            force=force,
+        )
+    except (ConfigError, FetchError) as error:
+        raise AdoptError(str(error)) from None
+
+
+def _ask(client: InferenceServerClient, request: Request) -> Float32Array:
+    """Return the answer to one text: `[features]`, or `[tokens, features]`."""
+    result = client.infer(
+        request.model,
+        list(request.inputs),
+        outputs=request.outputs,
+        parameters=dict(request.parameters),
+    )
+    answer = np.asarray(result.as_numpy(request.output), dtype=np.float32)
+    if answer.ndim > 1 and answer.shape[0] == 1:
+        answer = answer[0]
+    if answer.ndim not in {1, 2}:
+        raise AdoptError(
+            f"{request.model} answers one text with {request.output} of the shape {answer.shape};"
+            " adopt knows one row of features, or of tokens and features"
+        )
+    return answer
+
+
+def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, str]) -> Task:
+    """Return the task whose answers have the shape of the old model's.
+
+    Raises:
+        AdoptError: no task of the checkpoint has.
+    """
+    if named := EngineConfig.from_parameters(settings).task:
+        return named
+    widths: dict[Task, int] = {
+        "embed": checkpoint.embedding_size,
+        "classify": checkpoint.num_labels,
+        "hidden": checkpoint.hidden_size,
+        "token_classify": checkpoint.num_labels,
+    }
+    has_tokens = answer.ndim > 1
+    fitting = [
+        task
+        for task, width in widths.items()
+        if width == answer.shape[-1]
+        and TASKS[task].has_token_rows == has_tokens
+        and task in {*checkpoint.tasks, "embed", "hidden"}
+    ]
+    # its own task first, if both have the same width
+    fitting.sort(key=lambda task: task != checkpoint.task)
+    if not fitting:
+        raise AdoptError(
+            f"the answers have the shape {answer.shape} for one text, which no task of the checkpoint has"
+            f" ({checkpoint.architecture}: {', '.join(checkpoint.tasks)}); name the task: --task"
+        )
+    return fitting[0]
+
+
+def _new(old: Existing, name: str, task: Task, theirs: Sequence[Float32Array]) -> Existing:
+    """Return how the new model is asked for what the old one answers."""
+    parameters: dict[str, Any] = {}
+    if old.text is not None:
+        parameters["truncate"] = True
+    if task == "embed":
+        lengths = np.linalg.norm(np.stack(theirs), axis=1)
+        parameters["normalize"] = bool(np.abs(lengths - 1).max() < _UNIT)
+    names = {"ids": "input_ids", "attention_mask": "attention_mask", "type_ids": "token_type_ids"}
+    tokens = {role: existing_model.Tensor(names[role], "INT64", 2) for role in old.token_tensors}
+    return replace(
+        old,
+        name=name,
+        text=existing_model.Tensor("text", "BYTES", 2) if old.text is not None else None,
+        token_tensors=tokens,
+        output=TASKS[task].outputs[0].name,
+        parameters=parameters,
+    )

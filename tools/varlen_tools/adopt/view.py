@@ -1,0 +1,87 @@
+"""A view of a model repository: links, and stand-ins of ONNX models.
+
+The stand-ins run where the server has no ONNX backend.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from varlen.errors import CheckpointError
+from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.model_source import read_model_config
+
+_ONNX_BACKEND = "onnxruntime"
+_ONNX_FILE = "model.onnx"
+_STAND_IN = Path(__file__).with_name("onnx_model.py")
+
+
+def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
+    """Link models into a folder, and return those that Python's onnxruntime runs.
+
+    Args:
+        repository: the model repository, which is not changed.
+        view: an empty folder.
+        backends: the server's folder of backends.
+
+    Raises:
+        AdoptError: a model needs onnxruntime, and it is not installed; or no model is there.
+    """
+    replaced = []
+    models = [entry for entry in sorted(repository.iterdir()) if entry.is_dir()]
+    for model in models:
+        config = _config(model)
+        if not _is_onnx(model, config) or (backends / _ONNX_BACKEND).is_dir():
+            (view / model.name).symlink_to(model.resolve())
+            continue
+        if find_spec("onnxruntime") is None:
+            raise AdoptError(
+                f"{model.name} is an ONNX model, and this server has no ONNX backend; put a tritonserver that has it on"
+                " PATH, or pip install onnxruntime"
+            )
+        _write_stand_in(model, view / model.name, config)
+        replaced.append(model.name)
+    if not models:
+        raise AdoptError(f"{repository} has no models: folders with numbered versions")
+    return replaced
+
+
+def _config(model: Path) -> model_config_pb2.ModelConfig:
+    """Return the config.pbtxt of a model, which it may do without."""
+    if not (model / "config.pbtxt").is_file():
+        return model_config_pb2.ModelConfig()
+    try:
+        return read_model_config(model)
+    except CheckpointError as error:
+        raise AdoptError(str(error)) from None
+
+
+def _is_onnx(model: Path, config: model_config_pb2.ModelConfig) -> bool:
+    if config.backend or config.platform:
+        return bool(config.backend == _ONNX_BACKEND or config.platform.startswith(_ONNX_BACKEND))
+    return any(model.glob(f"[0-9]*/{_ONNX_FILE}"))
+
+
+def _write_stand_in(model: Path, target: Path, config: model_config_pb2.ModelConfig) -> None:
+    """Write the same model with Python's onnxruntime."""
+    file = config.default_model_filename or _ONNX_FILE
+    changed = model_config_pb2.ModelConfig()
+    changed.CopyFrom(config)
+    changed.backend, changed.platform, changed.default_model_filename = "python", "", ""
+    # settings of the ONNX backend
+    changed.parameters.clear()
+    changed.ClearField("optimization")
+    changed.parameters["file"].string_value = file
+    target.mkdir()
+    (target / "config.pbtxt").write_text(text_format.MessageToString(changed), encoding="utf-8")
+    for version in (each for each in model.iterdir() if each.name.isdecimal()):
+        (target / version.name).mkdir()
+        # with the files of external weights
+        for entry in version.iterdir():
+            (target / version.name / entry.name).symlink_to(entry.resolve())
+        shutil.copyfile(_STAND_IN, target / version.name / "model.py")
