@@ -42,9 +42,15 @@ help: ## Print this list
 
 setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info $(VENV)/compiled.stamp server $(MINILM) $(TINY_GPT2) $(TINY_DATES) ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
 
-$(VENV)/setup.stamp: pyproject.toml client/pyproject.toml constraints.txt
+# What serving needs, in half a minute.
+$(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing varlen"
+	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[serve]'
+	@touch $@
+
+$(VENV)/setup.stamp: $(VENV)/serve.stamp
 	@echo "setup: installing the development environment (the first time: minutes)"
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev]'
 	@$(INSTALL) --no-deps triton==$(TRITON)
@@ -60,20 +66,23 @@ $(VENV)/compiled.stamp: $(VENV)/setup.stamp $(wildcard kernels/varlen_kernels/cp
 	@$(BIN)/python -m varlen_kernels.cpu.compile_all
 	@touch $@
 
-server: $(VENV)/setup.stamp
+server: $(VENV)/serve.stamp
 	@$(BIN)/python -m varlen_tools.setup_server
 
-$(MINILM): | $(VENV)/setup.stamp
+$(MINILM): | $(VENV)/serve.stamp
 	$(BIN)/python -m varlen_tools.fetch '$(MINILM_SOURCE)' --name minilm
 
-$(TINY_GPT2): | $(VENV)/setup.stamp
+$(TINY_GPT2): | $(VENV)/serve.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
 
-$(TINY_DATES): | $(VENV)/setup.stamp
+$(TINY_DATES): | $(VENV)/serve.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo dates --output $(@D)
 
-demo: setup ## Start a server, embed sentences, stream a text, rewrite dates, stop it
-	@$(BIN)/python -m varlen_tools.demo
+# The two models that are trained here take minutes, so vectors come first.
+demo: server $(MINILM) ## Start a server, embed sentences; train two small models, stream a text, rewrite dates
+	@$(BIN)/python -m varlen_tools.demo embed
+	@$(MAKE) --no-print-directory $(TINY_GPT2) $(TINY_DATES)
+	@$(BIN)/python -m varlen_tools.demo generate translate
 
 serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 	$(BIN)/tritonserver --model-repository model_repository

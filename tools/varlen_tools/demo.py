@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -104,7 +105,18 @@ def _errors_with_log(server: LocalServer) -> Iterator[None]:
         raise ServerError(f"{error}\n{server.log_tail()}") from None
 
 
+class Part(Enum):
+    """What the demo shows."""
+
+    embed = "embed"
+    generate = "generate"
+    translate = "translate"
+
+
 def main(
+    parts: Annotated[
+        list[Part] | None, typer.Argument(help="What is shown; default: everything.")
+    ] = None,
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
     model: Annotated[str, typer.Option(help="Name of an embedding model in it.")] = "minilm",
     generator: Annotated[
@@ -118,18 +130,26 @@ def main(
     ] = 120.0,
 ) -> None:
     """Start a server, embed sentences, stream a text, rewrite dates, stop the server."""
+    shows = {
+        Part.embed: (model, compare),
+        Part.generate: (generator, stream),
+        Part.translate: (translator, translate),
+    }
+    chosen = [shows[part] for part in parts or Part]
     try:
-        for name in (model, generator, translator):
+        for name, _ in chosen:
             if not (repository / name / "1" / "config.json").is_file():
                 raise ServerError(f"{repository / name} has no checkpoint; run `make setup`")
-        print(f"starting tritonserver with {repository}", flush=True)
+        names = [name for name, _ in chosen]
+        print(f"starting tritonserver with {', '.join(names)} of {repository}", flush=True)
         start = time.perf_counter()
-        with LocalServer(repository) as server:
+        loads = [f"--load-model={name}" for name in names]
+        arguments = ["--model-control-mode=explicit", *loads]
+        with LocalServer(repository, arguments=arguments) as server:
             server.wait_ready(timeout)
             print(f"tritonserver is ready after {time.perf_counter() - start:.1f} s")
-            compare(server, model)
-            stream(server, generator)
-            translate(server, translator)
+            for name, show in chosen:
+                show(server, name)
     except ServerError as error:
         print(f"demo: {error}")
         raise typer.Exit(1) from None
