@@ -50,7 +50,7 @@ NOT_RUN = (
     *("make", "python", "python3", "tritonserver", "docker", "pip", "cd", "."),
     "text-embeddings-router",
 )
-NOT_RUN_OF_VARLEN = ("doctor", "serve-http")
+NOT_RUN_OF_VARLEN = ("adopt", "doctor", "serve", "serve-http")
 # Blocks of code with these run where they are installed.
 OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 

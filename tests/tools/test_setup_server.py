@@ -20,7 +20,13 @@ from varlen_tools.setup_server import (
     download,
 )
 
-DEBIAN = {"system": "Linux", "machine": "x86_64", "libc": ("glibc", "2.36"), "in_venv": True}
+DEBIAN = {
+    "system": "Linux",
+    "machine": "x86_64",
+    "libc": ("glibc", "2.36"),
+    "python": (3, 12),
+    "in_venv": True,
+}
 
 
 @pytest.fixture
@@ -96,6 +102,7 @@ def test_a_failed_run_leaves_the_old_kit_in_place(project, monkeypatch):
     [
         ({"system": "Darwin", "machine": "arm64"}, "this is Darwin on arm64"),
         ({"machine": "aarch64"}, "runs on Linux x86_64 only"),
+        ({"python": (3, 13)}, r"needs numpy 1, which no Python after 3\.12 has"),
         ({"libc": ("glibc", "2.31")}, r"has glibc 2\.31; the server from pip needs glibc 2\.35"),
         ({"libc": ("musl", "1.2.4")}, r"has musl 1\.2\.4"),
         ({"libc": ("", "")}, "has no glibc"),

