@@ -31,6 +31,7 @@ from varlen_kernels.triton.gate import activate_gate
 from varlen_kernels.triton.heads import norm_heads, rotary
 from varlen_kernels.triton.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.triton.linear_activation import linear_activate
+from varlen_kernels.triton.logit_edits import edit_logits
 from varlen_kernels.triton.paged_tiles import paged_tiles
 from varlen_kernels.triton.pooling import first_tokens, pool
 from varlen_kernels.triton.rms_norm import residual_rms_norm, rms_norm

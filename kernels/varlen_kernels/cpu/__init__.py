@@ -50,6 +50,7 @@ from varlen_kernels.reference import (
     top_terms,
 )
 from varlen_kernels.reference.attention import Distances
+from varlen_kernels.reference.logit_edits import EditLists, EditState, check_edits
 from varlen_kernels.reference.paged import check_copies
 from varlen_kernels.reference.sampling import check_sampling
 
@@ -263,6 +264,31 @@ def sample_tokens(
         multiplications=_OF_SAMPLED_LOGIT * logits.numel(),
     )
     return tokens if out is None else out.copy_(tokens)
+
+
+def edit_logits(
+    logits: Tensor,
+    token_ids: Tensor,
+    logit_rows: Tensor,
+    rows: Tensor,
+    penalties: Tensor,
+    begun: EditLists,
+    state: EditState,
+) -> None:
+    """Change the logits of the tokens of some sequences' lists, see `reference.edit_logits`."""
+    if not has_compiled_ops():
+        reference.edit_logits(logits, token_ids, logit_rows, rows, penalties, begun, state)
+        return
+    from varlen_kernels.cpu.calls import call
+
+    check_edits(logits, rows, penalties, begun, state)
+    call(
+        "edit_logits",
+        (token_ids, logit_rows, rows, penalties, *begun),
+        (logits, *state),
+        dtypes="iiifiiffiifi",
+        units=len(rows),
+    )
 
 
 def _in_fp32(bias: Tensor | None) -> Tensor | None:

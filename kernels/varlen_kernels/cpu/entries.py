@@ -41,6 +41,7 @@ from varlen_kernels.cpu.int8_panels import multiply_int8_units
 from varlen_kernels.cpu.int8_rows import dequantize_some_rows, quantize_some_rows
 from varlen_kernels.cpu.kv_blocks import append_rows, copy_some_blocks
 from varlen_kernels.cpu.lanes import multiply_add, splat
+from varlen_kernels.cpu.logit_edits import edit_some_rows
 from varlen_kernels.cpu.native import (
     bf16_matrix,
     fp32_matrix,
@@ -376,6 +377,28 @@ def _sample(arguments, first, last):
 
 
 @inlined
+def _edit_logits(arguments, first, last):
+    # token_ids, logit_rows, rows, penalties, tokens, counts and biases of the host; logits, tokens, counts, biases,
+    # sizes; a unit is an edited row
+    return edit_some_rows(
+        first,
+        last,
+        ids_of(arguments, 0),
+        ids_of(arguments, 1),
+        id_rows(arguments, 2),
+        fp32(arguments, 3),
+        ids_of(arguments, 4),
+        ids_of(arguments, 5),
+        fp32_numbers(arguments, 6),
+        fp32(arguments, 7),
+        id_rows(arguments, 8),
+        id_rows(arguments, 9),
+        fp32(arguments, 10),
+        ids_of(arguments, 11),
+    )
+
+
+@inlined
 def _run_shared(table, rows, columns, counts, stay, spent):
     # see call_code.run_shared
     run_shared(table, rows, columns, counts, stay, spent)
@@ -415,6 +438,7 @@ MAKERS: Mapping[str, Callable[[], Entry]] = {
     "follow_beams": lambda: beam_entries.follow_beams,
     "advance_searches": lambda: beam_entries.advance_searches,
     "sample": lambda: _sample,
+    "edit_logits": lambda: _edit_logits,
     "run_shared": lambda: _run_shared,
     "run_alone": lambda: _run_alone,
 }

@@ -19,6 +19,7 @@ from varlen_kernels.reference.linear_layers import (
     linear_activate,
     tanh,
 )
+from varlen_kernels.reference.logit_edits import edit_logits
 from varlen_kernels.reference.norm import (
     add_layer_norm,
     embed,
