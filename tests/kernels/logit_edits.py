@@ -1,4 +1,4 @@
-"""Helpers of the tests of edited logits: sequences with random edits, and the formulas in float64."""
+"""Sequences with random edits of their logits, and the formulas in float64."""
 
 import numpy as np
 import torch

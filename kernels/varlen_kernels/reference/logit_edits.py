@@ -1,8 +1,8 @@
-"""Changes of single logits before a token is chosen: biases, bans and penalties, in plain torch.
+"""Biases, bans and penalties of single logits before sampling, in plain torch.
 
-A sequence has a list of the tokens whose logits change. Penalties count the tokens of the answer, and the last one may
-be known only where the logits are. So the list stays there, and an op adds the token of the step to it. The host sends
-a list once, when its sequence begins, or when the list that is there is not the one before this step.
+A sequence has an edit list: the tokens whose logits change. Penalties count the tokens of the answer, and only the
+device may know the last one. So the list stays on the device, and `edit_logits` adds the input token of a step to it.
+The host sends a list when its sequence begins, and again when the list on the device may have missed a step.
 
 Source: the repetition penalty of Keskar et al. 2019, arXiv:1909.05858; presence and frequency penalties of OpenAI's
 API.
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Columns of `edit_logits`: row of the logits; place of the list in the state, or NO_PLACE; whether the token of the
-# step is added to the list first; number of first tokens of the list that are banned; from where up to where a list of
-# the host is, among all of them. An end of KEPT is none: the list is the one in its place.
+# Columns of `rows`: row of the logits; place of the list in the state, or NO_PLACE; whether the input token of the
+# step is added to the list first; number of banned tokens, which are first in the list; begin and end of the list among
+# those that the host sends, or KEPT twice for the list in the place.
 EDIT_COLUMNS = 6
 NO_PLACE, KEPT = -1, -1
 # Count of a token that is neither in the prompt nor in the answer: penalties do not change its logit.
@@ -25,7 +25,7 @@ NO_BIAS = -0.0
 
 
 class EditLists(NamedTuple):
-    """Tokens whose logits change, of several sequences, one after another. A token is in a list once.
+    """Edit lists of several sequences, one after another. Tokens of a list are distinct.
 
     Attributes:
         tokens: `[entries]` int32.
@@ -39,7 +39,7 @@ class EditLists(NamedTuple):
 
 
 class EditState(NamedTuple):
-    """Lists that stay on the device, each in a place.
+    """Edit lists on the device, one in each place.
 
     Attributes:
         tokens, counts, biases: `[places, entries]`, see `EditLists`.
@@ -96,7 +96,7 @@ def edit_logits(
         else:
             entries = [each[begin:end] for each in begun]
         if is_added:
-            entries = _with_token(*entries, token=token_ids[logit_rows[row]])
+            entries = _with_token(token_ids[logit_rows[row]], *entries)
         tokens, counts, biases = entries
         if place != NO_PLACE:
             state.sizes[place] = len(tokens)
@@ -135,7 +135,7 @@ def check_edits(
             )
 
 
-def _with_token(tokens: Tensor, counts: Tensor, biases: Tensor, token: Tensor) -> list[Tensor]:
+def _with_token(token: Tensor, tokens: Tensor, counts: Tensor, biases: Tensor) -> list[Tensor]:
     """Return a list whose answer has a token more."""
     found = tokens == token
     if found.any():

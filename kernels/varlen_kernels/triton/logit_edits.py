@@ -36,7 +36,7 @@ def _edited(logit, count, bias, is_banned, repetition, presence, frequency):
 
 @triton.jit
 def _load_either(begun_ptr, kept_ptr, is_begun, is_kept):
-    """Return numbers of a list of the host, or of one that is kept; 0 if neither."""
+    """Return numbers of a list that begins or is kept; 0 beyond both."""
     begun = tl.load(begun_ptr, mask=is_begun, other=0)
     return tl.where(is_begun, begun, tl.load(kept_ptr, mask=is_kept, other=0))
 

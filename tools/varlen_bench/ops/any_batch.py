@@ -8,7 +8,15 @@ from typing import TypeAlias
 
 import torch
 
-from varlen_bench.ops import beam_searches, chosen_tokens, kv_blocks, padded, rows, sequences
+from varlen_bench.ops import (
+    beam_searches,
+    chosen_tokens,
+    kv_blocks,
+    logit_edits,
+    padded,
+    rows,
+    sequences,
+)
 from varlen_bench.ops.call import OpCall
 
 # Returns the call for the lengths of a batch.
@@ -63,6 +71,9 @@ ANY_BATCH: dict[str, AnyBatch] = {
     ),
     "advance_searches": lambda lengths, dtype: beam_searches.advance_searches(
         len(lengths), 4, 1000, dtype
+    ),
+    "edit_logits": lambda lengths, dtype: logit_edits.edit_logits(
+        len(lengths), max(lengths), 500, dtype
     ),
     "sample_tokens": lambda lengths, dtype: chosen_tokens.sample_tokens(
         len(lengths), 500, dtype, top_k=50, top_p=0.9

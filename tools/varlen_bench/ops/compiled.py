@@ -11,6 +11,7 @@ from varlen_bench.ops.beam_searches import advance_searches, follow_beams
 from varlen_bench.ops.call import OpCall, kernels
 from varlen_bench.ops.chosen_tokens import beam_step, sample_tokens
 from varlen_bench.ops.kv_blocks import append_kv, attention_paged, copy_blocks, paged_tiles
+from varlen_bench.ops.logit_edits import edit_logits
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
 from varlen_bench.ops.rows import (
     activate,
@@ -240,6 +241,8 @@ COMPILED = [
     # numbers of single beams are narrow loads
     _call("2x32", follow_beams, 2, 32, 32, dtypes=_ONE),
     _call("2x32", advance_searches, 2, 32, 32000, dtypes=_ONE),
+    # single logits
+    _call("500", edit_logits, 4, 500, 32000, dtypes=(_FP32,)),
     # one load of each number of a row
     _sample(32000, 5),
     _sample(50257),
