@@ -17,7 +17,7 @@ import numpy as np
 from varlen.decoding.beam_group import Beam, BeamGroup, Candidate, by_score
 from varlen.decoding.beam_sampling import draw, edited, limited, normalized
 from varlen.decoding.random_numbers import random_key, uniform_range
-from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, TokenBias
+from varlen.decoding.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, bias_arrays
 from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Float32Array
@@ -53,9 +53,8 @@ class BeamSearch:
             forbidden: tokens of the request's bad words.
         """
         self._options = options
-        bias = TokenBias(options.logit_bias, NOTHING_FORBIDDEN) if options.logit_bias else None
         # the same in every step
-        self.logit_bias = None if bias is None else bias.next((), 0)
+        self.logit_bias = bias_arrays(options.logit_bias) if options.logit_bias else None
         self._vocab_size = vocab_size
         self._editor = TokenEditor.of_request(
             rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden

@@ -25,6 +25,7 @@ from varlen.scheduling.choices import (
     DeviceChoice,
     DeviceChosen,
     Draws,
+    EditLimits,
     SampledToken,
 )
 from varlen.scheduling.sequence import GeneratedSequence
@@ -59,6 +60,7 @@ class TokenChoice:
         grammars: Grammars,
         bad_words: BadWords,
         device: torch.device,
+        edit_limits: EditLimits,
     ) -> None:
         """Prepare the choice.
 
@@ -67,6 +69,7 @@ class TokenChoice:
             grammars: grammars of sequences with structured output.
             bad_words: tokens of words that requests forbid.
             device: device of the logits.
+            edit_limits: room for edit lists on the device.
 
         Raises:
             CheckpointError: its rules are not served.
@@ -75,7 +78,7 @@ class TokenChoice:
         translate = checkpoint.translate
         renormalizes = translate is not None and translate.defaults.renormalize_logits
         self._renormalizes = renormalizes
-        self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device)
+        self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device, edit_limits)
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
     def on_device(self, step: StepBatch) -> DeviceChoice:
@@ -108,14 +111,19 @@ class TokenChoice:
         draws = self._sampler.draws(*zip(*samples, strict=True))
         if draws is None:
             return None
-        limits = [_GREEDY] * end
+        limits, uniform, edits = [_GREEDY] * end, draws.uniform, draws.edits
         for place, limit in zip(places, draws.limits, strict=True):
             limits[place] = limit
-        if draws.uniform is None:
-            return Draws(limits, None)
-        uniform = np.zeros(end)
-        uniform[places] = draws.uniform
-        return Draws(limits, uniform)
+        if uniform is not None:
+            uniform = np.zeros(end)
+            uniform[places] = draws.uniform
+        if edits is not None:
+            edits.rows[:, 0] = np.array(places)[edits.rows[:, 0]]
+        return Draws(limits, uniform, edits)
+
+    def forget(self) -> None:
+        """Forget what the device keeps of sequences; see `StepChoice`."""
+        self._sampler.forget()
 
     def given(self, step: StepBatch) -> Int32Array:
         """Return what the host has chosen for the beams of a step; see `StepChoice`."""

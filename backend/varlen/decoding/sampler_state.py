@@ -3,14 +3,14 @@
 import logging
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from varlen.decoding.edit_list import EditList
 from varlen.decoding.grammar_matcher import BoolArray, Matcher
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.random_numbers import random_key
-from varlen.decoding.token_bias import BadWords, TokenBias
-from varlen.decoding.token_counts import TokenCounts
+from varlen.decoding.token_bias import NOTHING_FORBIDDEN, BadWords
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.scheduling.sequence import GeneratedSequence
 
@@ -23,16 +23,17 @@ class SamplerState:
     """What the sampler keeps of a sequence.
 
     Attributes:
-        plain_from: number of generated tokens from which the next token is that with the largest logit; infinity if it
-            never is.
-        drawn_from: number of generated tokens from which the next token depends only on the logits, the limits and a
-            random number; infinity if it never does.
+        is_drawn: whether the device can choose its tokens: they depend only on the logits, its options, random numbers
+            and the tokens before.
+        edited_until: number of generated tokens from which no logit changes before the choice; perhaps infinity.
         key: key of its random numbers.
         limits: temperature, top-k, top-p and min-p.
         penalties: repetition, presence and frequency penalty.
         end_ids: tokens that end its answer.
-        counts: its tokens, if it has penalties.
-        bias: changes of its logits by `logit_bias` and `bad_words`, if it has any.
+        most_edits: upper bound of the length of its edit list.
+        biases: numbers that are added to logits by token; -inf bans a token.
+        edits: its edit list, if the host has edited its logits.
+        forbidden: tokens of its bad words.
         matcher: its place in its grammar, if it has one.
         allowed: tokens that its grammar allows next, `[vocabulary]`; None without one, or while it is not known.
         token_ids: tokens of the prompt and of the answer so far, where the choice depends on them.
@@ -46,30 +47,36 @@ class SamplerState:
         "_chosen",
         "_num_read",
         "allowed",
-        "bias",
-        "counts",
-        "drawn_from",
+        "biases",
+        "edited_until",
+        "edits",
         "end_ids",
         "error",
+        "forbidden",
         "has_waited",
+        "is_drawn",
         "is_void",
         "key",
         "limits",
         "matcher",
         "max_tokens",
         "min_tokens",
+        "most_edits",
         "num_logprobs",
         "penalties",
-        "plain_from",
         "temperature",
         "token_ids",
     )
 
     def __init__(
-        self, sequence: GeneratedSequence, grammars: Grammars, bad_words: BadWords
+        self,
+        sequence: GeneratedSequence,
+        end_ids: Sequence[int],
+        grammars: Grammars,
+        bad_words: BadWords,
     ) -> None:
         options = sequence.generation
-        self.end_ids: list[int] = []
+        self.end_ids = end_ids
         self.temperature = options.temperature
         self.limits = (options.temperature, options.top_k, options.top_p, options.min_p)
         self.min_tokens, self.max_tokens = options.min_tokens, options.max_tokens
@@ -77,13 +84,12 @@ class SamplerState:
         seed = secrets.randbits(64) if options.seed is None else options.seed
         self.key = random_key(seed, sequence.sample)
 
-        repetition = options.repetition_penalty
-        self.penalties = (repetition, options.presence_penalty, options.frequency_penalty)
-        self.counts: TokenCounts | None = None
-        if self.penalties != (1.0, 0.0, 0.0):
-            # only a repetition penalty is for tokens of the prompt too
-            prompt_ids = [] if repetition == 1 else sequence.token_ids[: sequence.num_tokens]
-            self.counts = TokenCounts(prompt_ids)
+        self.penalties = (
+            options.repetition_penalty,
+            options.presence_penalty,
+            options.frequency_penalty,
+        )
+        self.edits: EditList | None = None
         self.matcher: Matcher | None = None
         self.allowed: BoolArray | None = None
         self.has_waited = False
@@ -91,32 +97,74 @@ class SamplerState:
         if options.grammar is not None:
             with self.guard():
                 self.matcher = grammars.matcher(options.grammar)
-        self.bias: TokenBias | None = None
-        if options.logit_bias or options.bad_words:
+        self.biases, self.forbidden = dict(options.logit_bias), NOTHING_FORBIDDEN
+        if options.bad_words:
             with self.guard():
-                self.bias = TokenBias(options.logit_bias, bad_words.forbidden(options.bad_words))
+                self.forbidden = bad_words.forbidden(options.bad_words)
+                self.biases |= dict.fromkeys(self.forbidden.always, -math.inf)
         self.token_ids: list[int] = []
         self.is_void = False
         self._num_read = sequence.num_tokens
         # the number of tokens of the answer before the last token that was chosen, and that token
         self._chosen = (-1, 0)
-        # a grammar that could not be opened is an error that only `sample` reports
-        is_drawn = not self._needs_tokens and self.num_logprobs is None and self.error is None
-        self.drawn_from = self.min_tokens if is_drawn else math.inf
-        self.plain_from = self.drawn_from if self.temperature == 0 else math.inf
+        self.is_drawn = (
+            self.matcher is None
+            and not self.forbidden.after
+            and self.num_logprobs is None
+            # only `sample` reports it
+            and self.error is None
+        )
+        self.edited_until = math.inf if self.has_penalties or self.biases else self.min_tokens
+        self.most_edits = len(end_ids) + len(self.biases) + sequence.num_tokens + options.max_tokens
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether its logits depend on how often its answer has each token."""
+        return self.penalties != (1.0, 0.0, 0.0)
 
     @property
     def _needs_tokens(self) -> bool:
         """Whether its choices depend on the tokens of the answer."""
-        return self.counts is not None or self.bias is not None or self.matcher is not None
+        return self.has_penalties or bool(self.forbidden.after) or self.matcher is not None
 
-    def is_drawn(self, length: int) -> bool:
-        """Return whether the next token depends only on logits, limits and a random number.
+    def num_early_ends(self, length: int) -> int:
+        """Return the number of end tokens that are banned at this length.
 
         Args:
-            length: number of tokens of the answer before it.
+            length: number of tokens of the answer.
         """
-        return length >= self.drawn_from
+        return len(self.end_ids) if length < self.min_tokens else 0
+
+    def banned(self, length: int) -> list[int]:
+        """Return last tokens of words that may not come now.
+
+        Args:
+            length: number of tokens of the answer.
+        """
+        size = min(length, self.forbidden.longest)
+        return self.forbidden.next(self.token_ids[len(self.token_ids) - size :])
+
+    def begin_edits(self, sequence: GeneratedSequence, length: int) -> tuple[EditList, bool]:
+        """Return its edit list, and whether the device has to add the last token.
+
+        Args:
+            sequence: its sequence, whose last token is perhaps known only to the device.
+            length: number of tokens of the answer.
+        """
+        edits = self._new_edits(sequence)
+        if not self.has_penalties:
+            return edits, False
+        known = sequence.token_ids[sequence.num_tokens : sequence.num_tokens + length]
+        for token_id in known:
+            edits.add(token_id)
+        return edits, len(known) < length
+
+    def _new_edits(self, sequence: GeneratedSequence) -> EditList:
+        """Return its edit list before the first token of the answer."""
+        # only a repetition penalty is for tokens of the prompt too
+        has_repetition = self.penalties[0] != 1
+        prompt_ids = sequence.token_ids[: sequence.num_tokens] if has_repetition else ()
+        return EditList(self.end_ids if self.min_tokens else (), self.biases, prompt_ids)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -166,7 +214,11 @@ class SamplerState:
             length: number of tokens of the answer.
         """
         self.is_void = sequence.status == "finished"
-        if self.is_void or not self._needs_tokens:
+        if self.is_void:
+            return
+        if self.edits is None and length < self.edited_until:
+            self.edits = self._new_edits(sequence)
+        if not self._needs_tokens:
             return
         begin, tokens = sequence.num_tokens, sequence.token_ids
         # the engine's thread may append the last token meanwhile
@@ -178,9 +230,9 @@ class SamplerState:
         self.token_ids = tokens if known == length else [*tokens[: begin + known], self._chosen[1]]
         if self.matcher is not None:
             self.matcher.advance(self.token_ids, begin)
-        if self.counts is not None:
+        if self.has_penalties and self.edits is not None:
             for token_id in self.token_ids[self._num_read :]:
-                self.counts.add(token_id)
+                self.edits.add(token_id)
             self._num_read = begin + length
 
     def _fail(self, error: VarlenError) -> None:

@@ -16,17 +16,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen.decoding.edit_list import EditedRow, edits_of
+from varlen.decoding.edit_places import EditedSequence, EditPlaces
 from varlen.decoding.grammar_matcher import wait_for_masks
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.random_numbers import uniform_numbers
 from varlen.decoding.sampler_state import SamplerState
-from varlen.decoding.token_bias import BadWords, add_to_rows
-from varlen.decoding.token_counts import TokenCounts
+from varlen.decoding.token_bias import BadWords
+from varlen.memory.device_copies import moved
 from varlen.request.request import TokenLogprobs
-from varlen.scheduling.choices import Draws, SampledToken
+from varlen.scheduling.choices import Draws, EditLimits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for
+from varlen_kernels.reference.logit_edits import NO_PLACE, EditLists, EditState
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Sampler:
         grammars: Grammars,
         bad_words: BadWords,
         device: torch.device,
+        edit_limits: EditLimits = EditLimits(0, 0),  # noqa: B008  # immutable
     ) -> None:
         """Prepare the choice.
 
@@ -56,26 +60,48 @@ class Sampler:
             grammars: grammars of sequences with structured output.
             bad_words: tokens of words that requests forbid.
             device: device of the logits.
+            edit_limits: room for edit lists on the device.
         """
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
         self._bad_words = bad_words
         self._kernels = kernels_for(device)
+        self._places = EditPlaces(edit_limits, vocab_size)
+        # lists of the host are complete, and stay there
+        self._no_tokens = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
+        self._no_state = EditState.new(0, edit_limits.entries, device)
 
     def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
-        """Return the numbers that tokens are drawn with, if nothing else decides them.
+        """Return what the device draws tokens with.
 
-        They are known before the tokens before them are. None if anything else changes a choice or is asked for: then
-        only `sample` can choose.
+        It is known before the tokens before them are. None if the device cannot choose all of them: then only `sample`
+        can. A step whose draws are returned has to start before the next one's are asked for, or never.
 
         Args:
             sequences, lengths: see `sample`.
         """
         states = [self._state(sequence) for sequence in sequences]
-        if not all(map(SamplerState.is_drawn, states, lengths)):
+        if not all(state.is_drawn for state in states):
+            self._places.skip(sequences)
             return None
-        return _draws_of(states, lengths)
+        edited = [
+            EditedSequence(row, sequence, state, length)
+            for row, (sequence, state, length) in enumerate(
+                zip(sequences, states, lengths, strict=True)
+            )
+            # nothing reads the token of one that has ended
+            if length < state.edited_until and sequence.status != "finished"
+        ]
+        draws = _draws_of(states, lengths)
+        if not edited:
+            return draws
+        edits = self._places.next_edits(edited)
+        return None if edits is None else draws._replace(edits=edits)
+
+    def forget(self) -> None:
+        """Forget what the device keeps of sequences: it has lost it."""
+        self._places.forget()
 
     def sample(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
@@ -91,7 +117,7 @@ class Sampler:
             lengths: number of tokens of each answer so far.
         """
         states = [self._state(sequence) for sequence in sequences]
-        if all(length >= state.plain_from for state, length in zip(states, lengths, strict=True)):
+        if all(map(_is_greedy, states, lengths)):
             return [SampledToken(token_id) for token_id in _first_of_largest(logits)]
 
         for state, sequence, length in zip(states, sequences, lengths, strict=True):
@@ -100,13 +126,7 @@ class Sampler:
         _await_masks(states)
         reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
         raw = torch.log_softmax(logits[reported], dim=1) if reported else None
-        biases = {
-            row: state.bias.next(state.token_ids, length)
-            for row, (state, length) in enumerate(zip(states, lengths, strict=True))
-            if state.bias is not None
-        }
-        add_to_rows(logits, biases)
-        _penalize(logits, states)
+        self._edit(logits, states, lengths)
         _mask(logits, states, lengths)
         token_ids = self._choose(logits, states, lengths)
         tokens = [SampledToken(token_id) for token_id in token_ids]
@@ -137,15 +157,39 @@ class Sampler:
     def _state(self, sequence: GeneratedSequence) -> SamplerState:
         state = sequence.sampler_state
         if state is None:
-            state = SamplerState(sequence, self._grammars, self._bad_words)
             # an end token that is no token of the model cannot come
             ends = self._eos_ids.union(sequence.generation.stop_token_ids)
-            state.end_ids = [token_id for token_id in ends if token_id < self._vocab_size]
+            end_ids = [token_id for token_id in ends if token_id < self._vocab_size]
+            state = SamplerState(sequence, end_ids, self._grammars, self._bad_words)
             # else it has ended while a step had its next token
             if sequence.status != "finished":
                 sequence.sampler_state = state
         assert isinstance(state, SamplerState)
         return state
+
+    def _edit(self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]) -> None:
+        """Apply biases, penalties and early bans of end tokens, with the host's edit lists."""
+        rows = [
+            # the mask of a grammar says when an end token may come
+            EditedRow(
+                row,
+                NO_PLACE,
+                is_added=False,
+                num_banned=0 if state.matcher is not None else state.num_early_ends(length),
+                penalties=state.penalties,
+                begun=state.edits,
+            )
+            for row, (state, length) in enumerate(zip(states, lengths, strict=True))
+            if state.edits is not None and length < state.edited_until
+        ]
+        if not rows:
+            return
+        edits = edits_of(rows)
+        (found,) = moved([edits._asdict()], logits.device)
+        begun = EditLists(found["tokens"], found["counts"], found["biases"])
+        self._kernels.edit_logits(
+            logits, *self._no_tokens, found["rows"], found["penalties"], begun, self._no_state
+        )
 
     def _choose(
         self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]
@@ -216,55 +260,27 @@ def _await_masks(states: Sequence[SamplerState]) -> None:
         state.has_waited = True
 
 
-def _penalize(logits: Tensor, states: Sequence[SamplerState]) -> None:
-    """Apply the penalties of all rows that have any, to the tokens that they concern."""
-    rows: list[int] = []
-    counts: list[TokenCounts] = []
-    penalties: list[tuple[float, float, float]] = []
-    for row, state in enumerate(states):
-        if state.counts is not None:
-            rows.append(row)
-            counts.append(state.counts)
-            penalties.append(state.penalties)
-    if not rows:
-        return
-    sizes = [len(each.ids) for each in counts]
-    # one column per distinct token of each row
-    ids = np.stack(
-        (np.repeat(np.array(rows), sizes), np.concatenate([each.ids for each in counts]))
-    )
-    values = np.concatenate(
-        (
-            np.repeat(np.array(penalties, dtype=np.float32).T, sizes, axis=1),
-            np.concatenate([each.counts for each in counts])[None],
-        )
-    )
-    place = torch.from_numpy(ids).to(logits.device).unbind()
-    repetition, presence, frequency, count = torch.from_numpy(values).to(logits.device)
-    penalized = logits[place]
-    penalized = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
-    penalized -= frequency * count
-    penalized -= presence * (count > 0)
-    logits[place] = penalized
+def _is_greedy(state: SamplerState, length: int) -> bool:
+    """Return whether the next token is the one with the largest logit."""
+    return state.is_drawn and state.temperature == 0 and length >= state.edited_until
 
 
 def _mask(logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]) -> None:
-    """Exclude end tokens that come too early, and tokens that do not match a grammar."""
+    """Exclude last tokens of forbidden words, and tokens that do not match a grammar."""
     rows: list[int] = []
     excluded: list[int] = []
     for row, (state, length) in enumerate(zip(states, lengths, strict=True)):
-        ends = state.end_ids
-        is_early = length < state.min_tokens
         allowed = state.allowed
         if allowed is not None:
             # where the grammar is at its end, nothing else can come
-            if is_early and allowed.sum() > allowed[ends].sum():
+            ends = state.end_ids
+            if length < state.min_tokens and allowed.sum() > allowed[ends].sum():
                 allowed = allowed.copy()
                 allowed[ends] = False
             logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
-        elif is_early:
-            rows += [row] * len(ends)
-            excluded += ends
+        banned = state.banned(length)
+        rows += [row] * len(banned)
+        excluded += banned
     if rows:
         logits[rows, excluded] = -torch.inf
 

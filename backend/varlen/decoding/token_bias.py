@@ -140,38 +140,10 @@ class BadWords:
         return [bare, spaced] if spaced != bare else [bare]
 
 
-class TokenBias:
-    """Numbers that are added to logits of one sequence; -inf forbids a token."""
-
-    def __init__(self, bias: Sequence[tuple[int, float]], forbidden: ForbiddenTokens) -> None:
-        """Prepare the numbers of every step.
-
-        Args:
-            bias: token ids below the vocabulary size, each with a number.
-            forbidden: tokens that the answer must not go on with.
-        """
-        self._forbidden = forbidden
-        self._ids = np.array([*(token for token, _ in bias), *forbidden.always], np.int64)
-        numbers = [*(number for _, number in bias), *(-np.inf for _ in forbidden.always)]
-        self._numbers = np.array(numbers, np.float32)
-
-    def next(
-        self, token_ids: Sequence[int], num_generated: int
-    ) -> tuple[npt.NDArray[np.int64], Float32Array]:
-        """Return token ids, perhaps repeated, and the number for each, `[changes]`.
-
-        Args:
-            token_ids: prompt and answer up to now.
-            num_generated: length of the answer.
-        """
-        size = min(num_generated, self._forbidden.longest)
-        banned = self._forbidden.next(token_ids[len(token_ids) - size :])
-        if not banned:
-            return self._ids, self._numbers
-        return (
-            np.append(self._ids, np.array(banned, np.int64)),
-            np.append(self._numbers, np.full(len(banned), -np.inf, np.float32)),
-        )
+def bias_arrays(bias: Sequence[tuple[int, float]]) -> tuple[npt.NDArray[np.int64], Float32Array]:
+    """Return token ids, and the number that is added to the logit of each."""
+    ids, numbers = zip(*bias, strict=True)
+    return np.array(ids, np.int64), np.array(numbers, np.float32)
 
 
 def add_to_rows(

@@ -1,13 +1,18 @@
-"""The longest sequence and the largest step that checkpoint and settings allow."""
+"""Limits of sequences, steps and edit lists by checkpoint and settings."""
 
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.scheduling.choices import EditLimits
 
 # Largest step unless the settings say otherwise; docs/decisions/0049-size-of-a-step.md compares sizes.
 _STEP_TOKENS = 512
 # Longest source text, likewise.
 _SOURCE_TOKENS = 512
+# Bytes of all edit lists, and of an entry: token, count and bias.
+_EDIT_BYTES, _ENTRY_BYTES = 64 << 20, 12
+# Entries for end tokens and biased tokens, beside the tokens of the sequence. Lists begin at an address of 64 bytes.
+_OTHER_EDITS, _ALIGNED_ENTRIES = 2048, 16
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
@@ -57,6 +62,20 @@ def step_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     if checkpoint.translate is not None:
         return _source_limit(config) + config.max_running_sequences
     return max(_STEP_TOKENS, config.max_running_sequences)
+
+
+def edit_limits(checkpoint: Checkpoint, config: EngineConfig) -> EditLimits:
+    """Return the number and the size of edit lists on the device.
+
+    A translation has none: all its answers are searched.
+    """
+    if checkpoint.translate is not None:
+        return EditLimits(0, 0)
+    longest = generation_limit(checkpoint, config) + _OTHER_EDITS
+    entries = min(longest, checkpoint.target_vocab_size)
+    entries = -(-entries // _ALIGNED_ENTRIES) * _ALIGNED_ENTRIES
+    running = config.max_running_sequences + config.short_places
+    return EditLimits(min(running, _EDIT_BYTES // (entries * _ENTRY_BYTES)), entries)
 
 
 def _source_limit(config: EngineConfig) -> int:

@@ -33,6 +33,9 @@ class StepChoice(Protocol):
         That is the beam that each one continues, and the token; NOT_GIVEN where the device has chosen them.
         """
 
+    def forget(self) -> None:
+        """Forget what the device keeps of sequences: it has lost it."""
+
     def outputs(
         self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
     ) -> Sequence[SampledToken | BeamStep]:
@@ -56,6 +59,9 @@ class NoChoice:
     def given(self, step: StepBatch) -> Int32Array:
         """Return that nothing is given."""
         return np.full((sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32)
+
+    def forget(self) -> None:
+        """Do nothing."""
 
     def outputs(
         self,

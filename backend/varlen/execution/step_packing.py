@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen.execution.device_edits import begun_arrays
 from varlen.execution.packing import bounds_of, positions_of
 from varlen.execution.search_packing import Arrays, beam_arrays, search_arrays
 from varlen.memory.usage import Dims
@@ -33,6 +34,7 @@ class PackedStep:
         inputs: inputs of the decoder.
         order: its number, then the number of the step that it needs, if any.
         follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
+        edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
             chooses the tokens.
         beams: arguments of `follow_beams`; empty without beams.
@@ -46,6 +48,7 @@ class PackedStep:
     inputs: StepArrays
     order: Int64Array
     follows: Int32Array
+    edits: Arrays
     draws: Arrays
     beams: Arrays
     searches: Arrays
@@ -86,6 +89,7 @@ def pack_step(
         step_arrays(step.chunks, block_size),
         np.array([step.number] if step.after is None else [step.number, step.after], np.int64),
         followed(step.chunks),
+        {} if choice.draws is None else edit_arrays(choice.draws),
         {} if choice.draws is None else draw_arrays(choice.draws),
         beam_arrays(step.chunks),
         search_arrays(step.chunks, choice),
@@ -105,6 +109,14 @@ def followed(chunks: Sequence[Chunk]) -> Int32Array:
             pairs.append((place, each.follows))
         place += len(each.token_ids)
     return np.array(pairs, np.int32).reshape(-1, 2).T
+
+
+def edit_arrays(draws: Draws) -> Arrays:
+    """Return what changes logits before tokens are drawn as arrays, see `PackedStep`."""
+    if draws.edits is None:
+        return {}
+    rows, penalties, *_ = draws.edits
+    return {"rows": rows, "penalties": penalties, **begun_arrays(draws.edits)}
 
 
 def draw_arrays(draws: Draws) -> Arrays:

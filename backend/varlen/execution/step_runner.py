@@ -18,10 +18,11 @@ from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_device import GpuSteps
 from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.device import choose_device, name_of
+from varlen.execution.device_edits import DeviceEdits
 from varlen.execution.device_searches import DeviceSearches, choices_of
 from varlen.execution.kv_cache import caches_of, new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
-from varlen.execution.model_limits import generation_limit, step_limit
+from varlen.execution.model_limits import edit_limits, generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import StepChoice
@@ -140,6 +141,7 @@ class StepRunner:
             blocks=blocks,
             block_size=self.kv.block_size,
         )
+        self.edits = DeviceEdits(kernels, self.device, edit_limits(checkpoint, config))
         self.steps: DeviceSteps
         self.slots = 1
         self._launcher: StepLauncher[DeviceChoice] | None = None
@@ -151,6 +153,7 @@ class StepRunner:
                 blocks_per_source=blocks if has_sources else 0,
                 graphs=CudaGraphs(self.device, config.device_timeout_seconds),
                 searches=self.searches,
+                edits=self.edits,
                 follow=self._follow,
             )
             self.graph_use = self.steps.graph_use
@@ -214,6 +217,8 @@ class StepRunner:
                 self._follow(tensors_of(step.beams), tensors_of(step.inputs))
             logits = self.steps.run(step.inputs)
             token_ids: Sequence[int] = ()
+            if step.edits:
+                self._edit(logits, step)
             if "uniform" in step.draws:
                 token_ids = sample_tokens(logits, **tensors_of(step.draws)).tolist()
             elif step.draws:
@@ -279,6 +284,12 @@ class StepRunner:
     def _follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Give beams their tokens and block tables, see `DeviceSearches.follow`."""
         self._kernels.copy_blocks(self._kv_memory, self.searches.follow(beams, inputs))
+
+    def _edit(self, logits: Tensor, step: PackedStep) -> None:
+        """Change logits before tokens are drawn."""
+        edits, inputs = tensors_of(step.edits), tensors_of(step.inputs)
+        rows, penalties = edits.pop("rows"), edits.pop("penalties")
+        self.edits.apply(logits, inputs["token_ids"], inputs["logit_rows"], rows, penalties, edits)
 
     def _copy_blocks(self, copies: Int32Array | Sequence[tuple[int, int]]) -> None:
         if not len(copies):

@@ -28,8 +28,9 @@ from varlen.execution.step_packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk, StepBatch
-from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, SearchRules
+from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, Edits, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
+from varlen_kernels.reference.logit_edits import NO_PLACE
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner
@@ -43,8 +44,9 @@ _COMPILE_SECONDS = 240.0
 
 _GREEDY = GenerationOptions(temperature=0.0)
 _DRAWN = GenerationOptions(top_k=2, top_p=0.5)
+_EDITED = replace(_DRAWN, repetition_penalty=2.0)
 # the host chooses these, also where a GPU draws others
-_REPORTED = GenerationOptions(top_k=2, top_p=0.5, logprobs=0)
+_REPORTED = replace(_EDITED, logprobs=0)
 
 
 def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> None:
@@ -129,7 +131,8 @@ def warm_up_draws(runner: StepRunner) -> None:
     beams = _searched(rows)[0].num_beams
     rules = SearchRules(beams, True, False, None, (), np.zeros(1, np.int32), 1.0, 1.0)
     choices = {True: [DeviceChoice(searches=[rules])]}
-    choices[False] = [DeviceChoice(Draws(limits, each)) for each in (None, np.zeros(1))]
+    draws = [Draws(limits, None), Draws(limits, np.zeros(1)), Draws(limits, None, _edits())]
+    choices[False] = [DeviceChoice(each) for each in draws]
     for options in _options(has_sources=runner.has_sources, rows=rows):
         prompt = _choosing(_chunk(runner, 1, 1, options))
         for choice in choices[prompt.sequence.is_searched]:
@@ -252,7 +255,7 @@ def _options(*, has_sources: bool, rows: int) -> tuple[GenerationOptions, ...]:
     """Return options of each kind of choice of a model, given its rows of logits."""
     if has_sources:
         return _searched(rows)
-    sampled = _GREEDY, _DRAWN, _REPORTED
+    sampled = _GREEDY, _DRAWN, _EDITED, _REPORTED
     return sampled if rows == 1 else (*sampled, *_searched(rows))
 
 
@@ -260,6 +263,13 @@ def _searched(rows: int) -> tuple[GenerationOptions, GenerationOptions]:
     """Return options of searches: one of the device, and one of the host."""
     plain = GenerationOptions(num_beams=min(2, rows))
     return plain, replace(plain, repetition_penalty=2.0)
+
+
+def _edits() -> Edits:
+    """Return the edits of one row, whose list begins and has no place."""
+    ids = np.zeros(1, np.int32)
+    rows = np.array([[0, NO_PLACE, 0, 0, 0, 1]], np.int32)
+    return Edits(rows, np.ones((1, 3), np.float32), ids, ids, np.zeros(1, np.float32))
 
 
 def _sequence(

@@ -13,16 +13,51 @@ from varlen.errors import VarlenError
 from varlen.request.request import FinishReason, Float32Array, Int32Array, TokenLogprobs
 
 
+class EditLimits(NamedTuple):
+    """Room for edit lists on the device.
+
+    Attributes:
+        places: number of lists.
+        entries: largest number of tokens of a list.
+    """
+
+    places: int
+    entries: int
+
+
+class Edits(NamedTuple):
+    """Changes of logits before tokens are drawn, as `reference.edit_logits` takes them.
+
+    Attributes:
+        rows: `[edited rows, EDIT_COLUMNS]` int32.
+        penalties: `[edited rows, 3]` fp32.
+        tokens, counts, biases: `[entries]`, the lists that the host sends, see `EditLists`.
+    """
+
+    rows: Int32Array
+    penalties: Float32Array
+    tokens: Int32Array
+    counts: Int32Array
+    biases: Float32Array
+
+
 class Draws(NamedTuple):
-    """What the tokens of a step are drawn with, if nothing else changes their choice.
+    """What the tokens of a step are drawn with.
 
     Attributes:
         limits: temperature, top-k, top-p and min-p of each row.
         uniform: `[rows]` fp64, a random number from 0 to below 1 for each; None if all temperatures are 0.
+        edits: changes of the logits before that, if there are any.
     """
 
     limits: Sequence[tuple[float, int, float, float]]
     uniform: npt.NDArray[np.float64] | None
+    edits: Edits | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the one with the largest logit of the model."""
+        return self.uniform is None and self.edits is None
 
 
 class SearchRules(NamedTuple):

@@ -21,6 +21,7 @@ from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor
 from varlen.execution.model_info import StepInfo
+from varlen.execution.model_limits import edit_limits
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.step_model import StepModel
 from varlen.execution.workers.step_models import load_step_model
@@ -95,7 +96,13 @@ class GenerationService(RunningModel):
                 sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
             )
             bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-            choice = TokenChoice(checkpoint, grammars, bad_words, choose_device(config.device, gpu))
+            choice = TokenChoice(
+                checkpoint,
+                grammars,
+                bad_words,
+                choose_device(config.device, gpu),
+                edit_limits(checkpoint, config),
+            )
             runner = load_step_model(
                 checkpoint,
                 config,

@@ -528,10 +528,10 @@ def test_draws_give_the_tokens_of_a_sample(sampler, options, is_random):
     "options",
     [
         {"logprobs": 0},
-        {"min_tokens": 5},
+        # no place for its list
         {"frequency_penalty": 0.1},
         {"logit_bias": ((3, 1.0),)},
-        {"bad_words": ("a",)},
+        {"min_tokens": 5},
     ],
     ids=str,
 )

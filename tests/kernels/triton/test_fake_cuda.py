@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from varlen.decoding.choice import TokenChoice
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
+from varlen.execution.model_limits import edit_limits
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import step_models
@@ -139,8 +140,9 @@ def step_runner(folder: Path, device: str, **settings: bool) -> StepRunner:
     bad_words = BadWords(tokenizer, checkpoint.target_vocab_size, ())
     # no request has a grammar
     grammars = cast(Grammars, None)
-    choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device))
     config = EngineConfig(device=device, **STEPS, **settings)
+    limits = edit_limits(checkpoint, config)
+    choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device), limits)
     return StepRunner(checkpoint, config, choice)
 
 
@@ -193,14 +195,27 @@ AHEAD = {
     "greedy": ({"temperature": 0.0}, {**_STEP}),
     # and the kernel that draws
     "sampled": ({"temperature": 0.8, "seed": 1}, {**_STEP, "launches": 1}),
+    # and the one that edits
+    "penalties": (
+        {"temperature": 0.8, "seed": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {**_STEP, "launches": 2},
+    ),
+    "greedy with penalties": (
+        {"temperature": 0.0, "repetition_penalty": 4.0},
+        {**_STEP, "launches": 2},
+    ),
+    "biases": (
+        {"temperature": 0.0, "logit_bias": ((7, 90.0), (9, 89.0)), "presence_penalty": 2.0},
+        {**_STEP, "launches": 2},
+    ),
     # the host chooses the tokens before, so the step only waits in a queue
-    "penalties": ({"temperature": 0.8, "seed": 1, "frequency_penalty": 0.5}, {}),
+    "log probabilities": ({"temperature": 0.8, "seed": 1, "logprobs": 1}, {}),
 }
 
 
 @pytest.mark.parametrize(("options", "launch"), AHEAD.values(), ids=AHEAD)
 def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
-    gpu: FakeCuda, tmp_path: Path, options: dict[str, float], launch: dict[str, int]
+    gpu: FakeCuda, tmp_path: Path, options: dict[str, Any], launch: dict[str, int]
 ) -> None:
     folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
     cpu, cuda = (step_runner(folder, device) for device in ("cpu", "cuda"))

@@ -17,6 +17,7 @@ from varlen.decoding.choice import TokenChoice
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.token_bias import BadWords
 from varlen.errors import ConfigError
+from varlen.execution.model_limits import edit_limits
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.intake.tokenization import Tokenizer
@@ -113,7 +114,7 @@ def profile_steps(
     tokens = max(most * (context + 1) + rows, config.max_step_tokens)
     config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
     timed = TimedKernels(kernels_for(_CPU))
-    choice = _TimedChoice(_token_choice(checkpoint), timed)
+    choice = _TimedChoice(_token_choice(checkpoint, config), timed)
     runner = StepRunner(checkpoint, config, choice, kernels=timed)
     workload = _Workload(context, beams, runner.kv.block_size, checkpoint.translate is not None)
     _check_fits(runner, workload, most)
@@ -157,16 +158,16 @@ def _check_fits(runner: StepRunner, workload: _Workload, most: int) -> None:
         )
 
 
-def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
+def _token_choice(checkpoint: Checkpoint, config: EngineConfig) -> TokenChoice:
     """Return the choice of tokens of a checkpoint that generates or translates."""
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
     ends = search_rules(checkpoint).end_ids
-    config = EngineConfig()
     sandbox, _ = generation_sandbox(checkpoint, config, tokenizer.huggingface, ends)
     vocab_size = checkpoint.target_vocab_size
     grammars = Grammars(sandbox, vocab_size, max_bytes=config.grammar_cache_bytes)
     bad_words = BadWords(tokenizer.huggingface, vocab_size, ends)
-    return TokenChoice(checkpoint, grammars, bad_words, _CPU)
+    limits = edit_limits(checkpoint, config)
+    return TokenChoice(checkpoint, grammars, bad_words, _CPU, limits)
 
 
 class _TimedChoice:
@@ -175,6 +176,7 @@ class _TimedChoice:
     def __init__(self, choice: TokenChoice, timed: TimedKernels) -> None:
         self.on_device = choice.on_device
         self.given = choice.given
+        self.forget = choice.forget
         self.outputs = timed.timed("choose", choice.outputs)
 
 

@@ -22,7 +22,7 @@ _CLASSES: Mapping[str, str] = {
     "norms and activations": "layer_norm add_layer_norm residual_layer_norm rms_norm residual_rms_norm norm_heads"
     " activate activate_gate silu_gate tanh",
     "KV cache": "append_kv copy_blocks",
-    "beams and sampling": "beam_step follow_beams advance_searches sample_tokens choose",
+    "beams and sampling": "beam_step follow_beams advance_searches edit_logits sample_tokens choose",
     _OTHER: "",
     REST: REST,
 }

@@ -23,7 +23,8 @@ from torch import Tensor
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
-from varlen.execution.device_searches import DeviceSearches, choices_of, moved
+from varlen.execution.device_edits import DeviceEdits, begun_arrays
+from varlen.execution.device_searches import DeviceSearches, choices_of
 from varlen.execution.packing import InputLayout
 from varlen.execution.search_packing import beam_arrays, search_arrays
 from varlen.execution.step_packing import (
@@ -32,6 +33,7 @@ from varlen.execution.step_packing import (
     followed,
     step_arrays,
 )
+from varlen.memory.device_copies import moved
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import Value
 from varlen.request.request import Int32Array
@@ -40,6 +42,7 @@ from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws
 from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
+from varlen_kernels.reference.logit_edits import EDIT_COLUMNS
 
 # Its length depends on contexts. It is last in the buffer, so that only what is used of it is copied.
 _TABLES = "block_ids"
@@ -58,6 +61,11 @@ _DRAWS = (
     Value("min_p", _ROW, torch.float32),
     Value("uniform", _ROW, torch.float64),
 )
+# What changes the logits before, as `edit_logits` takes it; no more rows are edited than there are.
+_EDITED_ROWS = Value("edited_rows", (*_ROW, Size(EDIT_COLUMNS)), torch.int32)
+_PENALTIES = Value("penalties", (*_ROW, Size(3)), torch.float32)
+# Inputs that the program does not read.
+_OF_CHOICE = (_PLACES, _EDITED_ROWS, _PENALTIES, *_DRAWS)
 # Gets `PackedStep.beams` and the inputs of the step.
 Follow: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # Chosen tokens are as many bytes as keep what follows them aligned.
@@ -87,7 +95,6 @@ class _Captured:
         dims: its dimensions.
         inputs: its inputs in each set of buffers, by name.
         on_device: its inputs on the device, by name.
-        draws: arguments of `sample_tokens` on the device.
         bytes_before_tables: bytes of all inputs but the block tables.
         replay: starts it.
     """
@@ -95,7 +102,6 @@ class _Captured:
     dims: Dims
     inputs: Mapping[_Buffers, Mapping[str, npt.NDArray[Any]]]
     on_device: Mapping[str, Tensor]
-    draws: Sequence[Tensor]
     bytes_before_tables: int
     replay: Replay
 
@@ -115,6 +121,7 @@ class CudaSteps:
         blocks_per_source: int = 0,
         graphs: Graphs | None = None,
         searches: DeviceSearches | None = None,
+        edits: DeviceEdits | None = None,
         follow: Follow | None = None,
     ) -> None:
         """Capture a graph for each size of step.
@@ -125,6 +132,7 @@ class CudaSteps:
             blocks_per_source: blocks of the longest source text.
             graphs: captures them; None is this device's own.
             searches: takes the steps of searches; None if there are none.
+            edits: changes logits before tokens are drawn; None if nothing does.
             follow: gives beams their tokens and block tables, and copies blocks, see `DeviceSearches.follow`.
         """
         program, arena = bound.program, bound.arena
@@ -132,11 +140,11 @@ class CudaSteps:
         self._blocks_per_sequence = blocks_per_sequence
         self._blocks_per_source = blocks_per_source
         self._graphs = graphs or CudaGraphs(arena.device)
-        self._searches, self._follow = searches, follow
+        self._searches, self._edits, self._follow = searches, edits, follow
         # tokens first, tables last
         declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
         declared.sort(key=lambda value: value.name != _TOKENS)
-        self._declared = [*declared[:-1], _PLACES, *_DRAWS, declared[-1]]
+        self._declared = [*declared[:-1], *_OF_CHOICE, declared[-1]]
         rows, tokens = arena.largest["logit_rows"], arena.largest["tokens"]
         most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
         # a step of prompts has tables for each of its tokens
@@ -199,18 +207,18 @@ class CudaSteps:
             given: the choices of the host for beams, see `StepChoice.given`.
         """
         buffers, rows = next(self._next_buffers), sum(chunk.num_logit_rows for chunk in chunks)
+        draws, numbers = choice.draws, None
+        begun = begun_arrays(None if draws is None else draws.edits)
         beams, searches = beam_arrays(chunks), search_arrays(chunks, choice)
-        beams_here: Mapping[str, Tensor] = {}
-        searches_here: Mapping[str, Tensor] = {}
         if beams:
             beams["given"][:] = given
-        if beams or searches:
-            beams_here, searches_here = moved((beams, searches), self._words.device)
-        draws, numbers = choice.draws, None
+        here: Sequence[Mapping[str, Tensor]] = ({}, {}, {})
+        if beams or searches or begun:
+            here = moved((beams, searches, begun), self._words.device)
+        beams_here, searches_here, begun_here = here
         captured = self._start(chunks, draws, buffers, beams_here)
-        if draws is not None and draws.uniform is not None:
-            limits = [each[:rows] for each in captured.draws]
-            self._kernels.sample_tokens(self._logits[:rows], *limits, out=self._chosen[:rows])
+        if draws is not None and not draws.is_greedy:
+            self._draw(draws, captured.on_device, rows, begun_here)
         if rows and draws is not None:
             self._graphs.copy(buffers.tokens[:rows], self._chosen[:rows])
         if searches:
@@ -232,6 +240,36 @@ class CudaSteps:
             return DeviceChosen(token_ids, choices_of(numbers.clone(), searches))
 
         return chosen
+
+    def _draw(
+        self,
+        draws: Draws,
+        on_device: Mapping[str, Tensor],
+        rows: int,
+        begun: Mapping[str, Tensor],
+    ) -> None:
+        """Draw the tokens of the step that was started last.
+
+        Args:
+            draws: options of the draws.
+            on_device: inputs of the step.
+            rows: rows of its logits.
+            begun: edit lists that the host sends.
+        """
+        logits = self._logits[:rows]
+        if draws.edits is not None:
+            assert self._edits is not None
+            edited = slice(len(draws.edits.rows))
+            self._edits.apply(
+                logits,
+                self._token_ids,
+                on_device["logit_rows"],
+                on_device[_EDITED_ROWS.name][edited],
+                on_device[_PENALTIES.name][edited],
+                begun,
+            )
+        limits = [on_device[value.name][:rows] for value in _DRAWS]
+        self._kernels.sample_tokens(logits, *limits, out=self._chosen[:rows])
 
     def set_tokens(self, token_ids: Sequence[int]) -> None:
         """Give the next step the tokens that were chosen; in the context of `stream`."""
@@ -260,9 +298,13 @@ class CudaSteps:
         places[:] = np.arange(self._first_input, self._first_input + len(places))
         of_tokens, outputs = followed(chunks)
         places[of_tokens] = outputs
-        if draws is not None and draws.uniform is not None:
+        if draws is not None and not draws.is_greedy:
             for name, numbers in draw_arrays(draws).items():
                 inputs[name][:rows] = numbers
+        if draws is not None and draws.edits is not None:
+            edited = len(draws.edits.rows)
+            inputs[_EDITED_ROWS.name][:edited] = draws.edits.rows
+            inputs[_PENALTIES.name][:edited] = draws.edits.penalties
         num_bytes = captured.bytes_before_tables + arrays[_TABLES].nbytes
         self._graphs.copy(self._device[:num_bytes], buffers.inputs[:num_bytes])
         if beams:
@@ -306,8 +348,9 @@ class CudaSteps:
         inputs = layout.views(self._device)
         inputs["slots"].fill_(_NO_SLOT)
         on_device = dict(inputs)
-        draws = [inputs.pop(value.name) for value in _DRAWS]
-        places = inputs.pop(_PLACES.name)
+        for value in _OF_CHOICE:
+            del inputs[value.name]
+        places = on_device[_PLACES.name]
         inputs[_TOKENS] = self._token_ids[: bucket.tokens]
         rows = bucket.sequences
 
@@ -323,7 +366,7 @@ class CudaSteps:
             for each in self._buffers
         }
         *_, (_, _, tables) = layout.places
-        return _Captured(dims, buffers, on_device, draws, tables.start, replay)
+        return _Captured(dims, buffers, on_device, tables.start, replay)
 
 
 def _fill(inputs: Mapping[str, npt.NDArray[Any]], arrays: StepArrays) -> None:

@@ -16,6 +16,7 @@ from varlen.execution.step_packing import PackedStep
 from varlen.request.request import Float32Array
 from varlen.scheduling.choices import DeviceChosen, SearchChoices
 from varlen_kernels.reference.beam_search import ADVANCE_COLUMNS, FOLLOW_COLUMNS
+from varlen_kernels.reference.logit_edits import EDIT_COLUMNS
 
 # Group, name and data type of every array. The larger type comes first, so that all arrays are aligned.
 _LAYOUT = (
@@ -39,6 +40,11 @@ _LAYOUT = (
     ("inputs", "cu_source_blocks", np.int32),
     ("copies", "", np.int32),
     ("follows", "", np.int32),
+    ("edits", "rows", np.int32),
+    ("edits", "penalties", np.float32),
+    ("edits", "tokens", np.int32),
+    ("edits", "counts", np.int32),
+    ("edits", "biases", np.float32),
     ("draws", "temperature", np.float32),
     ("draws", "top_k", np.int32),
     ("draws", "top_p", np.float32),
@@ -57,6 +63,8 @@ _LAYOUT = (
 )
 # Columns of arrays with two axes.
 _COLUMNS = {
+    ("edits", "rows"): EDIT_COLUMNS,
+    ("edits", "penalties"): 3,
     ("beams", "searches"): FOLLOW_COLUMNS,
     ("beams", "given"): 2,
     ("searches", "searches"): ADVANCE_COLUMNS,
@@ -76,6 +84,7 @@ def step_message(step: PackedStep | None) -> bytes:
         "follows": {"": np.ascontiguousarray(step.follows)},
         "sources": step.sources,
         "inputs": step.inputs,
+        "edits": step.edits,
         "draws": step.draws,
         "beams": step.beams,
         "searches": step.searches,
@@ -113,6 +122,7 @@ def receive_step(connection: Connection) -> PackedStep | None:
         groups["inputs"],
         groups["order"][""],
         groups["follows"][""].reshape(2, -1),
+        groups["edits"],
         groups["draws"],
         groups["beams"],
         groups["searches"],

@@ -45,6 +45,8 @@ def load_step_model(
         return _process(checkpoint, config, choice, stats)
     runner = StepRunner(checkpoint, config, choice, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
+    # sequences of the warm-up, which never end
+    choice.forget()
     return runner
 
 

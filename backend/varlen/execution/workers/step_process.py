@@ -125,7 +125,7 @@ class StepProcess(ModelProcess[StepInfo]):
 
     def may_queue(self, packed: PackedStep) -> bool:
         """Return whether the socket takes a step while the process runs another one."""
-        groups = (packed.sources, packed.inputs, packed.beams, packed.searches)
+        groups = (packed.sources, packed.inputs, packed.edits, packed.beams, packed.searches)
         arrays = (each for group in groups for each in group.values())
         return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
 
@@ -238,6 +238,7 @@ class StepProcess(ModelProcess[StepInfo]):
             self._end()
             raise EngineError(ENDED) from None
         self._is_lost = False
+        self._choice.forget()
         _log.warning("worker process %d replaces %d", self.pid, ended)
         self._restarted()
 

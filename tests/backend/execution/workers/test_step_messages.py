@@ -18,6 +18,7 @@ from varlen.scheduling.choices import (
     DeviceChoice,
     DeviceChosen,
     Draws,
+    Edits,
     SearchChoices,
     SearchRules,
 )
@@ -46,10 +47,20 @@ def beams_of(search, *, has_source, num_beams=2):
 
 RULES = SearchRules(2, False, True, 5, (3, 4), np.array([7, 8, 9], np.int32), 1.5, 2.0)
 LIMITS = [(0.7, 3, 0.9, 0.1), (0.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0)]
+EDITS = Edits(
+    np.array([[0, 3, 1, 2, -1, -1], [2, 1, 0, 0, 0, 2]], np.int32),
+    np.array([[1.5, 0.1, -0.2], [1.0, 0.0, 0.0]], np.float32),
+    np.array([7, 8], np.int32),
+    np.array([-1, 3], np.int32),
+    np.array([-np.inf, -0.0], np.float32),
+)
+NOTHING_BEGINS = EDITS._replace(**dict.fromkeys(("tokens", "counts", "biases"), np.empty(0)))
 CHOICES = {
     "chosen by the engine": DeviceChoice(),
     "greedy": DeviceChoice(Draws(LIMITS, None)),
     "drawn": DeviceChoice(Draws(LIMITS, np.array([0.1, 0.5, 1 - 2**-53]))),
+    "edited": DeviceChoice(Draws(LIMITS, np.array([0.1, 0.5, 0.2]), EDITS)),
+    "edited as before": DeviceChoice(Draws(LIMITS, None, NOTHING_BEGINS)),
     "no tokens": DeviceChoice(Draws([], None)),
     "searched": DeviceChoice(searches=[RULES, None], renormalizes=True),
 }
@@ -83,6 +94,7 @@ def test_a_step_arrives_with_all_its_arrays(has_source, copies, choice, number, 
     pairs = (
         (step.sources, received.sources),
         (step.inputs, received.inputs),
+        (step.edits, received.edits),
         (step.draws, received.draws),
         (step.beams, received.beams),
         (step.searches, received.searches),
