@@ -1,8 +1,8 @@
 """Launches steps of generation before the device has run the ones before them.
 
 A step whose tokens and beams are chosen from its logits alone is launched as a whole, and the next one behind it: the
-device gives it the tokens. Where the host takes part in the choice, for a grammar or a penalty, it needs the tokens
-before, so the next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
+device gives it the tokens. Where the host takes part in the choice, for a grammar or log probabilities, it needs the
+tokens before, so the next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
 """
 
 from __future__ import annotations

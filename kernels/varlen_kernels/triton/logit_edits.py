@@ -19,7 +19,7 @@ _KEPT, _UNSEEN = tl.constexpr(reference.KEPT), tl.constexpr(reference.UNSEEN)
 _NO_BIAS = tl.constexpr(reference.NO_BIAS)
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
 # Entries that a program reads at once.
-_BLOCK = 1024
+_BLOCK = 512
 
 
 @triton.jit

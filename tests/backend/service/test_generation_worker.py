@@ -49,6 +49,14 @@ KINDS = {
     "sampled beams": {"num_beams": 3, "do_sample": True, "temperature": 1.5, "seed": 7},
     "grammar": {"seed": 8, "structured_outputs": {"regex": "[a-f]{40}"}},
 }
+# The process chooses all of these.
+EDITED = {
+    "greedy": {"temperature": 0.0},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "samples": {"seed": 4, "n": 3, "top_k": 50, "presence_penalty": 1.0, "repetition_penalty": 1.1},
+    "bias": {"seed": 6, "logit_bias": {"17": 3.0, "18": -5.0}},
+    "least": {"seed": 7, "min_tokens": 12, "stop_token_ids": [17, 18, 19], "top_k": 30},
+}
 TRANSLATIONS = {
     "one beam": {"num_beams": 1},
     "beams": {"num_beams": 4, "n": 2},
@@ -155,6 +163,35 @@ def test_answers_of_every_kind_are_the_same_though_the_worker_is_killed(
         assert made.snapshot().running == 0
         assert made.snapshot().blocks.used == 0
     assert stats.drain().counts[CountedMetric.WORKER_RESTARTS] == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
+    decoder, policy, monkeypatch
+):
+    config = EngineConfig(**{**SETTINGS, "kv_policy": policy})
+    with Generator(GenerationService.load(decoder, config, Stats())) as made:
+        expected = answers_of(made, EDITED)[1]
+    listed = []
+
+    def packed(*arguments):
+        step = pack_step(*arguments)
+        assert step.draws
+        if step.edits:
+            listed.append("tokens" in step.edits)
+        return step
+
+    with generator_of(decoder, kv_policy=policy) as made:
+        with monkeypatch.context() as context:
+            context.setattr(step_process, "pack_step", packed)
+            assert answers_of(made, EDITED)[1] == expected
+        # most steps send no list
+        assert 0 < sum(listed) < len(listed) / 2
+        for at in (0, 3, 11):
+            killer = Killer(made, at)
+            assert answers_of(made, EDITED)[1] == expected
+            killer.stop()
+            assert killer.steps > at
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -9,6 +9,7 @@ import torch
 from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
+from varlen_kernels.reference.logit_edits import EditLists, EditState
 
 # Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
@@ -57,6 +58,14 @@ def calls():
 
     x = rand(4, 2048)
 
+    def edit(ops):
+        copy, ids = logits.clone(), torch.zeros(2, dtype=torch.int32)
+        rows = torch.tensor([[1, 0, 1, 0, 0, 1]], dtype=torch.int32)
+        begun = EditLists(torch.tensor([5]).int(), ids[:1], half[:1])
+        state = EditState.new(1, 2, torch.device("cpu"))
+        ops.edit_logits(copy, ids, ids, rows, torch.full((1, 3), 1.3), begun, state)
+        return copy
+
     return {
         "activate": lambda ops: ops.activate(x, kind="gelu_tanh"),
         "activate_gate": lambda ops: ops.activate_gate(x, kind="gelu_tanh"),
@@ -68,6 +77,7 @@ def calls():
         "sample_tokens": lambda ops: ops.sample_tokens(
             logits, half, zero, half, 0 * half, half.double()
         ),
+        "edit_logits": edit,
         "beam_step": lambda ops: ops.beam_step(logits, half[None]).scores,
     }
 

@@ -8,6 +8,9 @@ from torch import Tensor
 from varlen_bench.ops.call import Inputs, OpCall, Tensors
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, EditLists, EditState
 
+# Most sequences of a model, and tokens of the longest list.
+_PLACES, _ENTRIES = 256, 1024
+
 
 def edit_logits(
     rows: int, entries: int, vocabulary: int, dtype: torch.dtype = torch.float32
@@ -23,9 +26,9 @@ def edit_logits(
     table = [(row, row, 1, 1, KEPT, KEPT) for row in range(rows)]
 
     def state(make: Tensors) -> EditState:
-        found = EditState.new(rows, entries + 1, make.device)
-        found.tokens[:] = make.ints([*range(entries + 1)])
-        found.counts[:] = make.ints([each % 3 for each in range(entries + 1)])
+        found = EditState.new(_PLACES, _ENTRIES, make.device)
+        found.tokens[:] = make.ints([*range(_ENTRIES)])
+        found.counts[:] = make.ints([each % 3 for each in range(_ENTRIES)])
         found.biases.fill_(0.5)
         found.sizes.fill_(entries)
         return found
@@ -68,7 +71,7 @@ def _edited(inputs: Inputs) -> Tensor:
     size = int(state.sizes[0])
     # every second row has a new token, behind its list
     edited, last = logits[:, : size - 1], logits[1::2, size - 1 : size]
-    count = state.counts[:, 1:size].double()
+    count = state.counts[: len(logits), 1:size].double()
     edited += 0.5
     edited[:] = edited.where(edited <= 0, edited / repetition).where(
         edited > 0, edited * repetition
