@@ -11,7 +11,16 @@ import torch
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(
-        ("activate", "add_layer_norm", "layer_norm", "norm_heads", "rms_norm", "rotary", "tanh"),
+        (
+            "activate",
+            "add_layer_norm",
+            "append_kv",
+            "layer_norm",
+            "norm_heads",
+            "rms_norm",
+            "rotary",
+            "tanh",
+        ),
         (0,),
     ),
     # the sum over `residual`, the norm over `x`

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.output import read_output, record_output
-from varlen.models.blocks.rotary import rotary_table
+from varlen.models.blocks.rotary import RotaryPositions, rotary_table
 from varlen.models.blocks.score_head import read_logit_score, read_score
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
@@ -255,10 +255,10 @@ class Llama:
     ) -> Value:
         layer, heads = self.layers[number], self.attention_heads
         qkv = layer.qkv.record(ops, x)
-        if layer.head_norms is not None:
-            qkv = ops.norm_heads(qkv, *layer.head_norms, heads, eps=self.norm_eps)
-        qkv = ops.rotary(qkv, inputs.position_ids(ops), self.cos_sin, heads)
-        context = attention.record(ops, number, qkv, heads, window=layer.window)
+        positions = RotaryPositions(self.cos_sin, layer.head_norms, self.norm_eps)
+        context = attention.record(
+            ops, number, qkv, heads, positions=positions, window=layer.window
+        )
         return layer.attention_output.record(ops, context)
 
 

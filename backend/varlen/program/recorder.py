@@ -155,10 +155,30 @@ class Recorder(Recording):
         return self._call("rotary", operands, qkv.shape, qkv.dtype, **heads.counts)
 
     def append_kv(
-        self, qkv: Value, slots: Value, key_cache: State, value_cache: State, heads: AttentionHeads
-    ) -> None:
-        operands, caches = (qkv, slots, key_cache, value_cache), (key_cache, value_cache)
-        self.call("append_kv", operands, [], writes=caches, attributes=heads.counts)
+        self,
+        qkv: Value,
+        slots: Value,
+        key_cache: State,
+        value_cache: State,
+        heads: AttentionHeads,
+        position_ids: Value | None = None,
+        cos_sin: Tensor | None = None,
+        head_norms: tuple[Tensor, Tensor] | None = None,
+        *,
+        eps: float = 0.0,
+    ) -> Value:
+        caches = key_cache, value_cache
+        norms = (None, None) if head_norms is None else head_norms
+        # without positions, queries stay as they are
+        results = [] if cos_sin is None else [(qkv.shape, qkv.dtype)]
+        changed = self.call(
+            "append_kv",
+            (qkv, slots, *caches, position_ids, cos_sin, *norms),
+            results,
+            writes=caches,
+            attributes={**heads.counts, "eps": eps},
+        )
+        return changed[0] if changed else qkv
 
     def attention_varlen(
         self,

@@ -174,20 +174,38 @@ def append_kv(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
+    position_ids: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
-) -> None:
-    """Write keys and values into the caches, see `reference.append_kv`."""
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Write keys and values into the caches and return the rows with queries, see `reference.append_kv`."""
+    operands = (
+        qkv,
+        slots,
+        key_cache,
+        value_cache,
+        position_ids,
+        cos_sin,
+        query_weight,
+        key_weight,
+    )
     if not _reads_blocks(qkv, key_cache, value_cache):
-        reference.append_kv(
-            qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
+        return reference.append_kv(
+            *operands, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, out=out
         )
-        return
     from varlen_kernels.cpu.op_calls import run_op
 
-    caches = key_cache, value_cache
-    run_op("append_kv", (qkv, slots, *caches), (), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    results = []
+    if cos_sin is not None:
+        results = [torch.empty_like(qkv) if out is None else out]
+    run_op("append_kv", operands, results, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps)
+    return results[0] if results else qkv
 
 
 def attention_paged(

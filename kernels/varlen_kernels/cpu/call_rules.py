@@ -134,9 +134,9 @@ def _int8_panels(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
     return Work(units, multiplications // 2)
 
 
-def _key_heads(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
+def _tokens(extents: Sequence[Extent], _: Sequence[float]) -> Work:
     rows, columns = extents[0]
-    return Work(int(constants[0]), _OF_NUMBER * rows * columns)
+    return Work(rows, _OF_NUMBER * rows * columns)
 
 
 def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
@@ -202,12 +202,18 @@ def _activate(bias: int | None) -> CallRule:
     return CallRule("activate", tensors, "ddd", _rows, lambda attributes, _: (_kind(attributes),))
 
 
+# Without positions there is neither a weight of keys nor a result: the last tensor is None, too.
 _APPEND = CallRule(
     "append",
-    (0, 1, 2, 3),
-    "dldd",
-    _key_heads,
-    lambda attributes, shapes: (attributes["num_kv_heads"], *shapes[2][2:]),
+    (0, 1, 2, 3, 4, 5, 6, 7, -1),
+    "dlddifddd",
+    _tokens,
+    lambda attributes, shapes: (
+        attributes["num_heads"],
+        attributes["num_kv_heads"],
+        *shapes[2][2:],
+        float(attributes["eps"]),
+    ),
 )
 
 
@@ -279,7 +285,7 @@ RULES: Mapping[str, tuple[CallRule, ...]] = {
     "embed": (_gather(0, 1, 2, 3, None, None, -1),),
     "embed_layer_norm": (_gather(0, 3, 1, 4, 2, 5, -1), _norm(-1, None, 6, 7, -1, -1)),
     "select_rows": (_gather(1, 0, None, None, None, None, -1),),
-    "rotary": (CallRule("rotate", (0, 1, 2, -1), "difd", _rows, _heads),),
+    "rotary": (CallRule("rotate", (0, 1, 2, None, -1), "difdd", _rows, _heads),),
     "append_kv": (_APPEND,),
     "attention_paged": (_attend_blocks("attend_tokens"), _attend_blocks("attend_chunks")),
     "attention_varlen": (_ATTEND,),

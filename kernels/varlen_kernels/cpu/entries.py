@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from varlen_kernels.cpu import beam_entries
 from varlen_kernels.cpu.activation_kinds import NO_ACTIVATION
 from varlen_kernels.cpu.arguments import (
@@ -34,9 +36,9 @@ from varlen_kernels.cpu.epilogues import (
     activated,
     load_up_to,
     load_within,
-    store_up_to,
     store_within,
 )
+from varlen_kernels.cpu.heads import write_rotated_head
 from varlen_kernels.cpu.int8_panels import multiply_int8_units
 from varlen_kernels.cpu.int8_rows import dequantize_some_rows, quantize_some_rows
 from varlen_kernels.cpu.kv_blocks import append_rows, copy_some_blocks
@@ -211,12 +213,13 @@ def _gather(view: Any) -> Entry:
 
 
 def _append(view: Any) -> Entry:
-    # qkv, slots, keys, values; key heads, tokens of a block, head_dim; a unit is a key head
-    matrix, cache = matrix_of(view), cache_of(view)
+    # qkv, slots, keys, values, position_ids, cos_sin, query_weight, key_weight, out; heads, key heads, tokens of a
+    # block, head_dim, eps; a unit is a token
+    matrix, cache, row = matrix_of(view), cache_of(view), row_of(view)
 
     @inlined
     def append(arguments, first, last):
-        head_dim = number(arguments, 14)
+        head_dim = number(arguments, 30)
         append_rows(
             first,
             last,
@@ -224,8 +227,15 @@ def _append(view: Any) -> Entry:
             long_ids_of(arguments, 1),
             cache(arguments, 2, head_dim),
             cache(arguments, 3, head_dim),
-            number(arguments, 12),
-            number(arguments, 13),
+            ids_of(arguments, 4),
+            fp32(arguments, 5),
+            row(arguments, 6),
+            row(arguments, 7),
+            number(arguments, 27),
+            number(arguments, 28),
+            number(arguments, 29),
+            fp32_number(arguments, 31),
+            matrix(arguments, 8),
         )
         return 0
 
@@ -323,37 +333,33 @@ def _attend_distances(view: Any) -> Entry:
     return attend
 
 
-@inlined
-def _copy(source, out, row, first, last):
-    """Copy the columns from `first` to `last` - 1 of a row."""
-    for column in range(first, last, LANES):
-        value = load_up_to(source, row, column, last - column)
-        store_up_to(out, row, column, value, last - column)
-
-
 def _rotate(view: Any) -> Entry:
-    # qkv, position_ids, cos_sin, out; rotated heads, head_dim; a unit is a token
-    matrix = matrix_of(view)
+    # qkv, position_ids, cos_sin, no weight, out; rotated heads, head_dim; a unit is a token
+    matrix, as_row = matrix_of(view), row_of(view)
 
     @inlined
     def rotate(arguments, first, last):
         qkv, ids, cos_sin = matrix(arguments, 0), ids_of(arguments, 1), fp32(arguments, 2)
-        out, heads, head_dim = matrix(arguments, 3), number(arguments, 12), number(arguments, 13)
-        half, width = cos_sin.shape[1] // 2, qkv.shape[1]
+        no_weight, out = as_row(arguments, 3), matrix(arguments, 4)
+        heads, head_dim, width = number(arguments, 15), number(arguments, 16), qkv.shape[1]
         for row in range(first, last):
-            place = ids[row]
             for head in range(heads):
-                begin = head * head_dim
-                for i in range(0, half, LANES):
-                    count, other = half - i, begin + half + i
-                    one = load_up_to(qkv, row, begin + i, count)
-                    two = load_up_to(qkv, row, other, count)
-                    cos = load_up_to(cos_sin, place, i, count)
-                    sin = load_up_to(cos_sin, place, half + i, count)
-                    store_up_to(out, row, begin + i, one * cos - two * sin, count)
-                    store_up_to(out, row, other, two * cos + one * sin, count)
-                _copy(qkv, out, row, begin + 2 * half, begin + head_dim)
-            _copy(qkv, out, row, heads * head_dim, width)
+                column = head * head_dim
+                write_rotated_head(
+                    qkv,
+                    row,
+                    column,
+                    head_dim,
+                    no_weight,
+                    np.float32(0),
+                    cos_sin,
+                    np.int64(ids[row]),
+                    out,
+                    row,
+                    column,
+                )
+            for column in range(heads * head_dim, width, LANES):
+                store_within(out, row, column, load_within(qkv, row, column))
         return 0
 
     return rotate

@@ -5,6 +5,7 @@ Source: the specification is `reference.append_kv`.
 
 import numpy as np
 
+from varlen_kernels.cpu.heads import write_rotated_head
 from varlen_kernels.cpu.lanes import load, load_first, store, store_first
 from varlen_kernels.cpu.native import copy_bytes, inlined
 from varlen_kernels.cpu.target_cpu import LANES
@@ -33,29 +34,67 @@ def block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size):
 
 @inlined
 def append_rows(
-    first_head,
-    last_head,
+    first,
+    last,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     slots,  # [tokens]
     keys,  # [blocks * num_kv_heads * block_size, head_dim]
     values,  # [blocks * num_kv_heads * block_size, head_dim]
+    position_ids,  # [tokens], or [0] for no rotation
+    cos_sin,  # [positions, head_dim]
+    query_weight,  # [1, head_dim], or [0, 0] for no norm
+    key_weight,  # [1, head_dim], or [0, 0] for no norm
+    num_heads,
     num_kv_heads,
     block_size,
+    eps,
+    out,  # [tokens, qkv.shape[1]], gets rotated queries
 ):
-    """Write the keys and values of some key heads."""
+    """Write the keys and values of some tokens, and their queries if these are rotated."""
     head_dim = keys.shape[1]
-    first_value = qkv.shape[1] - num_kv_heads * head_dim
-    first_key = first_value - num_kv_heads * head_dim
-    # by head, because the slots of neighbouring tokens are neighbours
-    for head in range(first_head, last_head):
-        column = head * head_dim
-        for token in range(len(slots)):
+    is_rotated = len(position_ids) > 0
+    if is_rotated:
+        for token in range(first, last):
+            position = np.int64(position_ids[token])
+            for head in range(num_heads):
+                column = head * head_dim
+                write_rotated_head(
+                    qkv,
+                    token,
+                    column,
+                    head_dim,
+                    query_weight,
+                    eps,
+                    cos_sin,
+                    position,
+                    out,
+                    token,
+                    column,
+                )
             if slots[token] < 0:
                 continue
-            block, place = slots[token] // block_size, slots[token] % block_size
-            row = (block * num_kv_heads + head) * block_size + place
-            copy_row(qkv, token, first_key + column, head_dim, keys, row)
-            copy_row(qkv, token, first_value + column, head_dim, values, row)
+            for head in range(num_kv_heads):
+                column = (num_heads + head) * head_dim
+                row = _slot_row(slots[token], head, num_kv_heads, block_size)
+                write_rotated_head(
+                    qkv, token, column, head_dim, key_weight, eps, cos_sin, position, keys, row, 0
+                )
+    # by head, because the slots of neighbouring tokens are neighbours
+    for head in range(num_kv_heads):
+        column = (num_heads + head) * head_dim
+        for token in range(first, last):
+            if slots[token] < 0:
+                continue
+            row = _slot_row(slots[token], head, num_kv_heads, block_size)
+            if not is_rotated:
+                copy_row(qkv, token, column, head_dim, keys, row)
+            copy_row(qkv, token, column + num_kv_heads * head_dim, head_dim, values, row)
+
+
+@inlined
+def _slot_row(slot, kv_head, num_kv_heads, block_size):
+    """Return the row of a slot in the cache, for one key head."""
+    return (slot // block_size * num_kv_heads + kv_head) * block_size + slot % block_size
 
 
 @inlined

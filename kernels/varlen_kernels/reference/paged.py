@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
+from varlen_kernels.reference.heads import norm_heads, rotary
 from varlen_kernels.reference.torch_parts import bias_by_distance, split_heads
 
 
@@ -14,18 +15,41 @@ def append_kv(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
+    position_ids: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
-) -> None:
-    """Write the keys and values of each token into its slot of the caches.
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Write keys and values of tokens into their slots; return the rows with queries.
+
+    With `cos_sin`, queries and keys are rotated first, and with weights they are normed before that: this op is then
+    `norm_heads`, `rotary` and the append in one.
+
+    Returns:
+        `qkv` as it is without `cos_sin`, else `out`. There, only the queries mean something: `attention_paged` reads
+        keys from the caches.
 
     Args:
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token. `num_heads`
             is 0 if there are only keys and values: an encoder's output, which cross-attention reads.
         slots: `[tokens]` int64, block · block_size + place in the block, no slot twice; -1 writes nothing.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place.
+        position_ids: `[tokens]` int32, given with `cos_sin`.
+        cos_sin: `[positions, head_dim]` fp32, see `rotary`.
+        query_weight, key_weight: `[head_dim]`, given with `cos_sin` or not at all, see `norm_heads`.
+        eps: added to the mean square.
+        out: may be `qkv`; ignored without `cos_sin`.
     """
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    if position_ids is not None and cos_sin is not None:
+        if query_weight is not None and key_weight is not None:
+            qkv = norm_heads(qkv, query_weight, key_weight, **heads, eps=eps, out=out)
+        qkv = rotary(qkv, position_ids, cos_sin, **heads, out=out)
     _, keys, values = split_heads(qkv, num_heads, num_kv_heads)
     block_size = key_cache.shape[2]
     written = slots >= 0
@@ -34,6 +58,7 @@ def append_kv(
     block, place = slots // block_size, slots % block_size
     key_cache[block, :, place] = keys.to(key_cache.dtype)
     value_cache[block, :, place] = values.to(value_cache.dtype)
+    return qkv
 
 
 def paged_tiles(

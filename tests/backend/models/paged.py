@@ -49,7 +49,7 @@ def run_in_chunks(
     ids = np.random.default_rng(seed).permutation(sum(needed) + 3).tolist()
     for row, count in zip(rows, needed, strict=True):
         row.blocks = [ids.pop() for _ in range(count)]
-    program, arena, caches = _record(folder, sum(needed) + 3, block_size, dtype)
+    program, arena, caches = record_step(folder, sum(needed) + 3, block_size, dtype)
     program = use_paths(program, {}, path) if compiled else program
     run = runner_of(program, caches, compiled=compiled)
     step = 0
@@ -87,7 +87,7 @@ def runner_of(program, caches, *, compiled):
     return run
 
 
-def _record(folder, num_blocks, block_size, dtype):
+def record_step(folder, num_blocks, block_size, dtype):
     """Return a program for hidden states and logits, its arena and poisoned caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("generate")

@@ -1,5 +1,7 @@
 """Random decoders of every family and option match transformers in fp32: hidden states and logits."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from varlen.request.request import RequestOptions
 
 from ..requests import prompt_of
 from .oracle import decoded, load_oracle
-from .paged import run_in_chunks
+from .paged import record_step, run_in_chunks
 
 GPT2, LLAMA, MISTRAL = "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -202,3 +204,23 @@ def test_a_tied_output_is_a_view_of_the_embeddings(make_checkpoint, case):
 
     assert decoder.output.weight.data_ptr() == decoder.token_table.data_ptr()
     assert decoder.output.weight.shape == decoder.token_table.t().shape
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3"])
+def test_a_step_norms_rotates_and_appends_in_one_op_over_one_tensor(make_checkpoint, case):
+    folder = make_checkpoint(*CASES[case][:1])
+
+    program, _, _ = record_step(folder, 4, 16, torch.float32)
+
+    layers = len(program.states) // 2
+    kernels = [op.kernel for op in program.ops]
+    assert kernels.count("append_kv") == kernels.count("attention_paged") == layers
+    assert not {"norm_heads", "rotary"} & set(kernels)
+    for before, append in pairwise(program.ops):
+        if append.kernel == "append_kv":
+            assert before.kernel == "linear"
+            assert append.reads[0] == before.results[0]
+            # queries are rotated where the product wrote them
+            for queries in append.results:
+                place = program.buffer_of[queries.name]
+                assert place == program.buffer_of[before.results[0].name]

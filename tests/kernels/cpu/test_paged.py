@@ -164,6 +164,74 @@ def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype,
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def rotated_inputs(tokens, heads, kv_heads, dim, dtype, *, is_normed):
+    """Return the arguments of an append with rotary positions; caches hold NaN."""
+    qkv = rand(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(5))[:tokens]
+    slots[tokens // 2] = -1
+    caches = [torch.full((4, kv_heads, 16, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    positions = torch.arange(tokens, dtype=torch.int32) * 3
+    weights = [rand(dim, dtype=dtype, seed=seed) if is_normed else None for seed in (1, 2)]
+    return qkv, slots, *caches, positions, rand(3 * tokens, dim, seed=4), *weights
+
+
+APPENDED_HEADS = pytest.mark.parametrize(
+    "heads, kv_heads, dim", [(1, 1, 2), (3, 3, 20), (8, 2, 64), (7, 1, 80), (4, 2, 128)], ids=str
+)
+
+
+@DTYPES
+@APPENDED_HEADS
+def test_an_append_with_rotary_positions_has_the_bits_of_both_ops(heads, kv_heads, dim, dtype):
+    qkv, slots, *caches, positions, cos_sin, _, _ = rotated_inputs(
+        9, heads, kv_heads, dim, dtype, is_normed=False
+    )
+    copies, settings = (
+        [cache.clone() for cache in caches],
+        {"num_heads": heads, "num_kv_heads": kv_heads},
+    )
+    rotated = cpu.rotary(qkv, positions, cos_sin, **settings)
+    cpu.append_kv(rotated, slots, *copies, **settings)
+    out = torch.full_like(qkv, torch.nan)
+
+    assert cpu.append_kv(qkv, slots, *caches, positions, cos_sin, **settings, out=out) is out
+
+    assert torch.equal(out[:, : heads * dim], rotated[:, : heads * dim])
+    for actual, expected in zip(caches, copies, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@DTYPES
+@APPENDED_HEADS
+def test_an_append_with_norms_matches_the_reference_in_float64(heads, kv_heads, dim, dtype):
+    args = rotated_inputs(9, heads, kv_heads, dim, dtype, is_normed=True)
+    settings = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": 1e-3}
+    args64 = [each.double() if each.is_floating_point() else each.clone() for each in args]
+    expected = reference.append_kv(*args64, **settings)[:, : heads * dim]
+    qkv = args[0]
+
+    # in place, as a program runs it
+    assert cpu.append_kv(*args, **settings, out=qkv) is qkv
+
+    check(qkv[:, : heads * dim], expected, dtype)
+    for actual, right in zip(args[2:4], args64[2:4], strict=True):
+        assert torch.equal(actual.isnan(), right.isnan())
+        check(actual.nan_to_num(), right.nan_to_num(), dtype)
+
+
+def test_an_append_shared_by_threads_has_the_same_bits(monkeypatch):
+    args, same = (rotated_inputs(40, 4, 2, 64, torch.float32, is_normed=True) for _ in range(2))
+    settings = {"num_heads": 4, "num_kv_heads": 2, "eps": 1e-3}
+    expected = cpu.append_kv(*args, **settings)[:, :256]
+    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    assert torch.equal(cpu.append_kv(*same, **settings)[:, :256], expected)
+    for actual, right in zip(same[2:4], args[2:4], strict=True):
+        torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
+
+
 @DTYPES
 def test_blocks_are_copied_in_all_layers_and_nothing_else_changes(dtype):
     memory = rand(4, 6, 2, 4, 6, dtype=dtype)

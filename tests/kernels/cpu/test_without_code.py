@@ -53,8 +53,9 @@ def calls():
 
     def append(ops):
         copies = [cache.clone() for cache in caches]
-        ops.append_kv(qkv, torch.arange(3, 10), *copies, **heads)
-        return torch.stack(copies)
+        slots, positions = torch.arange(3, 10), torch.arange(7, dtype=torch.int32)
+        rows = ops.append_kv(qkv, slots, *copies, positions, rand(9, 8, seed=3), **heads)
+        return torch.cat([each.flatten() for each in (rows, *copies)])
 
     x = rand(4, 2048)
 

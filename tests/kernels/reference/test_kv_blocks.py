@@ -230,8 +230,51 @@ def test_append_kv_writes_each_token_into_its_slot(block_size, heads, key_heads,
             block, place = divmod(slot, block_size)
             expected[0, block, :, place] = by_head[token, heads : heads + key_heads]
             expected[1, block, :, place] = by_head[token, heads + key_heads :]
-    assert returned is None
+    assert returned is qkv
     np.testing.assert_array_equal(np.stack([f64(cache) for cache in caches]), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("is_normed", [False, True], ids=["rotated", "normed"])
+@HEADS
+def test_append_kv_norms_and_rotates_queries_and_keys_first(heads, key_heads, is_normed, dtype):
+    qkv, dim = rand(9, (heads + 2 * key_heads) * 6, dtype=dtype), 6
+    caches = [torch.full((2, key_heads, 16, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    slots = np.array([31, 0, 5, -1, 17, 2, 1, 30, 16])
+    positions = np.array([0, 1, 2, 49, 7, 7, 0, 3, 20])
+    angles = np.outer(np.arange(50), [1.0, 0.3, 0.01])
+    cos_sin = torch.from_numpy(np.hstack([np.cos(angles), np.sin(angles)])).float()
+    weights = [rand(dim, dtype=dtype, seed=seed) if is_normed else None for seed in (1, 2)]
+    out = torch.full_like(qkv, torch.nan)
+
+    returned = reference.append_kv(
+        qkv,
+        torch.tensor(slots),
+        *caches,
+        torch.tensor(positions, dtype=torch.int32),
+        cos_sin,
+        *weights,
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        eps=1e-3,
+        out=out,
+    )
+
+    by_head = f64(qkv).reshape(9, -1, dim)
+    parts = np.split(by_head, [heads, heads + key_heads], axis=1)
+    for part, weight in zip(parts, weights, strict=False):
+        if weight is not None:
+            part[:] = part * f64(weight) / np.sqrt((part**2).mean(-1, keepdims=True) + 1e-3)
+        # a pair is a complex number, multiplied by exp(i angle)
+        pairs = (part[..., :3] + 1j * part[..., 3:]) * np.exp(1j * angles[positions])[:, None]
+        part[..., :3], part[..., 3:] = pairs.real, pairs.imag
+    assert returned is out
+    check(out[:, : heads * dim], parts[0].reshape(9, -1), dtype)
+    for cache, expected in zip(caches, parts[1:], strict=True):
+        # [places, key heads, dim]
+        places = cache.transpose(1, 2).flatten(0, 1)
+        check(places[slots[slots >= 0]], expected[slots >= 0], dtype)
+        assert places[np.setdiff1d(np.arange(32), slots)].isnan().all()
 
 
 def test_append_kv_accepts_keys_and_values_alone():

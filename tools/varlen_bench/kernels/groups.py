@@ -101,7 +101,9 @@ def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
         for new_tokens, contexts, text in steps
     ]
     appends = [
-        kv_blocks.append_kv(grid.serving_tokens, *heads, dtype) for heads in grid.decoder_heads
+        kv_blocks.append_kv(grid.serving_tokens, *heads, dtype, rotated=rotated)
+        for heads in grid.decoder_heads
+        for rotated in (False, True)
     ]
     return calls + appends
 

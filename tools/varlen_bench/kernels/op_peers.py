@@ -225,6 +225,8 @@ def _attention_paged(call: OpCall) -> Peers:
 
 
 def _append_kv(call: OpCall) -> Peers:
+    if "cos_sin" in call.inputs:
+        return Peers(())
     heads, key_heads = call.options["num_heads"], call.options["num_kv_heads"]
 
     def indexed(

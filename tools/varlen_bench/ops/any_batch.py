@@ -52,7 +52,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "masked_softmax": lambda lengths, dtype: padded.masked_softmax(
         lengths, max(lengths), 12, dtype
     ),
-    "append_kv": _of_tokens(kv_blocks.append_kv, 12, 4, 64),
+    "append_kv": _of_tokens(kv_blocks.append_kv, 12, 4, 64, rotated=True, normed=True),
     "copy_blocks": lambda lengths, dtype: kv_blocks.copy_blocks(len(lengths), 2, 4, 64, dtype),
     "attention_paged": _of_halves(kv_blocks.attention_paged, 12, 4, 64),
     "paged_tiles": _of_halves(kv_blocks.paged_tiles, 12, 4, 64),

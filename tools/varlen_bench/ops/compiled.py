@@ -176,8 +176,14 @@ COMPILED = [
     _call("64", append_kv, 64, 12, 4, 64, narrow=4),
     _call("80", append_kv, 64, 12, 12, 80, dtypes=_ONE),
     # only keys and values
-    _call("64", copy_blocks, 4, 12, 4, 64, narrow=2, dtypes=_ONE),
     _call("64_alone", append_kv, 64, 0, 4, 64, narrow=4, dtypes=_ONE),
+    # Llama and Qwen3; narrow loads read positions, too
+    _call("64_rotated", append_kv, 64, 12, 4, 64, narrow=8, rotated=True),
+    _call("128_rotated", append_kv, 64, 32, 8, 128, narrow=8, dtypes=_ONE, rotated=True),
+    _call(
+        "128_normed", append_kv, 64, 32, 8, 128, narrow=8, dtypes=_ONE, rotated=True, normed=True
+    ),
+    _call("64", copy_blocks, 4, 12, 4, 64, narrow=2, dtypes=_ONE),
     _call("64", paged_tiles, [40] * 4, [64] * 4, 12, 4, 64, dtypes=_ONE),
     _call("64_decode", paged_tiles, [1] * 4, [25] * 4, 12, 4, 64, dtypes=_ONE),
     _paged("64", 64, 40, dtypes=_ALL, tensor_cores=True),

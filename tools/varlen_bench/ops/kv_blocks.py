@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varlen_bench.ops.call import Inputs, Made, Make, OpCall, bounds, random_fp32, unwritten
+from varlen_bench.ops.call import (
+    Inputs,
+    Made,
+    Make,
+    OpCall,
+    bounds,
+    random_fp32,
+    shaped,
+    unwritten,
+)
+from varlen_bench.ops.rows import RMS_NORM_EPS, positions_of
 from varlen_bench.ops.sequences import first_tiles
 
 # Blocks of a model whose blocks are copied.
@@ -21,34 +31,50 @@ def append_kv(
     dtype: torch.dtype,
     *,
     block_size: int = 16,
+    rotated: bool = False,
+    normed: bool = False,
 ) -> OpCall:
-    """Return the append of new keys and values, which fill shuffled blocks in order."""
+    """Return the append of new keys and values, which fill shuffled blocks in order.
+
+    Args:
+        rotated: whether queries and keys get rotary positions.
+        normed: whether they are normed before.
+    """
     blocks = shuffled(-(-tokens // block_size))
     slots = [blocks[i // block_size] * block_size + i % block_size for i in range(tokens)]
     cache = unwritten(dtype, len(blocks), kv_heads, block_size, head_dim)
+    row = (tokens, (heads + 2 * kv_heads) * head_dim)
 
     def read(result: Any, inputs: Inputs) -> Tensor:
         # [blocks * block_size, kv_heads, head_dim] each
         places = [cache.transpose(1, 2).flatten(0, 1) for cache in result]
-        return torch.stack([place[inputs["slots"]] for place in places])
+        appended = torch.stack([place[inputs["slots"]] for place in places])
+        if not rotated:
+            return appended
+        return torch.cat([inputs["out"][:, : heads * head_dim].flatten(), appended.flatten()])
 
+    kinds = [name for name, is_on in (("normed", normed), ("rotated", rotated)) if is_on]
     return OpCall(
         "append_kv",
-        f"{tokens} into {block_size} {heads}/{kv_heads}x{head_dim}",
+        " ".join([f"{tokens} into {block_size} {heads}/{kv_heads}x{head_dim}", *kinds]),
         dtype,
         {
-            "qkv": (tokens, (heads + 2 * kv_heads) * head_dim),
+            "qkv": row,
             "slots": lambda make: make.ints(slots).long(),
             "key_cache": cache,
             "value_cache": cache,
+            **(positions_of(tokens, head_dim) if rotated else {}),
+            **(shaped((head_dim,), "query_weight key_weight") if normed else {}),
         },
-        options={"num_heads": heads, "num_kv_heads": kv_heads},
+        row if rotated else None,
+        {"num_heads": heads, "num_kv_heads": kv_heads, "eps": RMS_NORM_EPS},
         read=read,
         written=("key_cache", "value_cache"),
-        # queries are not read
-        moved=4 * tokens * kv_heads * head_dim * dtype.itemsize + 8 * tokens,
+        # queries that are not rotated are not read; weights and angles stay in the cache
+        moved=2 * tokens * (row[1] if rotated else 2 * kv_heads * head_dim) * dtype.itemsize
+        + 8 * tokens,
         tokens=tokens,
-        threshold=0.0,
+        threshold=None if rotated else 0.0,
     )
 
 

@@ -117,13 +117,18 @@ def rotary(
     tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> OpCall:
     """Return the rotation of each query and key head by its position."""
+    inputs = positions_of(tokens, head_dim)
+    return _heads("rotary", tokens, num_heads, num_kv_heads, head_dim, dtype, inputs)
+
+
+def positions_of(tokens: int, head_dim: int) -> dict[str, Made]:
+    """Return random positions, and the cosines and sines of random angles for each position."""
 
     def cos_sin(make: Tensors) -> Tensor:
         angles = make.random(_POSITIONS, head_dim // 2, dtype=torch.float32)
         return torch.cat((angles.cos(), angles.sin()), dim=1)
 
-    inputs = {"position_ids": ids(_POSITIONS, tokens), "cos_sin": cos_sin}
-    return _heads("rotary", tokens, num_heads, num_kv_heads, head_dim, dtype, inputs)
+    return {"position_ids": ids(_POSITIONS, tokens), "cos_sin": cos_sin}
 
 
 def _heads(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from varlen.models.blocks import inputs
+from varlen.models.blocks.rotary import RotaryPositions
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import State, Value
 from varlen.program.recorder import Recorder
@@ -22,6 +23,7 @@ class Attention(Protocol):
         qkv: Value,
         heads: AttentionHeads,
         *,
+        positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
         bias: Tensor | None = None,
@@ -31,8 +33,9 @@ class Attention(Protocol):
         Args:
             ops: has recorded `qkv`.
             layer: number of the layer, from 0.
-            qkv: queries, keys and values of each token, positions applied.
+            qkv: queries, keys and values of each token.
             heads: heads of the layer.
+            positions: rotary positions of queries and keys; None leaves both as they are.
             scale: multiplies the scores; None is heads.dim ** -0.5.
             window: number of last tokens that a token reads; 0 is all.
             bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
@@ -50,10 +53,15 @@ class PackedAttention:
         qkv: Value,
         heads: AttentionHeads,
         *,
+        positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
         bias: Tensor | None = None,
     ) -> Value:
+        if positions is not None:
+            if positions.norms is not None:
+                qkv = ops.norm_heads(qkv, *positions.norms, heads, eps=positions.norm_eps)
+            qkv = ops.rotary(qkv, inputs.position_ids(ops), positions.cos_sin, heads)
         return ops.attention_varlen(
             qkv,
             inputs.cu_seqlens(ops),
@@ -97,12 +105,27 @@ class PagedAttention(_KvCaches):
         qkv: Value,
         heads: AttentionHeads,
         *,
+        positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
         bias: Tensor | None = None,
     ) -> Value:
         keys, values = self._of(ops, layer, heads)
-        ops.append_kv(qkv, inputs.slots(ops), keys, values, heads)
+        slots = inputs.slots(ops)
+        if positions is None:
+            ops.append_kv(qkv, slots, keys, values, heads)
+        else:
+            qkv = ops.append_kv(
+                qkv,
+                slots,
+                keys,
+                values,
+                heads,
+                inputs.position_ids(ops),
+                positions.cos_sin,
+                positions.norms,
+                eps=positions.norm_eps,
+            )
         return ops.attention_paged(
             qkv,
             keys,

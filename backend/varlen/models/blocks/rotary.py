@@ -1,4 +1,4 @@
-"""The table of rotary positions: cosines and sines of every position's angles.
+"""Rotary positions, and the table of them: cosines and sines of every position's angles.
 
 Source: Su et al. 2021, arXiv:2104.09864; Peng et al. 2023, arXiv:2309.00071 (YaRN). Frequencies are computed in
 fp32 in the order of transformers, so that far positions get the same angles.
@@ -7,6 +7,7 @@ fp32 in the order of transformers, so that far positions get the same angles.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.models.checkpoint.rotary_config import (
@@ -19,6 +20,21 @@ from varlen.models.checkpoint.rotary_config import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPositions:
+    """Rotary positions of queries and keys, and the norms before them.
+
+    Attributes:
+        cos_sin: `[positions, head_dim]` fp32, result of `rotary_table`.
+        norms: `[head_dim]`, weights of the RMS norms of queries and of keys; None for no norms.
+        norm_eps: added to the mean square.
+    """
+
+    cos_sin: Tensor
+    norms: tuple[Tensor, Tensor] | None
+    norm_eps: float
 
 
 def rotary_table(rotary: RotaryConfig, dim: int, device: torch.device) -> Tensor:
