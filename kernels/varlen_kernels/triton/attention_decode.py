@@ -3,8 +3,8 @@
 The work is to read the keys and values, so the context of each token is divided into splits, and many programs read at
 the same time. One program owns one token, one key head and one split; it writes the maximum score, the sum of the
 weights and the weighted sum of the values. A second kernel merges the splits. Tokens are rows of the table of
-`paged_tiles`. The number of splits follows from the shapes of the batch: the host needs no length, and one CUDA graph
-serves every batch of the same shapes.
+`paged_tiles`. The number of splits follows from the shapes of the batch and the device (`splits`): the host needs no
+length, and one CUDA graph serves every batch of the same shapes.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 
@@ -18,29 +18,29 @@ from varlen_kernels.triton.attention_tiles import block_d
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.kv_blocks import attend_to_blocks, tile_heads
 from varlen_kernels.triton.paged_tiles import read_paged_tile
+from varlen_kernels.triton.splits import MAX_SPLITS, choose_splits, multiprocessors
 from varlen_kernels.tuning import Launch, pick
 
-# Programs that keep the memory of a large GPU busy, even if some of them have short contexts.
-_ENOUGH_PROGRAMS = 1024
-MAX_SPLITS = tl.constexpr(32)
-# Fewest keys of a split: shorter ones cost more in the merge than they gain.
-_MIN_SPLIT = 256
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 # Query heads of one program: the fewest rows of a matrix product on tensor cores.
 _ROWS = tl.constexpr(16)
 
 # (BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element); the first is the default. Two stages keep one more
 # block of keys in flight, because the block table is read a stage before the keys.
-_TILES: dict[tuple[int, int], list[tuple[int, int, int]]] = {
-    (64, 2): [(64, 4, 3), (64, 4, 5), (32, 2, 5), (128, 4, 3)],
-    (128, 2): [(64, 4, 3), (64, 4, 5), (32, 4, 5), (64, 8, 3)],
-    (256, 2): [(32, 4, 3), (64, 8, 3), (32, 8, 3)],
-    (64, 4): [(32, 4, 3), (32, 4, 5), (32, 2, 3)],
-    (128, 4): [(32, 4, 3), (32, 8, 3), (16, 4, 3)],
-    (256, 4): [(32, 8, 3), (16, 8, 3)],
+# For each tile the programs that a multiprocessor of sm_90 holds, by registers and shared memory; sm_80 holds up to two
+# fewer.
+_TILES: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {
+    (64, 2): {(64, 4, 3): 8, (64, 4, 5): 6, (32, 2, 5): 11, (128, 4, 3): 5},
+    (128, 2): {(64, 4, 3): 5, (64, 4, 5): 3, (32, 4, 5): 5, (64, 8, 3): 3},
+    (256, 2): {(32, 4, 3): 4, (64, 8, 3): 2, (32, 8, 3): 3},
+    (64, 4): {(32, 4, 3): 4, (32, 4, 5): 4, (32, 2, 3): 5},
+    (128, 4): {(32, 4, 3): 3, (32, 8, 3): 1, (16, 4, 3): 3},
+    (256, 4): {(32, 8, 3): 1, (16, 8, 3): 1},
 }
+_TILE_NAMES = ("BLOCK_N", "num_warps", "num_stages")
 
 
-@triton.jit(do_not_specialize=["first_row", "splits", "bias_width"])
+@triton.jit(do_not_specialize=["first_row", "splits", "min_keys", "bias_width"])
 def _read_split_kernel(
     qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
@@ -52,6 +52,7 @@ def _read_split_kernel(
     sums_ptr,  # [rows, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; written if SPLIT
     first_row,
     splits,
+    min_keys,  # fewest keys of a split
     bias_width,
     scale,
     QKV_STRIDE: tl.constexpr,
@@ -66,7 +67,6 @@ def _read_split_kernel(
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are several splits
     ONLY_SINGLES: tl.constexpr,  # whether sequences with several new tokens are left out
-    MIN_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
@@ -85,7 +85,7 @@ def _read_split_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    keys = tl.maximum(tl.cdiv(length - first, splits), MIN_SPLIT)
+    keys = tl.maximum(tl.cdiv(length - first, splits), min_keys)
     keys = tl.cdiv(keys, BLOCK_N) * BLOCK_N
     first += split * keys
     end = tl.minimum(length, first + keys)
@@ -169,7 +169,7 @@ def _merge_splits_kernel(
     if (query >= new) | ((new > 1) & ONLY_SINGLES):
         return
     pair = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, MAX_SPLITS)
+    split = tl.arange(0, _MAX_SPLITS)
     sums_ptr += pair * 2 * splits + split
     max_scores = tl.load(sums_ptr, mask=split < splits, other=float("-inf"))
     weight_sums = tl.load(sums_ptr + splits, mask=split < splits, other=0.0)
@@ -216,14 +216,16 @@ def attend_in_splits(
     _, kv_heads, block_size, head_dim = key_cache.shape
     heads, tiles_of_head = tile_heads(num_heads, kv_heads)
     programs = len(rows) * kv_heads * tiles_of_head
-    splits = min(triton.cdiv(_ENOUGH_PROGRAMS, programs), MAX_SPLITS.value)
+    key = (head_dim, num_heads // kv_heads, key_cache.dtype)
+    launch = pick("attention_decode", key, candidate_launches)
+    wave = multiprocessors(qkv.device) * resident_programs(head_dim, key_cache.dtype, launch)
+    chosen = choose_splits(programs, wave)
+    splits = chosen.count
     context, sums = out, out
     if splits > 1:
         pairs = len(rows) * num_heads * splits
         context = torch.empty(pairs * head_dim, dtype=torch.float32, device=qkv.device)
         sums = torch.empty(pairs * 2, dtype=torch.float32, device=qkv.device)
-    key = (head_dim, num_heads // kv_heads, key_cache.dtype)
-    launch = pick("attention_decode", key, candidate_launches)
     _read_split_kernel[(programs, splits)](
         qkv,
         key_cache,
@@ -235,6 +237,7 @@ def attend_in_splits(
         sums,
         rows.start,
         splits,
+        chosen.min_keys,
         0 if bias is None else bias.shape[1],
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
@@ -249,7 +252,6 @@ def attend_in_splits(
         HAS_BIAS=bias is not None,
         SPLIT=splits > 1,
         ONLY_SINGLES=only_singles,
-        MIN_SPLIT=_MIN_SPLIT,
         BLOCK_D=block_d(head_dim),
         **launch,
         **dependent_launch(),
@@ -282,6 +284,20 @@ def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[La
         dtype: dtype of the caches.
     """
     del group
-    names = ("BLOCK_N", "num_warps", "num_stages")
-    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize]
-    return [dict(zip(names, tile, strict=True)) for tile in tiles]
+    return [dict(zip(_TILE_NAMES, tile, strict=True)) for tile in _tiles_of(head_dim, dtype)]
+
+
+def resident_programs(head_dim: int, dtype: torch.dtype, launch: Launch) -> int:
+    """Return the number of programs that a multiprocessor holds.
+
+    Args:
+        head_dim: elements of a key.
+        dtype: dtype of the caches.
+        launch: one of `candidate_launches`.
+    """
+    block_n, num_warps, num_stages = (launch[name] for name in _TILE_NAMES)
+    return _tiles_of(head_dim, dtype)[block_n, num_warps, num_stages]
+
+
+def _tiles_of(head_dim: int, dtype: torch.dtype) -> dict[tuple[int, int, int], int]:
+    return _TILES[max(64, block_d(head_dim)), dtype.itemsize]

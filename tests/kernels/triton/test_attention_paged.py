@@ -1,5 +1,6 @@
 """Paged attention on a GPU or in the interpreter, against the reference in fp64."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from varlen_kernels import reference
 from varlen_kernels.triton import attention_decode, paged_tiles
 from varlen_kernels.triton.attention_paged import attention_paged as attend
+from varlen_kernels.triton.splits import Splits, choose_splits
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -79,9 +81,12 @@ def check_against_reference(step, head_dim, dtype, device, factor=2.0, gap=0, **
 @pytest.fixture(autouse=True)
 def small_launches(monkeypatch, device):
     """Run few programs, and short splits, so that small tests have several."""
-    if device.type == "cpu":
-        monkeypatch.setattr(attention_decode, "_ENOUGH_PROGRAMS", 4)
-    monkeypatch.setattr(attention_decode, "_MIN_SPLIT", 32)
+
+    def short_splits(programs, wave):
+        chosen = choose_splits(programs, 4 if device.type == "cpu" else wave)
+        return replace(chosen, min_keys=32)
+
+    monkeypatch.setattr(attention_decode, "choose_splits", short_splits)
 
 
 @DTYPES
@@ -136,7 +141,7 @@ def test_a_chunk_may_begin_and_end_anywhere_in_a_block(new, context, device):
 @pytest.mark.parametrize("context", [1, 64, 65, 100])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_splits_may_be_full_partial_or_empty(splits, context, device, monkeypatch):
-    monkeypatch.setattr(attention_decode, "_ENOUGH_PROGRAMS", splits)
+    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(splits, 32))
 
     check_against_reference([(1, context)], 16, torch.float32, device)
 

@@ -10,6 +10,7 @@ from varlen_kernels.triton import attention_decode
 from varlen_kernels.triton import paged_tiles as module
 from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.paged_tiles import paged_launch, paged_tiles
+from varlen_kernels.triton.splits import Splits
 
 from .compare import rand
 from .guards import write_guarded
@@ -92,8 +93,7 @@ def test_attention_has_the_same_bits_with_a_table_made_before(step, window, devi
 
 
 def test_a_long_context_beside_a_chunk_is_read_in_splits(device, monkeypatch):
-    monkeypatch.setattr(attention_decode, "_ENOUGH_PROGRAMS", 8)
-    monkeypatch.setattr(attention_decode, "_MIN_SPLIT", 32)
+    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(4, 32))
     inputs, _ = table_inputs([(5, 9), (1, 100)], device)
     settings = {**HEADS, "scale": 0.3}
     made, allocate = [], torch.empty

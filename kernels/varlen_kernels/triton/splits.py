@@ -1,0 +1,65 @@
+"""Splits of a decode step: how many programs read one context.
+
+A GPU holds a wave of programs at once. A last wave that is nearly empty takes about as long as a full one, so the
+number of splits is chosen to fill waves. It follows from shapes and the device only, so a CUDA graph stays valid.
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference", which fills one wave.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+# Splits of one context: a program of the merge reads the results of all.
+MAX_SPLITS = 32
+# Fewest keys of a split where programs run in several waves: shorter ones cost more in the merge than they gain.
+_LONG_SPLIT = 256
+# The same where one wave holds all programs, which then wait for memory more than they share it.
+_SHORT_SPLIT = 64
+# What a program costs beside its keys: its start and its part of the merge, as a part of its context.
+_START = 1 / 32
+# An H100 or H200, where the device is unknown.
+_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How the context of a token is divided.
+
+    Attributes:
+        count: programs of one token and key head.
+        min_keys: fewest keys of a split; with a short context some programs have no keys.
+    """
+
+    count: int
+    min_keys: int
+
+
+@cache
+def choose_splits(programs: int, wave: int) -> Splits:
+    """Return the number of splits with the least predicted time, the lowest of several.
+
+    Args:
+        programs: programs of one split each.
+        wave: number of programs that the device holds at once.
+    """
+    counts = range(1, MAX_SPLITS + 1)
+    count = min(counts, key=lambda count: predicted_time(programs, wave, count))
+    return Splits(count, _SHORT_SPLIT if programs * count <= wave else _LONG_SPLIT)
+
+
+def predicted_time(programs: int, wave: int, splits: int) -> float:
+    """Return the time of a step with long contexts.
+
+    A wave whose programs read whole contexts takes 1.
+    """
+    waves = -(-programs * splits // wave)
+    return waves * (1 / splits + _START)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; of an H100 for other devices."""
+    if device.type != "cuda":
+        return _MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
