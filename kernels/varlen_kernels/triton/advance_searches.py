@@ -14,6 +14,7 @@ from varlen_kernels.reference.beam import BeamCandidates
 from varlen_kernels.reference.beam_search import SearchResults, SearchState
 from varlen_kernels.triton.beam_keys import NO_INDEX, NO_KEY, key_of, value_of
 from varlen_kernels.triton.checks import check_contiguous
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.follow_beams import block_beams
 
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
@@ -185,8 +186,10 @@ def _advance_kernel(
     PLACES: tl.constexpr,
     BLOCK_BEAMS: tl.constexpr,  # power of two >= beams
     BLOCK_ENDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Choose the beams and the answers of one search."""
+    wait_for_kernels(DEPENDENT)
     search = tl.program_id(0)
     searches_ptr += search * _ADVANCE_COLUMNS
     divisors_ptr += search * 2
@@ -286,4 +289,5 @@ def advance_searches(
         BLOCK_ENDS=_BLOCK_ENDS,
         num_warps=1,
         enable_fp_fusion=False,
+        **dependent_launch(),
     )

@@ -28,6 +28,7 @@ from varlen_kernels.triton.beam_keys import (
     without_nan,
 )
 from varlen_kernels.triton.checks import check_contiguous, check_row_layout
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.tuning import pick
 
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
@@ -53,8 +54,10 @@ def _search_beams_kernel(
     BLOCK_BEAMS: tl.constexpr,  # power of two >= BEAMS
     BLOCK_CHUNKS: tl.constexpr,  # power of two >= SUMS
     BLOCK_FOUND: tl.constexpr,  # power of two >= CHUNKS * BEST
+    DEPENDENT: tl.constexpr,
 ):
     """Find the BEST continuations of one sequence among the results of `_search_chunk_kernel`."""
+    wait_for_kernels(DEPENDENT)
     FOUND: tl.constexpr = CHUNKS * BEST
     sequence = tl.program_id(0).to(tl.int64)
     tokens_ptr += sequence * BEST
@@ -194,6 +197,7 @@ def beam_step(
         BLOCK_FOUND=triton.next_power_of_2(chunks * width),
         num_warps=1,
         enable_fp_fusion=launch["enable_fp_fusion"],
+        **dependent_launch(),
     )
     if taken is not None:
         merge_edits(unedited, taken, totals, scores, finished, vocabulary, out)

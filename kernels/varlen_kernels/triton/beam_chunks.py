@@ -19,6 +19,7 @@ from varlen_kernels.triton.beam_keys import (
     value_of,
     without_nan,
 )
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.rows import vector_width
 from varlen_kernels.tuning import Launch
 
@@ -53,8 +54,10 @@ def _search_chunk_kernel(
     TILE: tl.constexpr,  # loaded at once; a multiple of GROUPS * VECTOR
     GROUPS: tl.constexpr,  # a multiple of the threads, so that each thread has whole groups
     VECTOR: tl.constexpr,  # adjacent elements of one load
+    DEPENDENT: tl.constexpr,
 ):
     """Find the BEST logits of one chunk of a row, and its sum of exponentials."""
+    wait_for_kernels(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)  # int64: rows * VOCABULARY may pass 2**31
     chunk = tl.program_id(1)
     if HAS_FINISHED:  # noqa: SIM102  # decided by the compiler
@@ -203,6 +206,7 @@ def search_chunks(
         HAS_FINISHED=has_finished,
         VECTOR=vector,
         **launch,
+        **dependent_launch(),
     )
 
 

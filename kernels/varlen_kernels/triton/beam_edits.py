@@ -22,6 +22,7 @@ from varlen_kernels.triton.beam_keys import (
     value_of,
     without_nan,
 )
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
 _NO_PARENT = tl.constexpr(beam_reference.NO_PARENT)
@@ -53,8 +54,10 @@ def _take_edits_kernel(
     STRIDE: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Take the edited tokens of one row out of its logits."""
+    wait_for_kernels(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)  # int64: rows * STRIDE may pass 2**31
     logits_ptr += row * STRIDE
     begin, end = tl.load(bounds_ptr + row), tl.load(bounds_ptr + row + 1)
@@ -144,8 +147,10 @@ def _merge_edits_kernel(
     BEST: tl.constexpr,
     HAS_FINISHED: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Merge the sorted candidates of one sequence with its edited tokens."""
+    wait_for_kernels(DEPENDENT)
     sequence = tl.program_id(0)
     first_row = sequence * BEAMS
     begin, end = tl.load(bounds_ptr + first_row), tl.load(bounds_ptr + first_row + BEAMS)
@@ -217,6 +222,7 @@ def take_edits(logits: Tensor, edits: BeamEdits, sums: Tensor) -> TakenEdits:
         BLOCK=_BLOCK,
         num_warps=1,
         enable_fp_fusion=False,
+        **dependent_launch(),
     )
     return TakenEdits(edits, taken, bounds)
 
@@ -256,4 +262,5 @@ def merge_edits(
         num_warps=1,
         # the reference rounds a product before it adds
         enable_fp_fusion=False,
+        **dependent_launch(),
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor, int32
 
 from varlen_kernels.reference.paged import check_copies
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 
 # Whole numbers of 4 bytes that a program copies.
 _PART = 1024
@@ -20,8 +21,10 @@ def _copy_blocks_kernel(
     LAYER_STRIDE: tl.constexpr,
     WORDS: tl.constexpr,
     PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Copy a part of one block in one layer."""
+    wait_for_kernels(DEPENDENT)
     copies_ptr += 2 * tl.program_id(0)
     source, copy = tl.load(copies_ptr), tl.load(copies_ptr + 1)
     if source == copy:
@@ -49,4 +52,5 @@ def copy_blocks(memory: Tensor, copies: Tensor) -> None:
         PART=_PART,
         num_warps=4,
         enable_fp_fusion=False,
+        **dependent_launch(),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from varlen_kernels.reference import beam_search as reference
 from varlen_kernels.reference.beam_search import SearchState
 from varlen_kernels.triton.checks import check_contiguous
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 
 _NOT_GIVEN = tl.constexpr(reference.NOT_GIVEN)
 _FOLLOW_COLUMNS = tl.constexpr(reference.FOLLOW_COLUMNS)
@@ -60,8 +61,10 @@ def _follow_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_BEAMS: tl.constexpr,  # power of two >= beams
     BLOCK_COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Give the beams of one search their tokens and block tables."""
+    wait_for_kernels(DEPENDENT)
     searches_ptr += tl.program_id(0) * _FOLLOW_COLUMNS
     first_row, beams = tl.load(searches_ptr), tl.load(searches_ptr + 1)
     length, first_beam = tl.load(searches_ptr + 2), tl.load(searches_ptr + 3)
@@ -153,6 +156,7 @@ def follow_beams(
         BLOCK_COLUMNS=_BLOCK_COLUMNS,
         num_warps=1,
         enable_fp_fusion=False,
+        **dependent_launch(),
     )
 
 

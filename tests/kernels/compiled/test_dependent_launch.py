@@ -6,21 +6,26 @@ import pytest
 import torch
 
 from varlen_bench.dry_run import dry_run
+from varlen_bench.machine_code import cuobjdump
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 
-# The ops of an encoder's forward pass and of a step of generation.
+# The ops of an encoder's forward pass, of a step of generation, and of a step of searches.
 OPS = [
     "activate",
     "activate_gate",
     "add_layer_norm",
+    "advance_searches",
     "append_kv",
     "attention_paged",
     "attention_tiles",
     "attention_varlen",
+    "beam_step",
+    "copy_blocks",
     "embed",
     "embed_layer_norm",
     "first_tokens",
+    "follow_beams",
     "layer_norm",
     "norm_heads",
     "paged_tiles",
@@ -30,19 +35,22 @@ OPS = [
     "rms_norm",
     "rotary",
 ]
+# An access to global memory, or the end of a program, in PTX and in machine code.
 ACCESS = re.compile(r"\b(?:ld|st|cp\.async)\S*\.global|\bret;")
+MACHINE_ACCESS = re.compile(r"\b(?:LDG|STG|LDGSTS|LD|ST|ATOMG?|RED|UBLKCP|EXIT)\b")
 
 
-def compiled_ptx(op, arch):
+def compile_op(op, arch):
     call = ANY_BATCH[op]([100, 70], torch.bfloat16)
     with dry_run(arch) as compiled:
         call.run(kernels("fused"), call.make_empty())
-    return [compilation.ptx for compilation in compiled]
+    return compiled
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_kernel_waits_before_it_touches_memory_or_returns(op):
-    for ptx in compiled_ptx(op, 90):
+    for compilation in compile_op(op, 90):
+        ptx = compilation.ptx
         access = ACCESS.search(ptx)
         assert access is not None
         assert 0 <= ptx.find("griddepcontrol.wait") < access.start()
@@ -50,6 +58,15 @@ def test_a_kernel_waits_before_it_touches_memory_or_returns(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_the_assembler_moves_no_access_before_the_wait(op):
+    for compilation in compile_op(op, 90):
+        code = cuobjdump(compilation, "--dump-sass")
+        access = MACHINE_ACCESS.search(code)
+        assert access is not None
+        assert 0 <= code.find("ACQBULK") < access.start(), compilation.kernel
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_an_older_gpu_has_none_of_it(op):
-    for ptx in compiled_ptx(op, 80):
-        assert "griddepcontrol" not in ptx
+    for compilation in compile_op(op, 80):
+        assert "griddepcontrol" not in compilation.ptx
