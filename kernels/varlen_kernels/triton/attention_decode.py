@@ -27,13 +27,13 @@ _ROWS = tl.constexpr(16)
 
 # (BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element); the first is the default. Two stages keep one more
 # block of keys in flight, because the block table is read a stage before the keys.
-# For each tile the programs that a multiprocessor of sm_90 holds, by registers and shared memory; sm_80 holds up to two
-# fewer.
+# For each tile the programs that a multiprocessor holds, by registers and shared memory: the fewest on sm_80 and sm_90
+# under each Triton. A wave that is too small leaves some programs idle; one that is too large makes a second wave.
 _TILES: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {
-    (64, 2): {(64, 4, 3): 8, (64, 4, 5): 6, (32, 2, 5): 11, (128, 4, 3): 5},
-    (128, 2): {(64, 4, 3): 5, (64, 4, 5): 3, (32, 4, 5): 5, (64, 8, 3): 3},
-    (256, 2): {(32, 4, 3): 4, (64, 8, 3): 2, (32, 8, 3): 3},
-    (64, 4): {(32, 4, 3): 4, (32, 4, 5): 4, (32, 2, 3): 5},
+    (64, 2): {(64, 4, 3): 7, (64, 4, 5): 4, (32, 2, 5): 8, (128, 4, 3): 4},
+    (128, 2): {(64, 4, 3): 4, (64, 4, 5): 2, (32, 4, 5): 4, (64, 8, 3): 3},
+    (256, 2): {(32, 4, 3): 3, (64, 8, 3): 2, (32, 8, 3): 2},
+    (64, 4): {(32, 4, 3): 4, (32, 4, 5): 3, (32, 2, 3): 4},
     (128, 4): {(32, 4, 3): 3, (32, 8, 3): 1, (16, 4, 3): 3},
     (256, 4): {(32, 8, 3): 1, (16, 8, 3): 1},
 }
@@ -288,7 +288,7 @@ def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[La
 
 
 def resident_programs(head_dim: int, dtype: torch.dtype, launch: Launch) -> int:
-    """Return the number of programs that a multiprocessor holds.
+    """Return the number of programs that a multiprocessor holds at least.
 
     Args:
         head_dim: elements of a key.

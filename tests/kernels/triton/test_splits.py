@@ -61,7 +61,7 @@ def test_short_splits_are_allowed_only_in_one_wave(programs, wave):
 
 @pytest.mark.parametrize(
     "programs, wave, count",
-    [(8, 660, 32), (64, 660, 10), (512, 660, 5), (660, 660, 1), (96, 1056, 11), (768, 1056, 4)],
+    [(8, 528, 32), (64, 528, 8), (512, 528, 1), (768, 528, 2), (96, 924, 9), (768, 924, 6)],
     ids=str,
 )
 def test_waves_of_an_h100_are_filled(programs, wave, count):

@@ -200,7 +200,7 @@ COMPILED = [
     _paged("64_decode", 64, 1, kv_heads=12, dtypes=_ALL),
     _paged("64_decode_grouped", 64, 1, dtypes=_ONE),
     # without splits, because the programs fill a wave
-    _paged("128_decode_whole", 128, 1, 165, dtypes=_ONE),
+    _paged("128_decode_whole", 128, 1, 132, dtypes=_ONE),
     _paged("128_decode", 128, 1, block_size=64, window=32, dtypes=_ONE),
     _paged("256_decode", 256, 1),
     # two loads of cu_seqlens and one of `normalize`
