@@ -40,13 +40,13 @@ def find_checkpoint(repository: Path, model: str) -> Path:
 
 
 def _is_varlen(model: Path) -> bool:
-    """Return whether a model is one of ours, such as what an earlier call has written."""
+    """Return whether a model is of varlen, such as one of an earlier call."""
     has_config = (model / "config.pbtxt").is_file()
     return has_config and read_model_config(model).backend == "varlen"
 
 
 def _checkpoints(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the checkpoints in a folder, but no modules of a checkpoint."""
+    """Yield checkpoints in a folder, but not their modules."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         yield folder
     elif depth and folder.is_dir():
