@@ -34,7 +34,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report campaign check docs
+.PHONY: help setup server demo serve examples test test-kernels test-gpu gpu-report campaign check docs
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -86,6 +86,11 @@ demo: server $(MINILM) ## Start a server, embed sentences; train two small model
 
 serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 	$(BIN)/tritonserver --model-repository model_repository
+
+examples: setup ## Run every example against a real server
+	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,examples]'
+	@$(INSTALL) --no-deps triton==$(TRITON)
+	$(BIN)/python -m examples.run_all
 
 test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
 	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/kernels/triton --ignore tests/kernels/compiled)

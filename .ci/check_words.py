@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PATHS = (
-    "kernels backend client tools tests typings docs model_repository .ci .ci/run .github"
-    " Makefile README.md CONTRIBUTING.md mkdocs.yml pyproject.toml constraints.txt"
+    "kernels backend client tools tests typings docs examples model_repository .ci .ci/run .github"
+    " Makefile README.md CONTRIBUTING.md SECURITY.md mkdocs.yml pyproject.toml constraints.txt"
 )
 SUFFIXES = {".py", ".pyi", ".md", ".pbtxt", ".yml"}
 MAX_WORDS = 15
