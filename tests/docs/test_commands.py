@@ -167,7 +167,7 @@ def test_source_files_that_a_page_names_exist(page: str) -> None:
 @cache
 def source_files() -> frozenset[str]:
     """Return the ends of the paths of all source files: `a/b.py` and `b.py`."""
-    folders = ("backend", "kernels", "client", "tools", "tests", ".ci")
+    folders = ("backend", "kernels", "client", "tools", "tests", "examples", ".ci")
     paths = [path for folder in folders for path in (PROJECT / folder).rglob("*.py")]
     parts = [path.relative_to(PROJECT).parts for path in paths]
     return frozenset("/".join(each[begin:]) for each in parts for begin in range(len(each)))

@@ -1,0 +1,54 @@
+"""The Dockerfiles install what the backend imports, copy files that exist, and drop root."""
+
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ci.scripts import PROJECT
+from varlen_tools.install_backend import NEEDED
+
+DOCKERFILES = sorted((PROJECT / "deploy").glob("Dockerfile*"))
+# Patterns of .dockerignore that bring something back.
+KEPT = [
+    line[1:] for line in (PROJECT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
+]
+
+
+@pytest.fixture(params=DOCKERFILES, ids=lambda path: path.name)
+def instructions(request: pytest.FixtureRequest) -> list[str]:
+    """The instructions of a Dockerfile, each in one line."""
+    path: Path = request.param
+    text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line]
+
+
+def test_the_server_gets_every_package_that_the_backend_imports() -> None:
+    text = (PROJECT / "deploy/Dockerfile").read_text()
+    installed = text.partition("--constraint /tmp/constraints.txt")[2].partition("&&")[0]
+
+    assert set(NEEDED) == set(installed.replace("\\", "").split())
+
+
+def test_files_that_are_copied_exist_and_reach_the_builder(instructions: list[str]) -> None:
+    copied = [line.split()[1] for line in instructions if re.match("COPY (?!--from)", line)]
+
+    assert copied
+    for name in copied:
+        assert (PROJECT / name).exists()
+        assert name == "." or any(fnmatch.fnmatch(name, pattern) for pattern in KEPT)
+
+
+def test_what_the_builder_gets_exists() -> None:
+    assert [name for name in KEPT if not (PROJECT / name).exists()] == []
+
+
+def test_a_container_is_not_root_and_is_watched(instructions: list[str]) -> None:
+    begin = max(at for at, line in enumerate(instructions) if line.startswith("FROM "))
+    last_stage = instructions[begin:]
+
+    assert "USER 1000:1000" in last_stage
+    assert any(line.startswith("HEALTHCHECK ") for line in last_stage)
+    # versions of base images are arguments with a default, and no stage has the tag latest
+    assert all("${" in line for line in instructions if line.startswith("FROM "))
