@@ -44,6 +44,12 @@ class MissingProgramError(Exception):
     """An example needs a program that is not on this machine."""
 
 
+class Pages(SimpleHTTPRequestHandler):
+    """Serves files, without a log."""
+
+    def log_message(self, *_: object) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What examples need.
@@ -133,8 +139,7 @@ def chat(at: Place) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise MissingProgramError("there is no Chromium")
-    handler = partial(SimpleHTTPRequestHandler, directory=str(EXAMPLES))
-    handler.func.log_message = lambda *_: None  # type: ignore[method-assign]
+    handler = partial(Pages, directory=str(EXAMPLES))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         threading.Thread(target=pages.serve_forever, daemon=True).start()
         origin, port = f"http://127.0.0.1:{pages.server_port}", str(free_port())
@@ -212,7 +217,7 @@ def main() -> None:
         folder = Path(name)
         sources = [*DEMO_MODELS, *make_models(folder), EXAMPLES / "model_repository"]
         options = ["--port", str(free_port()), "--server-port", str(free_port())]
-        options += ["--repository", folder / "models"]
+        options += ["--repository", str(folder / "models")]
         with process(*VARLEN, "serve", *sources, *options) as server:
             said = wait_for(server, "Ctrl-C")
             address = re.search(r"grpc://[\d.:]+", said)
