@@ -18,6 +18,8 @@ import transformers
 
 from tests.checkpoints import save_checkpoint
 
+from .fakes.server_api import Restricted, ServerApi, read_apis
+
 _FAKES = Path(__file__).parent / "fakes"
 
 MakeCheckpoint = Callable[..., Path]
@@ -46,13 +48,19 @@ def folder(small_bert: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pb_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return a fresh stand-in for the server's module, importable under the real name."""
+def server_api() -> ServerApi:
+    """Return the names of the server's module that all releases in `server_api.json` have."""
+    return ServerApi.common(list(read_apis().values()))
+
+
+@pytest.fixture
+def pb_utils(monkeypatch: pytest.MonkeyPatch, server_api: ServerApi) -> Iterator[ModuleType]:
+    """Return a fresh stand-in for the server's module; importing it gives names of `server_api` only."""
     name = "triton_python_backend_utils"
     spec = importlib.util.spec_from_file_location(name, _FAKES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, Restricted(module, server_api))
     yield module
     # what models of this process have frozen
     gc.unfreeze()

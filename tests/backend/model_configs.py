@@ -1,5 +1,6 @@
 """Model configurations as the server passes them: config.pbtxt as JSON."""
 
+import json
 from types import SimpleNamespace
 
 from varlen.models.checkpoint.labels import NO_LABELS
@@ -26,4 +27,16 @@ def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **change
         "output": [tensor_entry(spec) for spec in outputs],
         "parameters": {key: {"string_value": value} for key, value in (parameters or {}).items()},
         **changes,
+    }
+
+
+def initialize_args(given):
+    """Return the arguments of `initialize` for a configuration."""
+    return {
+        "model_config": json.dumps(given),
+        "model_name": "m",
+        "model_version": "3",
+        "model_instance_name": "m_0",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
     }

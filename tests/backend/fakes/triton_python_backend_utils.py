@@ -97,7 +97,7 @@ class InferenceResponse:
         return self._error
 
 
-class ResponseSender:
+class InferenceResponseSender:
     """Accepts one final response, and parts before it if the model is decoupled.
 
     Any call after the final response crashes the server.
@@ -138,6 +138,14 @@ class ResponseSender:
             self._request.done()
 
 
+class InferenceTrace:
+    def __init__(self, request):
+        self._request = request
+
+    def get_context(self):
+        return self._request.trace_context
+
+
 class InferenceRequest:
     def __init__(
         self,
@@ -162,11 +170,7 @@ class InferenceRequest:
         self.trace_context = None
 
     def trace(self):
-        # the real one returns another object, with this method
-        return self
-
-    def get_context(self):
-        return self.trace_context
+        return InferenceTrace(self)
 
     def inputs(self):
         if self.inputs_fail:
@@ -183,7 +187,7 @@ class InferenceRequest:
         return self._timeout
 
     def requested_output_names(self):
-        return list(self._outputs)
+        return set(self._outputs)
 
     def get_response_sender(self):
         if self.sender_fails:
@@ -191,7 +195,7 @@ class InferenceRequest:
         self.senders += 1
         if self.senders > 1:
             crash("a second response sender")
-        return ResponseSender(self)
+        return InferenceResponseSender(self)
 
 
 class Metric:

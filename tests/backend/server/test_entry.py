@@ -2,14 +2,11 @@
 
 import copy
 import gc
-import importlib
 import json
-import logging
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from threading import Event, Thread
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.backend.model_configs import model_config
+from tests.backend.model_configs import initialize_args, model_config
 from tests.backend.requests import text
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
@@ -28,98 +25,11 @@ from varlen.errors import DeadlineError, ModelFaultError
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import DEFAULT_OPTIONS
 from varlen.server import shared_memory
-from varlen.service import generation, service
 from varlen.telemetry.metrics import SnapshotMetric
 from varlen.telemetry.tracing import RequestTracer
 
 FAKES = Path(__file__).parents[1] / "fakes"
-SERVER_MODULES = ("varlen.server.entry", "varlen.server.process", "varlen.server.replies")
 SECONDS = 20.0
-MAIN_OUTPUTS = ("sentence_embedding", "last_hidden_state", "logits")
-OUR_THREADS = (
-    "varlen-engine",
-    "varlen-sender",
-    "varlen-metrics",
-    "varlen-tokenizer",
-    "varlen-grammar",
-)
-
-
-@pytest.fixture
-def server_model(pb_utils, monkeypatch):
-    """Return a fresh import of the entry point; its watchdog ends immediately."""
-    logger = logging.getLogger("varlen")
-    kept = logger.level, logger.propagate, list(logger.handlers)
-    for name in SERVER_MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module("varlen.server.entry")
-    monkeypatch.setattr(sys.modules["varlen.server.process"], "_WATCHDOG", "exit 0")
-    yield module
-    logger.setLevel(kept[0])
-    logger.propagate = kept[1]
-    logger.handlers[:] = kept[2]
-    for name in SERVER_MODULES:
-        sys.modules.pop(name, None)
-
-
-def args(given):
-    return {
-        "model_config": json.dumps(given),
-        "model_name": "m",
-        "model_version": "3",
-        "model_instance_name": "m_0",
-        "model_instance_kind": "CPU",
-        "model_instance_device_id": "0",
-    }
-
-
-@pytest.fixture
-def our_threads():
-    """Return a function that lists our threads that the test has started.
-
-    Models that other tests of this process share may run too.
-    """
-    others = set(threading.enumerate())
-
-    def our_threads():
-        started = set(threading.enumerate()) - others
-        return [each for each in started if each.name.startswith(OUR_THREADS)]
-
-    return our_threads
-
-
-@pytest.fixture
-def load(server_model, pb_utils, small_bert, monkeypatch, our_threads):
-    """Return a function that loads a model with one thread as its worker."""
-    loaded = []
-    load_workers = service.load_workers
-
-    def load_thread(*args, isolated, **kwargs):
-        return load_workers(*args, isolated=False, **kwargs)
-
-    monkeypatch.setattr(service, "load_workers", load_thread)
-    load_step_model = generation.load_step_model
-
-    def load_here(*args, isolated, **kwargs):
-        return load_step_model(*args, isolated=False, **kwargs)
-
-    monkeypatch.setattr(generation, "load_step_model", load_here)
-
-    def load(folder=small_bert, given=None, **parameters):
-        pb_utils.model_dir = str(folder)
-        model = server_model.TritonPythonModel()
-        parameters = {"dtype": "fp32", "threads": "1", "warmup_seconds": "0", **parameters}
-        model.initialize(args(given or model_config(parameters=parameters)))
-        loaded.append(model)
-        return model
-
-    yield load
-    for model in loaded:
-        finalizer = Thread(target=model.finalize, daemon=True)
-        finalizer.start()
-        finalizer.join(SECONDS)
-        assert not finalizer.is_alive(), "finalize() hangs"
-    assert our_threads() == []
 
 
 def test_a_loaded_model_is_left_out_of_garbage_collections(load):
@@ -128,26 +38,6 @@ def test_a_loaded_model_is_left_out_of_garbage_collections(load):
     load()
 
     assert gc.get_freeze_count() > 10 * len(gc.get_objects())
-
-
-@pytest.fixture
-def ask(pb_utils):
-    """Return a function that makes a request and can wait for its answer."""
-
-    def ask(parameters=None, *, outputs=MAIN_OUTPUTS, timeout=0, decoupled=False, **tensors):
-        answered = Event()
-        request = pb_utils.InferenceRequest(
-            [pb_utils.Tensor(name, array) for name, array in tensors.items()],
-            json.dumps(parameters) if parameters is not None else "",
-            outputs=outputs,
-            timeout=timeout,
-            decoupled=decoupled,
-            on_done=answered.set,
-        )
-        request.answered = answered
-        return request
-
-    return ask
 
 
 def ids(*rows):
@@ -292,7 +182,9 @@ def refuse(reply):
 def test_finalize_answers_texts_that_are_not_tokenized_yet(server_model, pb_utils, small_bert, ask):
     pb_utils.model_dir = str(small_bert)
     model = server_model.TritonPythonModel()
-    model.initialize(args(model_config(parameters={"dtype": "fp32", "warmup_seconds": "0"})))
+    model.initialize(
+        initialize_args(model_config(parameters={"dtype": "fp32", "warmup_seconds": "0"}))
+    )
     requests = [ask(text=text(*["the cat"] * 64)) for _ in range(5)]
     model.execute(requests)
 
@@ -893,12 +785,13 @@ def test_no_frame_of_a_load_error_names_a_path(load, server_model, pb_utils, tmp
 
     for call in (
         lambda: model.auto_complete_config(made),
-        lambda: model.initialize(args(model_config())),
+        lambda: model.initialize(initialize_args(model_config())),
     ):
         with pytest.raises(pb_utils.TritonModelException) as caught:
             call()
 
-        files = [str(entry.path) for entry in caught.traceback][2:]
+        files = [str(entry.path) for entry in caught.traceback]
+        files = [path for path in files if Path(path).parent != Path(__file__).parent]
         assert len(files) == 1
         assert not files[0].endswith(".py")
 
