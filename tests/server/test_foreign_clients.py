@@ -22,7 +22,16 @@ import pytest
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from tests.foreign.calls import CALLS, Addresses, Call
-from tests.foreign.calls.table import DATE, MASKED, MAX_TOKENS, PROMPT, QUERY, REQUESTS, TEXTS
+from tests.foreign.calls.table import (
+    DATE,
+    MASKED,
+    MAX_TOKENS,
+    PROMPT,
+    QUERY,
+    REQUESTS,
+    TEXTS,
+    TOOL_ARGUMENTS,
+)
 from varlen_client import Client
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LocalServer, find_command
@@ -211,6 +220,16 @@ def check_beginning(foreign: Foreign, answer: Any) -> None:
     assert answer != whole
 
 
+def check_usage(foreign: Foreign, answer: Any) -> None:
+    with foreign.connect("gpt2") as client:
+        expected = client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0)
+    assert answer == [expected.text, expected.num_prompt_tokens, len(expected.token_ids)]
+
+
+def check_tool(foreign: Foreign, answer: Any) -> None:
+    assert answer == TOOL_ARGUMENTS
+
+
 def check_models(foreign: Foreign, answer: Any) -> None:
     with foreign.connect("minilm") as client:
         assert sorted(answer) == sorted({each.name for each in client.models() if each.ready})
@@ -234,6 +253,8 @@ CHECKS: Mapping[str, Callable[[Foreign, Any], None]] = {
     "completion": check_text(completion),
     "prompt and completion": check_text(lambda foreign: PROMPT + completion(foreign)),
     "completion without its last part": check_beginning,
+    "completion and usage": check_usage,
+    "tool": check_tool,
     "chat": check_text(chat),
     "translation": check_text(translation),
     "models": check_models,

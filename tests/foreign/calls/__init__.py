@@ -1,6 +1,6 @@
 """Calls of foreign clients; importing them imports no client."""
 
-from . import commands, openai_clients, rerank_clients, server_clients, tei_clients
+from . import commands, frontends, openai_clients, rerank_clients, server_clients, tei_clients
 from .table import CALLS, Addresses, Call
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "Addresses",
     "Call",
     "commands",
+    "frontends",
     "openai_clients",
     "rerank_clients",
     "server_clients",

@@ -13,6 +13,13 @@ PROMPT = "The list of"
 DATE = "March 5, 2021"
 MASKED = "the [MASK] sleeps"
 MAX_TOKENS = 12
+TOOL_ARGUMENTS = {"city": "Oslo"}
+TOOL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 # Requests of each load generator.
 REQUESTS = 10
 
