@@ -1,4 +1,7 @@
-"""What varlen uses of the server's python backend, which exists only inside its stub process."""
+"""What varlen uses of the server's python backend, which exists only inside its stub process.
+
+`ResponseSender`, `InferenceTrace` and `Metric` are types of values, not names of the module: for annotations only.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

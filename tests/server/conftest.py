@@ -1,5 +1,6 @@
 """Fixtures: one server with several models, clients of both protocols, and oracles in process."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 from tests.checkpoints import WORDS, save_checkpoint
 from tests.closeness import encoder_roundings
 from varlen import Encoder
+from varlen_tools import local_server
 from varlen_tools.local_server import LocalServer
 
 from .clients import Client, GrpcClient, HttpClient
@@ -23,6 +25,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests in this folder, with a longer timeout for the server's start."""
     item.add_marker(pytest.mark.server)
     item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_command() -> Iterator[None]:
+    """Run the tritonserver that the variable VARLEN_TEST_SERVER names, if it is set."""
+    find_command = local_server.find_command
+    chosen = os.environ.get("VARLEN_TEST_SERVER")
+
+    def find(name: str) -> str:
+        return chosen if chosen and name == "tritonserver" else find_command(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_server, "find_command", find)
+        yield
 
 
 @pytest.fixture(scope="session")
