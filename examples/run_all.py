@@ -143,7 +143,7 @@ def chat(at: Place) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         threading.Thread(target=pages.serve_forever, daemon=True).start()
         origin, port = f"http://127.0.0.1:{pages.server_port}", str(free_port())
-        # `varlen serve` has no --cors-origin: a gateway of its own. tiny_gpt2 takes 256 tokens.
+        # tiny_gpt2 takes 256 tokens: a gateway with shorter answers
         options = ["--url", at.grpc, "--port", port, "--cors-origin", origin]
         options += ["--chat-max-tokens", "100"]
         with process(*VARLEN, "serve-http", *options) as gateway:

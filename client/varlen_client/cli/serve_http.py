@@ -27,6 +27,13 @@ ApiKeys = Annotated[
         help="Key that requests must have; may be repeated. Prefer the variable: arguments are visible to others.",
     ),
 ]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin",
+        help="Origin of browser pages that may send requests; may be repeated; * is all.",
+    ),
+]
 DEFAULT_PORT = 8080
 
 
@@ -56,12 +63,7 @@ def serve_http(
         ),
     ] = None,
     api_key: ApiKeys = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Origin of browser pages that may send requests; may be repeated; * is all."
-        ),
-    ] = None,
+    cors_origin: CorsOrigins = None,
     max_body_bytes: Annotated[
         int, typer.Option(min=1, help="Largest body of a request.")
     ] = settings.DEFAULT_MAX_BODY_BYTES,

@@ -17,6 +17,7 @@ from varlen_client.cli.serve_http import (
     DEFAULT_PORT,
     LOOPBACK,
     ApiKeys,
+    CorsOrigins,
     Host,
     Port,
     check_access,
@@ -66,6 +67,7 @@ def serve(
         ),
     ] = 8000,
     api_key: ApiKeys = None,
+    cors_origin: CorsOrigins = None,
 ) -> None:
     """Fetch models, start a server and the HTTP gateway, and print requests to try."""
     try:
@@ -90,7 +92,14 @@ def serve(
         try:
             with Ports.taken(host, port, server_port) as ports, server_command() as command:
                 folders = find_models(models, fetching, report=print_message)
-                run(command, folders, ports, api_keys=tuple(api_key or ()), began=began)
+                run(
+                    command,
+                    folders,
+                    ports,
+                    api_keys=tuple(api_key or ()),
+                    cors_origins=tuple(cors_origin or ()),
+                    began=began,
+                )
         except ServeError as error:
             usage_error(str(error))
         except ServerError as error:

@@ -73,6 +73,7 @@ def run(
     ports: Ports,
     *,
     api_keys: tuple[str, ...],
+    cors_origins: tuple[str, ...],
     began: float,
 ) -> None:
     """Run the server and the gateway until a signal ends the gateway.
@@ -82,6 +83,7 @@ def run(
         folders: folders `REPOSITORY/NAME` of the models.
         ports: ports on which both listen.
         api_keys: keys of the gateway.
+        cors_origins: origins of browser pages that may send it requests.
         began: time of `time.monotonic` from which the start counts.
 
     Raises:
@@ -95,7 +97,9 @@ def run(
     with start_server(command, folders, arguments, first_port=ports.server) as server:
         print_message(f"loading {', '.join(folder.name for folder in folders)}")
         server.wait_ready(_LOAD_SECONDS)
-        settings = GatewaySettings(url=server.grpc_url, api_keys=api_keys)
+        settings = GatewaySettings(
+            url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins
+        )
         gateway = uvicorn.Server(
             uvicorn.Config(create_app(settings), log_level="warning", **UVICORN_OPTIONS)
         )
