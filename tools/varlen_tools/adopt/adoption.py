@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
-from tritonclient.grpc import InferenceServerClient
-from tritonclient.utils import InferenceServerException
 
 from varlen.config import DType, EngineConfig
 from varlen.errors import ConfigError
@@ -23,17 +19,16 @@ from varlen.tasks import TASKS, Task
 from varlen_tools.adopt import existing as existing_model
 from varlen_tools.adopt.checkpoint import find_checkpoint
 from varlen_tools.adopt.errors import AdoptError
-from varlen_tools.adopt.existing import Existing, Request, read_existing
-from varlen_tools.adopt.load import Measured, compare_loads
+from varlen_tools.adopt.existing import Existing, Request
+from varlen_tools.adopt.load import Measured
+from varlen_tools.adopt.session import open_session
 from varlen_tools.adopt.view import write_view
 from varlen_tools.doctor.comparison import Comparison, compare_values
 from varlen_tools.fetch import FetchError, fetch
-from varlen_tools.local_server import LocalServer
 from varlen_tools.model_config import Inputs
 from varlen_tools.model_source import read_model_config
-from varlen_tools.serve.server import ServerCommand, start_server
+from varlen_tools.serve.server import ServerCommand
 
-_LOAD_SECONDS = 3600.0
 # Largest difference of a vector's length from 1, if lengths are 1 but for rounding in 16 bits.
 _UNIT = 0.02
 
@@ -108,45 +103,46 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         model = wish.model or _entry(view)
         source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
         report(f"starting a server with {model}")
-        with start_server(command, [view / model]) as server:
-            server.wait_ready(_LOAD_SECONDS)
-            with _asking(server) as client:
-                old = _read_old(client, model, wish.output)
-                return _adopt(wish, old, source, view, replaced, server, client, report)
+        with open_session(command, view, model) as session:
+            old = session.read(model, wish.output)
+            name = wish.name or f"{model}_varlen"
+            report(f"writing {wish.repository / name} from {source}")
+            target = _fetch(wish, source, name, wish.settings, force=wish.force)
+            checkpoint = Checkpoint.open(target / "1")
+            requests = _requests(old, wish.texts, checkpoint)
+            theirs = session.ask(requests)
+            task = _task(theirs[0], checkpoint, wish.settings)
+            if task != checkpoint.task:
+                settings = {**wish.settings, "task": task}
+                target = _fetch(wish, str(target / "1"), name, settings, force=True)
+            report(f"loading {name}")
+            session.add(target)
+            new = _new(old, name, task, theirs)
+            our_requests = _requests(new, wish.texts, checkpoint)
+            comparison = _compare(wish, old, task, session.ask(our_requests), theirs)
+            loads: Sequence[Measured] = ()
+            if wish.seconds:
+                report(f"sending both {wish.concurrency} texts at a time, {wish.seconds:g} s each")
+                loads = session.load([requests, our_requests], wish.concurrency, wish.seconds)
+    return Adoption(old, new, target, task, comparison, loads, replaced)
 
 
-def _adopt(
+def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> list[Request]:
+    """Return the request of each text to a model."""
+    tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    return [model.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in texts]
+
+
+def _compare(
     wish: Wish,
     old: Existing,
-    source: str,
-    view: Path,
-    replaced: Sequence[str],
-    server: LocalServer,
-    client: InferenceServerClient,
-    report: Callable[[str], object],
-) -> Adoption:
-    name = wish.name or f"{old.name}_varlen"
-    report(f"writing {wish.repository / name} from {source}")
-    target = _fetch(wish, source, name, wish.settings, force=wish.force)
-    checkpoint = Checkpoint.open(target / "1")
-    tokenizer = Tokenizer.from_file(str(target / "1" / "tokenizer.json"))
-    tokenizer.no_padding()
-    requests = [old.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in wish.texts]
-    theirs = [_ask(client, request) for request in requests]
-    task = _task(theirs[0], checkpoint, wish.settings)
-    if task != checkpoint.task:
-        settings = {**wish.settings, "task": task}
-        target = _fetch(wish, str(target / "1"), name, settings, force=True)
-    new = _new(old, name, task, theirs)
-    (view / name).symlink_to(target.resolve())
-    report(f"loading {name}")
-    client.load_model(name)
-    ours_requests = [
-        new.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in wish.texts
-    ]
-    ours = [_ask(client, request) for request in ours_requests]
+    task: Task,
+    ours: Sequence[Float32Array],
+    theirs: Sequence[Float32Array],
+) -> Comparison:
     dtype = cast(DType, wish.settings.get("dtype", "auto"))
-    comparison = compare_values(
+    return compare_values(
         TASKS[task].answers,
         old.name,
         actual=ours,
@@ -154,29 +150,6 @@ def _adopt(
         # `auto` may be bf16, and the old model may have rounded too
         dtype="bf16" if dtype == "auto" else dtype,
     )
-    loads: Sequence[Measured] = ()
-    if wish.seconds:
-        report(f"sending both {wish.concurrency} texts at a time, for {wish.seconds:g} s each")
-        url = server.grpc_url.removeprefix("grpc://")
-        loads = asyncio.run(
-            compare_loads(
-                url,
-                [requests, ours_requests],
-                concurrency=wish.concurrency,
-                seconds=wish.seconds,
-            )
-        )
-    return Adoption(old, new, target, task, comparison, loads, replaced)
-
-
-@contextmanager
-def _asking(server: LocalServer) -> Iterator[InferenceServerClient]:
-    """Yield a client; errors of the server are errors of the adoption."""
-    with InferenceServerClient(server.grpc_url.removeprefix("grpc://")) as client:
-        try:
-            yield client
-        except InferenceServerException as error:
-            raise AdoptError(f"the server refuses: {error.message()}") from None
 
 
 def _entry(view: Path) -> str:
@@ -195,13 +168,6 @@ def _entry(view: Path) -> str:
     return found[0]
 
 
-def _read_old(client: InferenceServerClient, model: str, output: str | None) -> Existing:
-    metadata = client.get_model_metadata(model, as_json=True)
-    config = client.get_model_config(model, as_json=True)["config"]
-    optional = [each["name"] for each in config.get("input", ()) if each.get("optional")]
-    return read_existing(model, metadata, optional, output)
-
-
 def _fetch(wish: Wish, source: str, name: str, settings: Mapping[str, str], *, force: bool) -> Path:
     try:
         EngineConfig.from_parameters(settings)
@@ -215,25 +181,6 @@ def _fetch(wish: Wish, source: str, name: str, settings: Mapping[str, str], *, f
         )
     except (ConfigError, FetchError) as error:
         raise AdoptError(str(error)) from None
-
-
-def _ask(client: InferenceServerClient, request: Request) -> Float32Array:
-    """Return the answer to one text: `[features]`, or `[tokens, features]`."""
-    result = client.infer(
-        request.model,
-        list(request.inputs),
-        outputs=request.outputs,
-        parameters=dict(request.parameters),
-    )
-    answer = np.asarray(result.as_numpy(request.output), dtype=np.float32)
-    if answer.ndim > 1 and answer.shape[0] == 1:
-        answer = answer[0]
-    if answer.ndim not in {1, 2}:
-        raise AdoptError(
-            f"{request.model} answers one text with {request.output} of the shape {answer.shape};"
-            " adopt knows one row of features, or of tokens and features"
-        )
-    return answer
 
 
 def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, str]) -> Task:

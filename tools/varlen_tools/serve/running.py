@@ -21,10 +21,8 @@ from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import is_taken
 from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import ServeError
-from varlen_tools.serve.server import ServerCommand, start_server
+from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
 
-# The server ends by itself if a model cannot be loaded; large ones take minutes to be read.
-_LOAD_SECONDS = 3600.0
 _POLL_SECONDS = 0.5
 # Addresses that stand for all of this machine, as clients here call them.
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # read, not bound
@@ -96,7 +94,7 @@ def run(
     arguments = ["--disable-auto-complete-config"] if is_whole else []
     with start_server(command, folders, arguments, first_port=ports.server) as server:
         print_message(f"loading {', '.join(folder.name for folder in folders)}")
-        server.wait_ready(_LOAD_SECONDS)
+        server.wait_ready(LOAD_SECONDS)
         settings = GatewaySettings(
             url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins
         )

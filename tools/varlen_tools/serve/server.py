@@ -16,6 +16,8 @@ from varlen_tools.run_server import ENDPOINTS
 from varlen_tools.setup_server import SERVER_FOLDER, SetupError, backend_package, set_up
 
 _COMMAND = "tritonserver"
+# The server ends by itself if a model cannot be loaded; large ones take minutes to be read.
+LOAD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)

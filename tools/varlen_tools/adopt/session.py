@@ -1,0 +1,96 @@
+"""A server that runs the existing model, and then the new one beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from varlen.request.request import Float32Array
+from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.adopt.existing import Existing, Request, read_existing
+from varlen_tools.adopt.load import Measured, compare_loads
+from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A ready server.
+
+    Attributes:
+        address: host and port of its gRPC endpoint.
+        client: a client of it.
+        view: its model repository, a folder of links.
+    """
+
+    address: str
+    client: InferenceServerClient
+    view: Path
+
+    def read(self, model: str, output: str | None) -> Existing:
+        """Return how a model is asked, by what the server says of it; see `read_existing`."""
+        metadata = self.client.get_model_metadata(model, as_json=True)
+        config = self.client.get_model_config(model, as_json=True)["config"]
+        optional = [each["name"] for each in config.get("input", ()) if each.get("optional")]
+        return read_existing(model, metadata, optional, output)
+
+    def add(self, folder: Path) -> None:
+        """Load a model of another folder."""
+        (self.view / folder.name).symlink_to(folder.resolve())
+        self.client.load_model(folder.name)
+
+    def ask(self, requests: Sequence[Request]) -> list[Float32Array]:
+        """Return the answer to each text: `[features]`, or `[tokens, features]`.
+
+        Raises:
+            AdoptError: an answer has another shape.
+        """
+        return [self._ask(request) for request in requests]
+
+    def load(
+        self, models: Sequence[Sequence[Request]], concurrency: int, seconds: float
+    ) -> list[Measured]:
+        """Return what models do under load; see `compare_loads`."""
+        loads = compare_loads(self.address, models, concurrency=concurrency, seconds=seconds)
+        return asyncio.run(loads)
+
+    def _ask(self, request: Request) -> Float32Array:
+        result = self.client.infer(
+            request.model,
+            list(request.inputs),
+            outputs=request.outputs,
+            parameters=dict(request.parameters),
+        )
+        answer = np.asarray(result.as_numpy(request.output), dtype=np.float32)
+        if answer.ndim > 1 and answer.shape[0] == 1:
+            answer = answer[0]
+        if answer.ndim not in {1, 2}:
+            raise AdoptError(
+                f"{request.model} answers one text with {request.output} of the shape {answer.shape};"
+                " adopt knows one row of features, or of tokens and features"
+            )
+        return answer
+
+
+@contextmanager
+def open_session(command: ServerCommand, view: Path, model: str) -> Iterator[Session]:
+    """Start a server with one model of a view, and end it.
+
+    Raises:
+        AdoptError: the server refuses a request.
+        ServerError: it ends, or does not load the model.
+    """
+    with start_server(command, [view / model]) as server:
+        server.wait_ready(LOAD_SECONDS)
+        address = server.grpc_url.removeprefix("grpc://")
+        with InferenceServerClient(address) as client:
+            try:
+                yield Session(address, client, view)
+            except InferenceServerException as error:
+                raise AdoptError(f"the server refuses: {error.message()}") from None
