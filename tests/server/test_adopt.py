@@ -35,14 +35,13 @@ class TritonPythonModel:
         with torch.inference_mode():
             states = self.model(**inputs).last_hidden_state
         mask = inputs["attention_mask"][:, :, None]
-        vectors = POOLED
+        vectors = (states * mask).sum(1) / mask.sum(1)
         vectors = torch.nn.functional.normalize(vectors).numpy()
         parts = np.split(vectors, np.cumsum([len(r.inputs()[0].as_numpy()) for r in requests])[:-1])
         return [
             pb_utils.InferenceResponse([pb_utils.Tensor("EMBEDDING", part)]) for part in parts
         ]
 """
-MEAN = "(states * mask).sum(1) / mask.sum(1)"
 TEXT_CONFIG = """
 backend: "python"
 max_batch_size: 8
@@ -141,7 +140,7 @@ def test_a_python_model_with_texts_becomes_an_embedding_model(
     checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:
     repository = tmp_path / "repository"
-    files = {"model.py": TEXT_MODEL.replace("POOLED", MEAN)}
+    files = {"model.py": TEXT_MODEL}
     version = write_model(repository, "vectors", TEXT_CONFIG, files)
     checkpoint.rename(version / "weights")
 
@@ -155,22 +154,6 @@ def test_a_python_model_with_texts_becomes_an_embedding_model(
     assert "answers to 12 texts agree, least cosine 1.0000" in result.stdout
     assert "vectors_varlen │" in result.stdout
     assert (repository / "vectors_varlen/1/model.safetensors").is_file()
-
-    again = adopt(repository, texts)
-    assert again.exit_code == 2
-    assert "holds a checkpoint already; --force replaces it" in again.stderr
-
-
-def test_another_pooling_is_found(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    files = {"model.py": TEXT_MODEL.replace("POOLED", "states[:, 0]")}
-    write_model(repository, "vectors", TEXT_CONFIG, files)
-    (repository / "vectors/1/weights").symlink_to(checkpoint)
-
-    result = adopt(repository, texts, "--seconds", "0", "--checkpoint", str(checkpoint))
-
-    assert result.exit_code == 1
-    assert "answers to 12 texts DIFFER" in result.stdout
 
 
 # the exporter warns about its own code

@@ -8,9 +8,11 @@ import pytest
 from google.protobuf import text_format
 from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
+from typer.testing import CliRunner
 
 from tests.checkpoints import WORDS, save_checkpoint
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen_client.cli.main import program
 from varlen_tools.adopt import adoption, view
 from varlen_tools.adopt.checkpoint import find_checkpoint
 from varlen_tools.adopt.errors import AdoptError
@@ -231,3 +233,55 @@ def test_rates_and_latencies_are_of_all_rounds():
     assert measured.rate == 20
     assert measured.percentile(0.5) == pytest.approx(50.5)
     assert measured.percentile(0.99) == pytest.approx(99.01)
+
+
+def adopt(repository: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, *words: str):
+    """Run the command with `FakeSession` in place of a server."""
+    monkeypatch.setattr("varlen_tools.serve.server.set_up", lambda: True)
+    monkeypatch.setattr(adoption, "open_session", FakeSession)
+    command = ["adopt", str(repository), "--texts", str(texts), "--seconds", "0", *words]
+    return CliRunner(env={"COLUMNS": "120"}).invoke(program(), command)
+
+
+class FakeSession:
+    """A server whose models answer with ones; the old model answers the first text otherwise."""
+
+    def __init__(self, command, view, model):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def read(self, model, output):
+        return Existing(model, Tensor("TEXT", "BYTES", 2), {}, "out")
+
+    def add(self, folder):
+        self.added = folder
+
+    def ask(self, requests):
+        answers = [np.ones(32, np.float32) for _ in requests]
+        if not hasattr(self, "added"):
+            answers[0][0] = -2
+        return answers
+
+
+def test_answers_that_differ_and_a_name_that_is_taken_end_it(tmp_path, monkeypatch):
+    repository, texts = tmp_path / "repository", tmp_path / "texts.txt"
+    texts.write_text("\n".join(f"word{number}" for number in range(10)))
+    write_configs(tmp_path, repository='backend: "none"')
+    write_configs(repository, old='backend: "python"')
+    save_checkpoint(repository / "old/1", words=WORDS, hidden_size=32, num_attention_heads=4)
+
+    result = adopt(repository, texts, monkeypatch)
+
+    assert result.exit_code == 1, result.output
+    assert "answers to 10 texts DIFFER, least cosine 0.8" in result.stdout
+    assert "input 0 differs most" in result.stdout
+
+    again = adopt(repository, texts, monkeypatch)
+    assert again.exit_code == 2
+    assert f"{repository}/old_varlen exists; --force replaces it" in again.stderr
+    assert adopt(repository, texts, monkeypatch, "--force").exit_code == 1

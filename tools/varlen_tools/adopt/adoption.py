@@ -101,11 +101,13 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         view = Path(folder)
         replaced = write_view(wish.repository, view, command.backends)
         model = wish.model or _entry(view)
+        name = wish.name or f"{model}_varlen"
+        if (wish.repository / name).exists() and not wish.force:
+            raise AdoptError(f"{wish.repository / name} exists; --force replaces it")
         source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
         report(f"starting a server with {model}")
         with open_session(command, view, model) as session:
             old = session.read(model, wish.output)
-            name = wish.name or f"{model}_varlen"
             report(f"writing {wish.repository / name} from {source}")
             target = _fetch(wish, source, name, wish.settings, force=wish.force)
             checkpoint = Checkpoint.open(target / "1")
