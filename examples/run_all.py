@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.checkpoints import save_checkpoint, set_fields
 from varlen_tools.local_server import free_port
+from varlen_tools.run_server import is_taken
 
 EXAMPLES = Path(__file__).parent
 PROJECT = EXAMPLES.parent
@@ -209,6 +210,14 @@ def wait_for(run: subprocess.Popen[str], text: str) -> str:
     raise RuntimeError(f"a server has ended:\n{said}")
 
 
+def three_free_ports() -> int:
+    """Return the first of three ports that are free now."""
+    while True:
+        first = free_port()
+        if not any(is_taken("127.0.0.1", port) for port in (first + 1, first + 2)):
+            return first
+
+
 def main() -> None:
     """Start the servers, run the examples that are named, or all, and count them."""
     chosen = sys.argv[1:] or list(CHECKS)
@@ -216,8 +225,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="varlen-examples-") as name:
         folder = Path(name)
         sources = [*DEMO_MODELS, *make_models(folder), EXAMPLES / "model_repository"]
-        options = ["--port", str(free_port()), "--server-port", str(free_port())]
-        options += ["--repository", str(folder / "models")]
+        options = ["--port", str(free_port()), "--server-port", str(three_free_ports())]
+        os.environ["XDG_CACHE_HOME"] = str(folder)
         with process(*VARLEN, "serve", *sources, *options) as server:
             said = wait_for(server, "Ctrl-C")
             address = re.search(r"grpc://[\d.:]+", said)

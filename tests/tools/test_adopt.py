@@ -258,12 +258,12 @@ class FakeSession:
     def read(self, model, output):
         return Existing(model, Tensor("TEXT", "BYTES", 2), {}, "out")
 
-    def add(self, folder):
-        self.added = folder
+    def load(self, model):
+        self.loaded = model
 
     def ask(self, requests):
         answers = [np.ones(32, np.float32) for _ in requests]
-        if not hasattr(self, "added"):
+        if not hasattr(self, "loaded"):
             answers[0][0] = -2
         return answers
 
@@ -285,3 +285,20 @@ def test_answers_that_differ_and_a_name_that_is_taken_end_it(tmp_path, monkeypat
     assert again.exit_code == 2
     assert f"{repository}/old_varlen exists; --force replaces it" in again.stderr
     assert adopt(repository, texts, monkeypatch, "--force").exit_code == 1
+    own = adopt(repository, texts, monkeypatch, "--force", "--name", "old")
+    assert "old is a model of another backend; choose another name: --name" in own.stderr
+    assert (repository / "old/config.pbtxt").read_text() == 'backend: "python"'
+
+
+def test_a_model_that_cannot_be_adopted_leaves_nothing_behind(tmp_path, monkeypatch):
+    repository, texts = tmp_path / "repository", tmp_path / "texts.txt"
+    texts.write_text("\n".join(f"word{number}" for number in range(10)))
+    write_configs(tmp_path, repository='backend: "none"')
+    write_configs(repository, old='backend: "python"')
+    save_checkpoint(repository / "old/1", words=WORDS, hidden_size=64, num_attention_heads=4)
+
+    result = adopt(repository, texts, monkeypatch)
+
+    assert result.exit_code == 2
+    assert "which no task of the checkpoint has" in result.stderr
+    assert not (repository / "old_varlen").exists()

@@ -678,6 +678,20 @@ def test_a_name_is_made_from_the_source(source, name):
     assert default_name(source) == name
 
 
+@pytest.mark.parametrize(
+    "folder, name",
+    [
+        ("user@host/My-Model", "my-model"),
+        ("repository/minilm/1", "minilm"),
+        ("hub/models--org--MiniLM/snapshots/5f3c", "minilm"),
+    ],
+)
+def test_a_name_is_made_from_a_folder(folder, name, tmp_path):
+    (tmp_path / folder).mkdir(parents=True)
+
+    assert default_name(str(tmp_path / folder)) == name
+
+
 def said(result) -> str:
     """Return what the command says of a source, with single spaces."""
     return " ".join(result.stderr.split())

@@ -41,6 +41,23 @@ def test_serves_on_loopback_with_this_environments_python(repository, backends):
     assert not log_file.exists()
 
 
+def test_a_signal_while_it_starts_leaves_no_process(repository, tmp_path):
+    command = tmp_path / "tritonserver"
+    command.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    command.chmod(0o755)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt), LocalServer(repository, command=command):
+        pass
+    signal.signal(signal.SIGALRM, before)
+
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
 def test_a_model_that_does_not_load_is_told_with_the_log(repository, backends):
     (backends / "identity/model.py").write_text("raise RuntimeError('no luck today')\n")
 

@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,28 @@ from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import (
     Fetching,
     ServeError,
-    default_repository,
     find_models,
     model_folders,
 )
 from varlen_tools.serve.running import Ports
-from varlen_tools.serve.server import ServerCommand, server_command, start_server
+from varlen_tools.serve.server import (
+    ServerCommand,
+    linked,
+    server_command,
+    start_server,
+)
+from varlen_tools.setup_server import _commands
 
 
-def fetching(folder: Path, name: str | None = None, *, force: bool = False, **settings: str):
-    return Fetching(folder / "kept", name, settings, force=force)
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder of fetched models."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/varlen/models"
+
+
+def fetching(name: str | None = None, *, force: bool = False, **settings: str) -> Fetching:
+    return Fetching(name, settings, force)
 
 
 def find(sources, how: Fetching) -> tuple[list[Path], list[str]]:
@@ -36,75 +50,86 @@ def find(sources, how: Fetching) -> tuple[list[Path], list[str]]:
     return find_models([str(source) for source in sources], how, report=said.append), said
 
 
-def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, tmp_path):
-    [folder], said = find([encoder], fetching(tmp_path))
-    assert folder == tmp_path / "kept/tiny-encoder"
+def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, cache):
+    [folder], said = find([encoder], fetching())
+    assert (folder.name, folder.parent.parent) == ("tiny-encoder", cache)
     assert said == [f"fetching {encoder} into {folder}"]
     (folder / "config.pbtxt").write_text("# mine\n" + (folder / "config.pbtxt").read_text())
 
-    _, said = find([encoder], fetching(tmp_path))
+    # hidden files, such as git's, are not copied
+    (encoder / ".git").mkdir()
+    (encoder / ".git/index").touch()
+    _, said = find([encoder, encoder], fetching())
     assert said == [f"{encoder} is in {folder}; --force fetches it again"]
     assert (folder / "config.pbtxt").read_text().startswith("# mine")
 
-    _, said = find([encoder], fetching(tmp_path, policy="fifo"))
+    _, said = find([encoder], fetching(policy="fifo"))
     assert said == [f"fetching {encoder} into {folder}"]
     assert '"fifo"' in (folder / "config.pbtxt").read_text()
 
     os.utime(encoder / "model.safetensors", ns=(1, 1))
-    _, said = find([encoder], fetching(tmp_path, policy="fifo"))
+    _, said = find([encoder], fetching(policy="fifo"))
     assert said == [f"fetching {encoder} into {folder}"]
 
-    _, said = find([encoder], fetching(tmp_path, force=True, policy="fifo"))
+    _, said = find([encoder], fetching(force=True, policy="fifo"))
     assert said == [f"fetching {encoder} into {folder}"]
 
 
-def test_a_model_that_another_command_made_is_not_replaced(encoder, tmp_path):
-    add_model(tmp_path / "kept", "mine", encoder)
+def test_two_sources_of_one_name_have_folders_of_their_own(encoder, tmp_path):
+    other = tmp_path / "other/Tiny-Encoder"
+    shutil.copytree(encoder, other)
 
-    with pytest.raises(ServeError, match="holds a checkpoint already; --force replaces it"):
-        find([encoder], fetching(tmp_path, "mine"))
+    [[one], _], [[two], _] = find([encoder], fetching()), find([other], fetching())
+
+    assert one.name == two.name == "tiny-encoder"
+    assert one != two
+    with pytest.raises(ServeError, match="both have a model tiny-encoder"):
+        find([encoder, other], fetching())
+
+
+ENSEMBLE = 'platform: "ensemble"\nensemble_scheduling { step [ ] }\n'
 
 
 def test_models_of_a_repository_are_served_where_they_are(encoder, tmp_path):
     repository = tmp_path / "repository"
-    add_model(repository, "one", encoder)
+    add_model(tmp_path / "elsewhere", "v3", encoder)
     add_model(repository, "two", encoder)
+    (repository / "one").symlink_to(tmp_path / "elsewhere/v3")
+    (repository / "all/1").mkdir(parents=True)
+    (repository / "all/config.pbtxt").write_text(ENSEMBLE)
     # a model whose weights are not there, and a folder that is no model
     (repository / "empty/1").mkdir(parents=True)
     (repository / "empty/config.pbtxt").write_text('backend: "varlen"\n')
     (repository / "notes").mkdir()
 
-    assert model_folders(repository) == [repository / "one", repository / "two"]
-    assert model_folders(repository / "one") == [repository / "one"]
-    assert model_folders(encoder) == model_folders(tmp_path / "absent") == []
-    assert find([repository, encoder], fetching(tmp_path))[0] == [
-        repository / "one",
-        repository / "two",
-        tmp_path / "kept/tiny-encoder",
-    ]
+    models = [repository / name for name in ("all", "one", "two")]
+    said: list[str] = []
+    assert model_folders(repository, said.append) == models
+    assert said == [f"{repository}/empty is left out: it has no version with files"]
+    assert model_folders(repository / "one", said.append) == [repository / "one"]
+    assert model_folders(encoder, said.append) == model_folders(tmp_path / "no", said.append) == []
+    assert find([repository, encoder], fetching())[0][:3] == models
+    with linked(models) as links:
+        assert [link.name for link in links] == ["all", "one", "two"]
+        assert {link.parent for link in links} != {repository}
+        assert (links[1] / "config.pbtxt").is_file()
 
 
-def test_options_that_do_not_fit_and_equal_names_are_refused(encoder, tmp_path):
+def test_options_that_do_not_fit_are_refused(encoder, tmp_path):
     repository = tmp_path / "repository"
     add_model(repository, "tiny-encoder", encoder)
 
     for sources, how, message in [
-        ([encoder, encoder], fetching(tmp_path, "a"), "--name is for one checkpoint"),
-        ([repository], fetching(tmp_path, "a"), "--name is for one checkpoint"),
-        ([repository], fetching(tmp_path, dtype="fp32"), "have their settings in config.pbtxt"),
-        ([repository], fetching(tmp_path, force=True), "have their settings in config.pbtxt"),
-        ([repository, encoder], fetching(tmp_path), "two models are named tiny-encoder"),
-        (["no/such/thing"], fetching(tmp_path), "there is no folder no/such/thing"),
-        ([encoder], fetching(tmp_path, task="generate"), "is not served with model_type"),
+        ([encoder, repository], fetching("a"), "--name is for one checkpoint"),
+        ([repository], fetching("a"), "--name is for one checkpoint"),
+        ([repository], fetching(dtype="fp32"), "have their settings in config.pbtxt"),
+        ([repository], fetching(force=True), "have their settings in config.pbtxt"),
+        ([repository, encoder], fetching(), "both have a model tiny-encoder"),
+        (["no/such/thing"], fetching(), "there is no folder no/such/thing"),
+        ([encoder], fetching(task="generate"), "is not served with model_type"),
     ]:
         with pytest.raises(ServeError, match=message):
             find(sources, how)
-
-
-def test_fetched_models_are_kept_in_the_users_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    assert default_repository() == tmp_path / "varlen/models"
 
 
 def test_a_model_is_read_as_the_server_would_load_it(encoder, classifier, tmp_path):
@@ -137,7 +162,8 @@ def test_an_installed_server_gets_the_backend_beside_its_own(monkeypatch, tmp_pa
     server = tmp_path / "opt/bin/tritonserver"
     (tmp_path / "opt/backends/python").mkdir(parents=True)
     server.parent.mkdir()
-    server.touch(mode=0o755)
+    server.write_bytes(b"\x7fELF")
+    server.chmod(0o755)
     (tmp_path / "path").mkdir()
     (tmp_path / "path/tritonserver").symlink_to(server)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
@@ -172,8 +198,21 @@ def test_without_a_server_one_is_assembled(monkeypatch, tmp_path):
     assert done == [True]
 
 
+def test_a_command_of_another_environment_is_no_installed_server(monkeypatch, tmp_path):
+    wrapper = next(iter(_commands(tmp_path / "kit", tmp_path).items()))
+    wrapper[0].write_text(wrapper[1])
+    wrapper[0].chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = []
+    monkeypatch.setattr(server_module, "set_up", lambda: done.append(True))
+
+    with server_command() as command:
+        assert Path(command.path).parent == Path(sys.executable).parent
+    assert (wrapper[0].name, done) == ("tritonserver", [True])
+
+
 def test_a_server_loads_only_the_models_that_were_asked_for(tmp_path):
-    models = [tmp_path / "a/one", tmp_path / "b/two"]
+    models = [tmp_path / "a/one", tmp_path / "a/two"]
 
     with start_server(
         ServerCommand("/bin/echo", tmp_path), models, ["--more"], first_port=7000
@@ -182,7 +221,6 @@ def test_a_server_loads_only_the_models_that_were_asked_for(tmp_path):
 
     assert [word for word in arguments if word.startswith(("--model", "--load"))] == [
         f"--model-repository={tmp_path / 'a'}",
-        f"--model-repository={tmp_path / 'b'}",
         "--model-control-mode=explicit",
         "--load-model=one",
         "--load-model=two",
@@ -195,13 +233,16 @@ def test_taken_ports_are_named_with_the_option():
     taken, free = free_port(), free_port()
     with socket.create_server(("127.0.0.1", taken)):
         with pytest.raises(ServeError, match=f"port {taken} is in use; give a free one: --port"):
-            with Ports.taken("127.0.0.1", taken, 1):
+            with Ports.taken("127.0.0.1", taken, 10):
                 pass
         with pytest.raises(ServeError, match=f"port {taken} is in use; .*--server-port"):
             with Ports.taken("127.0.0.1", free, taken - 1):
                 pass
+    with pytest.raises(ServeError, match=f"--port {free} is one of the server's three"):
+        with Ports.taken("127.0.0.1", free, free - 2):
+            pass
     with pytest.raises(ServeError, match=r"cannot listen on 192\.0\.2\.1"):
-        with Ports.taken("192.0.2.1", free, 1):
+        with Ports.taken("192.0.2.1", free, 10):
             pass
 
 

@@ -104,7 +104,16 @@ def default_name(source: str) -> str:
     """Return a model name: the last part of `source` in lower case, without its version."""
     if match := _PYPI.fullmatch(source):
         return match["requirement"].partition("==")[0].lower()
-    return Path(source.partition("@")[0]).expanduser().resolve().name.lower()
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return PurePosixPath(source.partition("@")[0]).name.lower()
+    parts = folder.resolve().parts
+    # a snapshot in the hub's cache, models--org--name/snapshots/hash, and a version in a repository
+    kept = [part for part in parts if part.startswith("models--")]
+    name = (
+        kept[-1].rpartition("--")[2] if kept else next(p for p in parts[::-1] if not p.isdecimal())
+    )
+    return name.lower()
 
 
 def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:

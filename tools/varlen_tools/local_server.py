@@ -114,6 +114,8 @@ class LocalServer:
                     return self
             raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
         except BaseException:
+            # a signal, perhaps
+            self.stop()
             self._reserved.close()
             self._folder.cleanup()
             raise
@@ -260,5 +262,7 @@ def find_command(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise ServerError(f"there is no {name} command; run `make setup`")
+        raise ServerError(
+            f"there is no {name} command; `make setup` installs it in a clone, `varlen serve` elsewhere"
+        )
     return found

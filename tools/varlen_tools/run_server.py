@@ -142,7 +142,7 @@ def _remove_shared_memory() -> None:
 def _become(binary: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process, so that its process id is the server's."""
     if not binary.is_file():
-        _stop(f"there is no {binary}; run `make setup`")
+        _stop(f"there is no {binary}; run python -m varlen_tools.setup_server")
     os.execve(binary, [binary.name, *arguments], dict(environment))
 
 

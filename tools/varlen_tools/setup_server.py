@@ -6,8 +6,6 @@ environment, the kit, and the commands `tritonserver` and `perf_analyzer` are wr
 For development and tests: in production the server comes from NVIDIA's images.
 """
 
-import contextlib
-import fcntl
 import fnmatch
 import hashlib
 import importlib.util
@@ -20,11 +18,11 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from varlen_tools.folder_lock import exclusive
 from varlen_tools.messages import last_lines
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.run_server import check_numpy, library_path
@@ -122,7 +120,7 @@ def check_machine(
     if not in_venv:
         raise SetupError(
             "not in a virtual environment, so there is no place for the tritonserver command;"
-            " run `make setup`, or activate one first"
+            " make one and activate it: python3 -m venv"
         )
 
 
@@ -156,7 +154,7 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SetupError(f"{folder.parent} cannot be made: {error.strerror}") from None
-    with _exclusive(folder.parent):
+    with exclusive(folder.parent):
         commands = _commands(folder, bin_folder)
         # the stub appends this folder to sys.path
         backend = folder / "backends" / "varlen"
@@ -312,17 +310,6 @@ def _commands(folder: Path, bin_folder: Path) -> dict[Path, str]:
         bin_folder / command: _WRAPPER.format(kit=kit, python=python, command=command)
         for command in _COMMANDS
     }
-
-
-@contextlib.contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder`, without a lock file: one process assembles there."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def set_up() -> bool:

@@ -44,6 +44,8 @@ def check_access(host: str, api_keys: Sequence[str] | None) -> None:
     """
     if not api_keys and API_KEYS in os.environ:
         usage_error(f"{API_KEYS} is set and has no key; unset it to serve without keys")
+    if api_keys and not all(api_keys):
+        usage_error("an API key is empty")
     if host not in LOOPBACK and not api_keys:
         print_message(
             f"warning: {host} may be reached from other machines, and requests need no key"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from varlen.config import DType, EngineConfig
-from varlen.errors import ConfigError
+from varlen.config import DType
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
 from varlen_tools.adopt import existing as existing_model
-from varlen_tools.adopt.checkpoint import find_checkpoint
+from varlen_tools.adopt.checkpoint import find_checkpoint, is_varlen
 from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.adopt.existing import Existing, Request
 from varlen_tools.adopt.load import Measured
@@ -26,7 +26,7 @@ from varlen_tools.adopt.view import write_view
 from varlen_tools.doctor.comparison import Comparison, compare_values
 from varlen_tools.fetch import FetchError, fetch
 from varlen_tools.model_config import Inputs
-from varlen_tools.model_source import read_model_config
+from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.server import ServerCommand
 
 # Largest difference of a vector's length from 1, if lengths are 1 but for rounding in 16 bits.
@@ -102,31 +102,45 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         replaced = write_view(wish.repository, view, command.backends)
         model = wish.model or _entry(view)
         name = wish.name or f"{model}_varlen"
-        if (wish.repository / name).exists() and not wish.force:
-            raise AdoptError(f"{wish.repository / name} exists; --force replaces it")
+        target = wish.repository / name
+        _check_target(target, force=wish.force)
         source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
         report(f"starting a server with {model}")
         with open_session(command, view, model) as session:
             old = session.read(model, wish.output)
-            report(f"writing {wish.repository / name} from {source}")
-            target = _fetch(wish, source, name, wish.settings, force=wish.force)
-            checkpoint = Checkpoint.open(target / "1")
+            report(f"making {name} of {source}")
+            # in the view until it is compared: a server may watch the repository
+            (view / name).unlink(missing_ok=True)
+            made = _fetch(view, source, name, wish.settings)
+            checkpoint = find_source(made, {}).open_checkpoint()
             requests = _requests(old, wish.texts, checkpoint)
             theirs = session.ask(requests)
             task = _task(theirs[0], checkpoint, wish.settings)
             if task != checkpoint.task:
-                settings = {**wish.settings, "task": task}
-                target = _fetch(wish, str(target / "1"), name, settings, force=True)
+                made = _fetch(view, str(made / "1"), name, {**wish.settings, "task": task})
             report(f"loading {name}")
-            session.add(target)
+            session.load(name)
             new = _new(old, name, task, theirs)
             our_requests = _requests(new, wish.texts, checkpoint)
             comparison = _compare(wish, old, task, session.ask(our_requests), theirs)
             loads: Sequence[Measured] = ()
             if wish.seconds:
                 report(f"sending both {wish.concurrency} texts at a time, {wish.seconds:g} s each")
-                loads = session.load([requests, our_requests], wish.concurrency, wish.seconds)
+                loads = session.measure([requests, our_requests], wish.concurrency, wish.seconds)
+        if target.exists():
+            shutil.rmtree(target)
+        shutil.move(made, target)
     return Adoption(old, new, target, task, comparison, loads, replaced)
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    """Raise AdoptError unless the new model may have this folder."""
+    if not target.exists():
+        return
+    if not is_varlen(target):
+        raise AdoptError(f"{target} is a model of another backend; choose another name: --name")
+    if not force:
+        raise AdoptError(f"{target} exists; --force replaces it")
 
 
 def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> list[Request]:
@@ -170,18 +184,17 @@ def _entry(view: Path) -> str:
     return found[0]
 
 
-def _fetch(wish: Wish, source: str, name: str, settings: Mapping[str, str], *, force: bool) -> Path:
+def _fetch(repository: Path, source: str, name: str, settings: Mapping[str, str]) -> Path:
     try:
-        EngineConfig.from_parameters(settings)
         return fetch(
             source,
-            repository=wish.repository,
+            repository=repository,
             name=name,
             settings=settings,
             inputs=Inputs.all,
-            force=force,
+            force=True,
         )
-    except (ConfigError, FetchError) as error:
+    except FetchError as error:
         raise AdoptError(str(error)) from None
 
 
@@ -191,8 +204,9 @@ def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, s
     Raises:
         AdoptError: no task of the checkpoint has.
     """
-    if named := EngineConfig.from_parameters(settings).task:
-        return named
+    if named := settings.get("task"):
+        # `fetch` has checked it
+        return cast(Task, named)
     widths: dict[Task, int] = {
         "embed": checkpoint.embedding_size,
         "classify": checkpoint.num_labels,

@@ -21,7 +21,7 @@ def find_checkpoint(repository: Path, model: str) -> Path:
     others = [
         entry
         for entry in sorted(repository.iterdir())
-        if entry.is_dir() and entry.name != model and not _is_varlen(entry)
+        if entry.is_dir() and entry.name != model and not is_varlen(entry)
     ]
     for folders in ([repository / model], others):
         by_place: dict[Path, Path] = {}
@@ -39,7 +39,7 @@ def find_checkpoint(repository: Path, model: str) -> Path:
     )
 
 
-def _is_varlen(model: Path) -> bool:
+def is_varlen(model: Path) -> bool:
     """Return whether a model is of varlen, such as one of an earlier call."""
     has_config = (model / "config.pbtxt").is_file()
     return has_config and read_model_config(model).backend == "varlen"

@@ -64,7 +64,7 @@ def adopt(
     """
     try:
         # torch and the backend, which other commands do not need
-        from varlen.errors import ConfigError
+        from varlen.errors import CheckpointError, ConfigError
         from varlen.execution.cpu.calibration_texts import TEXTS
         from varlen_tools.adopt.adoption import Wish, adopt_model
         from varlen_tools.adopt.errors import AdoptError
@@ -92,7 +92,7 @@ def adopt(
         )
         with server_command() as command:
             done = adopt_model(wish, command, report=print_message)
-    except (AdoptError, ConfigError, OSError) as error:
+    except (AdoptError, CheckpointError, ConfigError, OSError) as error:
         usage_error(str(error))
     except ServerError as error:
         # with the lines of the server's log

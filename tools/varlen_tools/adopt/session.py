@@ -26,12 +26,10 @@ class Session:
     Attributes:
         address: host and port of its gRPC endpoint.
         client: a client of it.
-        view: its model repository, a folder of links.
     """
 
     address: str
     client: InferenceServerClient
-    view: Path
 
     def read(self, model: str, output: str | None) -> Existing:
         """Return how a model is asked, by what the server says of it; see `read_existing`."""
@@ -40,10 +38,9 @@ class Session:
         optional = [each["name"] for each in config.get("input", ()) if each.get("optional")]
         return read_existing(model, metadata, optional, output)
 
-    def add(self, folder: Path) -> None:
-        """Load a model of another folder."""
-        (self.view / folder.name).symlink_to(folder.resolve())
-        self.client.load_model(folder.name)
+    def load(self, model: str) -> None:
+        """Load another model of the view."""
+        self.client.load_model(model)
 
     def ask(self, requests: Sequence[Request]) -> list[Float32Array]:
         """Return the answer to each text: `[features]`, or `[tokens, features]`.
@@ -53,7 +50,7 @@ class Session:
         """
         return [self._ask(request) for request in requests]
 
-    def load(
+    def measure(
         self, models: Sequence[Sequence[Request]], concurrency: int, seconds: float
     ) -> list[Measured]:
         """Return what models do under load; see `compare_loads`."""
@@ -91,6 +88,6 @@ def open_session(command: ServerCommand, view: Path, model: str) -> Iterator[Ses
         address = server.grpc_url.removeprefix("grpc://")
         with InferenceServerClient(address) as client:
             try:
-                yield Session(address, client, view)
+                yield Session(address, client)
             except InferenceServerException as error:
                 raise AdoptError(f"the server refuses: {error.message()}") from None

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,12 +49,6 @@ def serve(
     force: Annotated[
         bool, typer.Option("--force", help="Fetch again what an earlier call has fetched.")
     ] = False,
-    repository: Annotated[
-        Path | None,
-        typer.Option(
-            help="Model repository for fetched checkpoints; default: in the user's cache folder."
-        ),
-    ] = None,
     host: Host = LOOPBACK[0],
     port: Port = DEFAULT_PORT,
     server_port: Annotated[
@@ -74,14 +67,13 @@ def serve(
         # torch and the packages of the gateway, which other commands do not need
         from varlen_tools.local_server import ServerError
         from varlen_tools.model_source import parse_settings
-        from varlen_tools.serve.models import Fetching, ServeError, default_repository, find_models
+        from varlen_tools.serve.models import Fetching, ServeError, find_models
         from varlen_tools.serve.running import Ports, run
         from varlen_tools.serve.server import server_command
     except ModuleNotFoundError as error:
         usage_error(f"serve needs {error.name}: pip install 'varlen[serve]'")
     chosen = {"task": task, "dtype": dtype}
     fetching = Fetching(
-        repository=repository or default_repository(),
         name=name,
         settings={key: value for key, value in chosen.items() if value} | parse_settings(settings),
         force=force,
@@ -100,7 +92,7 @@ def serve(
                     cors_origins=tuple(cors_origin or ()),
                     began=began,
                 )
-        except ServeError as error:
+        except (ServeError, OSError) as error:
             usage_error(str(error))
         except ServerError as error:
             # with the lines of the server's log
@@ -110,8 +102,11 @@ def serve(
 
 @contextlib.contextmanager
 def _clean_end() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the server, then the command with exit code 0."""
-    signals = (signal.SIGINT, signal.SIGTERM)
+    """Let Ctrl-C, SIGTERM and SIGHUP end the server, then the command with exit code 0."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in signals}
     try:
         yield

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from varlen.errors import CheckpointError, ConfigError
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_tools.model_source import find_source, read_model_config
-from varlen_tools.serve.models import ServeError
+from varlen_tools.serve.models import SOURCE_FILE, ServeError
 
 _JSON = "Content-Type: application/json"
 
@@ -53,7 +54,8 @@ def read_model(folder: Path) -> Model | None:
         task = source.config.task or checkpoint.task
         checkpoint.check_task(task)
     except (CheckpointError, ConfigError) as error:
-        raise ServeError(f"{folder.name} cannot be served: {error}") from None
+        hint = "; --force fetches it again" if (folder / SOURCE_FILE).exists() else ""
+        raise ServeError(f"{folder.name} cannot be served: {error}{hint}") from None
     has_rows = config.max_batch_size > 0 or task in ITERATIVE_TASKS
     return Model(
         folder.name,
@@ -120,7 +122,7 @@ def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
 
 def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
     """Return path and body of a request to the server's own HTTP endpoint."""
-    path = f"/v2/models/{model.name}"
+    path = f"/v2/models/{quote(model.name, safe='')}"
     if model.task == "translate":
         return f"{path}/generate", {"text_input": "the 3rd of March, 2021", "num_beams": 4}
     text = "Ada lives in London."

@@ -1,21 +1,25 @@
-"""The models that `varlen serve` serves, as folders of model repositories.
+"""The models that `varlen serve` serves, as folders whose names are the models' names.
 
-A checkpoint is fetched into a repository first. A file beside its config.pbtxt says what it was made of, so that the
-next start takes it as it is.
+A checkpoint is fetched into the user's cache folder first. A file beside its config.pbtxt says what it was made of, so
+that the next start takes it as it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.costs.store import cache_folder
+from varlen.errors import CheckpointError
 from varlen_tools.fetch import FetchError, default_name, fetch
+from varlen_tools.folder_lock import exclusive
+from varlen_tools.model_source import read_model_config
 
-# Name of the file that says what a model was made of.
-SOURCE_FILE = "source.json"
+# Name of the file that says what a model was made of, and the version of its content and of what `fetch` copies.
+SOURCE_FILE, _FORMAT = "source.json", 1
 
 
 class ServeError(Exception):
@@ -27,27 +31,20 @@ class Fetching:
     """How checkpoints become models.
 
     Attributes:
-        repository: model repository in which they are kept.
         name: name of the model; None is made from its source.
         settings: engine parameters that differ from their defaults.
         force: whether a model is fetched again even if it is up to date.
     """
 
-    repository: Path
     name: str | None
     settings: Mapping[str, str]
     force: bool = False
 
 
-def default_repository() -> Path:
-    """Return the folder in which fetched models are kept, in the user's cache folder."""
-    return cache_folder("auto") / "models"
-
-
 def find_models(
     sources: Sequence[str], fetching: Fetching, *, report: Callable[[str], object]
 ) -> list[Path]:
-    """Return the folder `REPOSITORY/NAME` of each model, once checkpoints are fetched.
+    """Return the folder of each model, once checkpoints are fetched.
 
     Args:
         sources: checkpoint folders, hub names, packages as of `fetch`, models of a model repository, and whole model
@@ -58,91 +55,128 @@ def find_models(
     Raises:
         ServeError: a source is not one of these, an option does not fit, or two models have the same name.
     """
-    own = {source: model_folders(Path(source).expanduser()) for source in sources}
+    own = {source: model_folders(Path(source).expanduser(), report) for source in sources}
     fetched = [source for source, folders in own.items() if not folders]
-    if fetching.name is not None and (len(sources) > 1 or not fetched):
-        raise ServeError("--name is for one checkpoint; fetch several one by one")
+    if fetching.name is not None and (len(own) > 1 or not fetched):
+        raise ServeError("--name is for one checkpoint; others keep their names")
     if (fetching.settings or fetching.force) and not fetched:
         raise ServeError(
             "--task, --dtype, --set and --force are for checkpoints; models of a model repository have their settings"
             " in config.pbtxt"
         )
-    folders = [
-        folder
-        for source in sources
-        for folder in own[source] or [_fetched(source, fetching, report)]
-    ]
-    _check_names(folders)
-    return folders
+    targets = {
+        source: folders or [_kept(source) / (fetching.name or default_name(source))]
+        for source, folders in own.items()
+    }
+    _check_names(targets)
+    for source in fetched:
+        _fetch(source, targets[source][0], fetching, report)
+    return [folder for folders in targets.values() for folder in folders]
 
 
-def model_folders(folder: Path) -> list[Path]:
+def model_folders(folder: Path, report: Callable[[str], object]) -> list[Path]:
     """Return the models of a folder; none if it is a checkpoint, or no folder.
 
     Args:
         folder: a model, with config.pbtxt and versions, or a repository of such models.
+        report: function that shows what is left out.
     """
     if not folder.is_dir() or (folder / "config.json").is_file():
         return []
-    if _is_model(folder):
-        return [folder.resolve()]
-    return sorted(entry.resolve() for entry in folder.iterdir() if _is_model(entry))
+    # links keep their names: the server compares them with config.pbtxt
+    folder = folder.absolute()
+    entries = [folder] if _has_config(folder) else sorted(filter(_has_config, folder.iterdir()))
+    for entry in entries:
+        if not _has_version(entry):
+            report(f"{entry} is left out: it has no version with files")
+    return [entry for entry in entries if _has_version(entry)]
 
 
-def _is_model(folder: Path) -> bool:
-    has_version = any(each.name.isdecimal() and any(each.iterdir()) for each in _folders(folder))
-    return has_version and (folder / "config.pbtxt").is_file()
+def _has_config(folder: Path) -> bool:
+    try:
+        return (folder / "config.pbtxt").is_file()
+    except PermissionError:
+        # such as lost+found
+        return False
 
 
-def _folders(folder: Path) -> Iterable[Path]:
-    return (each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else ()
+def _has_version(model: Path) -> bool:
+    """Return whether a model has a version with files; an ensemble needs none."""
+    versions = [each for each in model.iterdir() if each.name.isdecimal() and each.is_dir()]
+    return any(any(each.iterdir()) for each in versions) or (bool(versions) and _is_ensemble(model))
 
 
-def _fetched(source: str, fetching: Fetching, report: Callable[[str], object]) -> Path:
-    """Return the model of a checkpoint, fetched unless it is there and up to date."""
-    folder = (fetching.repository / (fetching.name or default_name(source))).resolve()
+def _is_ensemble(model: Path) -> bool:
+    try:
+        return bool(read_model_config(model).HasField("ensemble_scheduling"))
+    except CheckpointError as error:
+        raise ServeError(str(error)) from None
+
+
+def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str], object]) -> None:
+    """Fetch a checkpoint, unless its model is there and up to date."""
     stamp = folder / SOURCE_FILE
     made_of = _made_of(source, fetching.settings)
-    is_same = stamp.is_file() and stamp.read_text(encoding="utf-8") == made_of
-    if is_same and not fetching.force and _is_model(folder):
-        report(f"{source} is in {folder}; --force fetches it again")
-        return folder
-    report(f"fetching {source} into {folder}")
-    # a folder that another command has made is not replaced
-    is_ours = fetching.force or stamp.exists()
-    try:
-        fetch(
-            source,
-            repository=fetching.repository,
-            name=folder.name,
-            settings=fetching.settings,
-            force=is_ours,
-        )
-    except FetchError as error:
-        raise ServeError(str(error)) from None
-    stamp.write_text(made_of, encoding="utf-8")
-    return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.parent):
+        is_same = stamp.is_file() and stamp.read_text(encoding="utf-8") == made_of
+        if is_same and not fetching.force:
+            report(f"{source} is in {folder}; --force fetches it again")
+            return
+        report(f"fetching {source} into {folder}")
+        try:
+            # only this function writes there
+            fetch(
+                source,
+                repository=folder.parent,
+                name=folder.name,
+                settings=fetching.settings,
+                force=True,
+            )
+        except FetchError as error:
+            raise ServeError(str(error)) from None
+        stamp.write_text(made_of, encoding="utf-8")
+
+
+def _kept(source: str) -> Path:
+    """Return the folder that keeps the model of a source, and of no other."""
+    folder = Path(source).expanduser()
+    identity = str(folder.resolve()) if folder.is_dir() else source
+    return cache_folder("auto") / "models" / hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def _made_of(source: str, settings: Mapping[str, str]) -> str:
     """Return source and settings of a model, and sizes and times of its files."""
     folder = Path(source).expanduser()
-    files = []
     if folder.is_dir():
         source = str(folder.resolve())
-        found = [*folder.glob("*"), *folder.glob("*/*")]
-        facts = [(path, path.stat()) for path in sorted(found) if path.is_file()]
-        files = [(str(path.relative_to(folder)), it.st_size, it.st_mtime_ns) for path, it in facts]
-    made_of = {"source": source, "settings": dict(settings), "files": files}
+    facts = [(path, path.stat()) for path in _files(folder)]
+    files = [(str(path.relative_to(folder)), it.st_size, it.st_mtime_ns) for path, it in facts]
+    made_of = {
+        "format": _FORMAT,
+        "source": source,
+        "settings": dict(settings),
+        "files": files,
+    }
     return json.dumps(made_of, indent=2, sort_keys=True) + "\n"
 
 
-def _check_names(folders: Sequence[Path]) -> None:
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a checkpoint and of its modules, without hidden ones."""
+    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.is_file():
+            yield path
+
+
+def _check_names(targets: Mapping[str, Sequence[Path]]) -> None:
     """Raise ServeError if two models have one name, which they would share on the server."""
-    by_name: dict[str, Path] = {}
-    for folder in folders:
-        other = by_name.setdefault(folder.name, folder)
-        if other != folder:
-            raise ServeError(
-                f"two models are named {folder.name}: {other} and {folder}; fetch one of them with --name"
-            )
+    by_name: dict[str, tuple[Path, str]] = {}
+    for source, folders in targets.items():
+        for folder in folders:
+            other, theirs = by_name.setdefault(folder.name, (folder, source))
+            if other != folder:
+                raise ServeError(
+                    f"{theirs} and {source} both have a model {folder.name}; give one of them another name:"
+                    " python -m varlen_tools.fetch SOURCE --name NAME"
+                )

@@ -21,7 +21,7 @@ from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import is_taken
 from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import ServeError
-from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
+from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, linked, start_server
 
 _POLL_SECONDS = 0.5
 # Addresses that stand for all of this machine, as clients here call them.
@@ -50,6 +50,8 @@ class Ports:
         Raises:
             ServeError: a port is in use, or the address is not one of this machine.
         """
+        if server_port <= port < server_port + 3:
+            raise ServeError(f"--port {port} is one of the server's three, from {server_port}")
         for each in range(server_port, server_port + 3):
             if is_taken(LOOPBACK, each):
                 raise ServeError(f"port {each} is in use; the server needs three: --server-port")
@@ -78,7 +80,7 @@ def run(
 
     Args:
         command: the server.
-        folders: folders `REPOSITORY/NAME` of the models.
+        folders: folders of the models, with their names.
         ports: ports on which both listen.
         api_keys: keys of the gateway.
         cors_origins: origins of browser pages that may send it requests.
@@ -92,7 +94,10 @@ def run(
     # what auto-completion would do takes a second and a half of a start
     is_whole = all(model is not None and model.has_whole_config for model in models)
     arguments = ["--disable-auto-complete-config"] if is_whole else []
-    with start_server(command, folders, arguments, first_port=ports.server) as server:
+    with (
+        linked(folders) as links,
+        start_server(command, links, arguments, first_port=ports.server) as server,
+    ):
         print_message(f"loading {', '.join(folder.name for folder in folders)}")
         server.wait_ready(LOAD_SECONDS)
         settings = GatewaySettings(
@@ -106,6 +111,8 @@ def run(
         )
         threading.Thread(target=_end_with, args=(server, gateway), daemon=True).start()
         gateway.run(sockets=[ports.gateway])
+        if not gateway.started:
+            raise ServerError("the gateway has not started")
         if not server.is_running:
             raise ServerError(f"the server has ended\n{server.log_tail()}")
 

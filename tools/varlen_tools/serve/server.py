@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from varlen_client.cli.serve_http import API_KEYS
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS
 from varlen_tools.setup_server import SERVER_FOLDER, SetupError, backend_package, set_up
@@ -45,7 +46,7 @@ def server_command() -> Iterator[ServerCommand]:
     # `make setup` and this function put the development server's command here
     own = Path(sys.executable).parent / _COMMAND
     found = shutil.which(_COMMAND)
-    if found is None or Path(found) == own:
+    if found is None or _is_development_server(Path(found)):
         try:
             set_up()
         except SetupError as error:
@@ -54,6 +55,12 @@ def server_command() -> Iterator[ServerCommand]:
         return
     with _with_backend(Path(found)) as command:
         yield command
+
+
+def _is_development_server(command: Path) -> bool:
+    """Return whether a command was written by `varlen_tools.setup_server`, here or elsewhere."""
+    with command.open("rb") as file:
+        return b"varlen_tools.setup_server" in file.read(200)
 
 
 @contextmanager
@@ -78,6 +85,16 @@ def _with_backend(server: Path) -> Iterator[ServerCommand]:
         yield ServerCommand(str(server), backends, (f"--backend-directory={folder}",))
 
 
+@contextmanager
+def linked(models: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield links to models, in a repository without other models."""
+    with tempfile.TemporaryDirectory(prefix="varlen-models-") as folder:
+        links = [Path(folder, model.name) for model in models]
+        for link, model in zip(links, models, strict=True):
+            link.symlink_to(model)
+        yield links
+
+
 def start_server(
     command: ServerCommand,
     models: Sequence[Path],
@@ -89,25 +106,24 @@ def start_server(
 
     Args:
         command: the server.
-        models: folders `REPOSITORY/NAME`.
+        models: folders `REPOSITORY/NAME` of one repository.
         arguments: further arguments of the server.
         first_port: first of its three ports on loopback; None takes free ones.
     """
-    first, *others = dict.fromkeys(model.parent for model in models)
     all_arguments = [
         *command.arguments,
         *arguments,
         *(f"--{endpoint}-address={LOOPBACK}" for endpoint in ENDPOINTS),
-        *(f"--model-repository={repository}" for repository in others),
         "--model-control-mode=explicit",
         *(f"--load-model={model.name}" for model in models),
     ]
     # the server's stubs find packages beside the first python3 on PATH
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return LocalServer(
-        first,
+        models[0].parent,
         arguments=all_arguments,
-        environment={"PATH": path},
+        # keys of the gateway are not for models
+        environment={"PATH": path, API_KEYS: ""},
         command=command.path,
         first_port=first_port,
     )

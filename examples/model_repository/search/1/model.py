@@ -1,9 +1,13 @@
 """Ranks documents inside the server: the nearest by their vectors, ordered by a reranker."""
 
+import asyncio
 import json
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+# Rows of a request: `max_batch_size` of the models that `fetch` writes. `retrieve` may not exceed it.
+ROWS = 64
 
 
 class TritonPythonModel:
@@ -24,7 +28,9 @@ class TritonPythonModel:
             )
             # rows of varlen: [rows, 1]
             texts = np.concatenate([query, documents])[:, None]
-            vectors = await self._ask("embedder", "sentence_embedding", text=texts)
+            parts = np.split(texts, range(ROWS, len(texts), ROWS))
+            asked = [self._ask("embedder", "sentence_embedding", text=part) for part in parts]
+            vectors = np.concatenate(await asyncio.gather(*asked))
             nearest = np.argsort(-vectors[1:] @ vectors[0])[: int(self._settings["retrieve"])]
             pairs = {"text": np.repeat(query[:, None], len(nearest), axis=0)}
             pairs["text_pair"] = documents[nearest][:, None]
@@ -41,6 +47,7 @@ class TritonPythonModel:
             model_name=self._settings[role],
             requested_output_names=[output],
             inputs=[pb_utils.Tensor(*pair) for pair in inputs.items()],
+            parameters={"truncate": True},
         )
         response = await asked.async_exec()
         if response.has_error():
