@@ -146,7 +146,10 @@ class TokenChoice:
         self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
     ) -> list[SampledToken | BeamStep]:
         """Return the outputs of a step; see `StepChoice`."""
+        has_edits = choice.draws is not None and choice.draws.edits is not None
         if choice.is_whole and not choice.searches:
+            if has_edits:
+                self._sampler.note(*step.sampled, chosen.token_ids)
             return [SampledToken(token_id) for token_id in chosen.token_ids]
         outputs: list[SampledToken | BeamStep] = []
         of_host: list[_Row] = []
@@ -158,6 +161,8 @@ class TokenChoice:
                 if chunk.beam_places and (result := next(of_searches)) is not None:
                     outputs.append(_read(sequence, length, *result))
                 elif not chunk.beam_places and choice.draws is not None:
+                    if has_edits:
+                        self._sampler.note([sequence], [length], [chosen.token_ids[place]])
                     outputs.append(SampledToken(chosen.token_ids[place]))
                 else:
                     rows = range(place, place + max(1, chunk.beams))

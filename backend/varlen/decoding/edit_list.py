@@ -16,29 +16,28 @@ class EditList:
     """The edit list of one sequence: end tokens, then biased tokens, then others."""
 
     def __init__(
-        self, end_ids: Sequence[int], biases: Mapping[int, float], prompt_ids: Sequence[int]
+        self, end_ids: Sequence[int], biases: Mapping[int, float], prompt_ids: Int32Array
     ) -> None:
         """Start with an answer of no tokens.
 
         Args:
             end_ids: distinct tokens that end the answer, if they may come too early.
             biases: number that is added to the logit of a token; -inf bans it.
-            prompt_ids: tokens of the prompt, if penalties are for them too.
+            prompt_ids: distinct tokens of the prompt, if penalties are for them too; else none.
         """
         first = np.array([*dict.fromkeys((*end_ids, *biases))], np.int32)
-        distinct = np.unique(np.array(prompt_ids, np.int32))
-        others = distinct[~np.isin(distinct, first)]
+        others = prompt_ids[~np.isin(prompt_ids, first)]
         size = len(first) + len(others)
-        self._index = {
-            token: index for index, token in enumerate((*first.tolist(), *others.tolist()))
-        }
         self._size = size
+        # made where a token is added: many lists are only sent
+        self._index: dict[int, int] | None = None
         self._tokens, self._counts = np.zeros((2, size + 64), np.int32)
         self._biases = np.full(size + 64, NO_BIAS, np.float32)
         self._tokens[:size] = np.concatenate((first, others))
-        self._counts[: len(first)] = np.where(np.isin(first, distinct), 0, UNSEEN)
+        self._counts[: len(first)] = np.where(np.isin(first, prompt_ids), 0, UNSEEN)
+        places = {token: index for index, token in enumerate(first.tolist())}
         for token, bias in biases.items():
-            self._biases[self._index[token]] = bias
+            self._biases[places[token]] = bias
 
     @property
     def arrays(self) -> tuple[Int32Array, Int32Array, Float32Array]:
@@ -48,6 +47,9 @@ class EditList:
 
     def add(self, token_id: int) -> None:
         """Count a token of the answer."""
+        if self._index is None:
+            tokens = self._tokens[: self._size].tolist()
+            self._index = {token: index for index, token in enumerate(tokens)}
         index = self._index.get(token_id)
         if index is None:
             index = self._index[token_id] = self._size

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from varlen.decoding.edit_list import EditedRow, edits_of
 from varlen.decoding.sampler_state import SamplerState
@@ -50,30 +51,29 @@ class EditPlaces:
 
     def __init__(self, limits: EditLimits, vocab_size: int) -> None:
         """Start without a list."""
-        self._entries = limits.entries
+        self._limits = limits
         self._vocab_size = vocab_size
-        self._free = list(range(limits.places))
-        self._places: dict[GeneratedSequence, _Place] = {}
+        # a sequence that ends drops its state, and with it the place
+        self._places: WeakKeyDictionary[SamplerState, _Place] = WeakKeyDictionary()
 
     def forget(self) -> None:
         """Forget all lists: the device has lost them."""
-        self._free += [place.number for place in self._places.values()]
         self._places.clear()
 
-    def skip(self, sequences: Sequence[GeneratedSequence]) -> None:
+    def skip(self, states: Sequence[SamplerState]) -> None:
         """Note that the host chooses the next tokens of these sequences, without their lists."""
-        for sequence in sequences:
-            if sequence in self._places:
-                self._places[sequence].length = None
+        for state in states:
+            if state in self._places:
+                self._places[state].length = None
 
     def next_edits(self, edited: Sequence[EditedSequence]) -> Edits | None:
         """Return the edits of the next step; None if a sequence finds no place."""
-        if not self._claim(edited):
-            self.skip([each.sequence for each in edited])
+        if not self._claim([each.state for each in edited]):
+            self.skip([each.state for each in edited])
             return None
         rows = []
         for row, sequence, state, length in edited:
-            place, begun, is_added = self._places[sequence], None, state.has_penalties
+            place, begun, is_added = self._places[state], None, state.has_penalties
             if place.length != length - 1:
                 begun, is_added = state.begin_edits(sequence, length)
             place.length = length
@@ -81,19 +81,24 @@ class EditPlaces:
             rows.append(EditedRow(row, place.number, is_added, bans, state.penalties, begun))
         return edits_of(rows)
 
-    def _claim(self, edited: Sequence[EditedSequence]) -> bool:
+    def _claim(self, states: Sequence[SamplerState]) -> bool:
         """Return whether each sequence has a place now."""
-        new = [each for each in edited if each.sequence not in self._places]
-        if not new:
-            return True
-        current = {each.sequence for each in edited}
-        # steps run in their order, so a step in flight has used their lists before the next sequences begin
-        for sequence in [each for each in self._places if each.status == "finished"]:
-            if sequence not in current:
-                self._free.append(self._places.pop(sequence).number)
-        most = (min(each.state.most_edits, self._vocab_size) for each in new)
-        fits = all(count <= self._entries for count in most)
-        if not fits or len(new) > len(self._free):
+        new = [state for state in states if state not in self._places]
+        most = (min(state.most_edits, self._vocab_size) for state in new)
+        if any(count > self._limits.entries for count in most):
             return False
-        self._places.update((each.sequence, _Place(self._free.pop())) for each in new)
+        if new and len(new) > len(self._free()):
+            # such as preempted ones. Steps run in order, so a step in flight has used their lists before
+            others = set(self._places) - set(states)
+            for state in others:
+                del self._places[state]
+        free = self._free() if new else []
+        if len(new) > len(free):
+            return False
+        self._places.update(zip(new, map(_Place, free), strict=False))
         return True
+
+    def _free(self) -> list[int]:
+        """Return the numbers of places that no sequence has."""
+        taken = {place.number for place in self._places.values()}
+        return [number for number in range(self._limits.places) if number not in taken]

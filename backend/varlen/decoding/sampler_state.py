@@ -6,12 +6,15 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from varlen.decoding.edit_list import EditList
 from varlen.decoding.grammar_matcher import BoolArray, Matcher
 from varlen.decoding.grammars import Grammars
 from varlen.decoding.random_numbers import random_key
 from varlen.decoding.token_bias import NOTHING_FORBIDDEN, BadWords
 from varlen.errors import EngineError, RequestError, VarlenError
+from varlen.request.request import Int32Array
 from varlen.scheduling.sequence import GeneratedSequence
 
 _log = logging.getLogger(__name__)
@@ -44,8 +47,10 @@ class SamplerState:
     """
 
     __slots__ = (
+        "__weakref__",
         "_chosen",
         "_num_read",
+        "_prompt_ids",
         "allowed",
         "biases",
         "edited_until",
@@ -107,6 +112,7 @@ class SamplerState:
         self._num_read = sequence.num_tokens
         # the number of tokens of the answer before the last token that was chosen, and that token
         self._chosen = (-1, 0)
+        self._prompt_ids: Int32Array | None = None
         self.is_drawn = (
             self.matcher is None
             and not self.forbidden.after
@@ -162,9 +168,11 @@ class SamplerState:
     def _new_edits(self, sequence: GeneratedSequence) -> EditList:
         """Return its edit list before the first token of the answer."""
         # only a repetition penalty is for tokens of the prompt too
-        has_repetition = self.penalties[0] != 1
-        prompt_ids = sequence.token_ids[: sequence.num_tokens] if has_repetition else ()
-        return EditList(self.end_ids if self.min_tokens else (), self.biases, prompt_ids)
+        if self._prompt_ids is None:
+            has_repetition = self.penalties[0] != 1
+            prompt_ids = sequence.token_ids[: sequence.num_tokens] if has_repetition else ()
+            self._prompt_ids = np.unique(np.array(prompt_ids, np.int32))
+        return EditList(self.end_ids if self.min_tokens else (), self.biases, self._prompt_ids)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class Sampler:
         """
         states = [self._state(sequence) for sequence in sequences]
         if not all(state.is_drawn for state in states):
-            self._places.skip(sequences)
+            self._places.skip(states)
             return None
         edited = [
             EditedSequence(row, sequence, state, length)
@@ -98,6 +98,24 @@ class Sampler:
             return draws
         edits = self._places.next_edits(edited)
         return None if edits is None else draws._replace(edits=edits)
+
+    def note(
+        self,
+        sequences: Sequence[GeneratedSequence],
+        lengths: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Note tokens that the device has drawn.
+
+        The host may choose the next ones before the engine's thread has appended these.
+
+        Args:
+            sequences, lengths: see `sample`.
+            token_ids: the token of each sequence.
+        """
+        for sequence, length, token_id in zip(sequences, lengths, token_ids, strict=True):
+            if isinstance(state := sequence.sampler_state, SamplerState):
+                state.expect(token_id, length)
 
     def forget(self) -> None:
         """Forget what the device keeps of sequences: it has lost it."""

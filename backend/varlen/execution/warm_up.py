@@ -5,7 +5,7 @@ They show whether it computes numbers, and compile what its steps need.
 On a GPU, the batch of a capture has no sequence, so it runs little of attention: a fault there would show in service
 first. Steps of a model that generates are captured as graphs, at load, but source texts are encoded op by op. Which
 kernels run depends on the mean new tokens of a step, on whether it has several sequences, and on whether single tokens
-beside prompts are read in splits, which are fewer the more sequences there are.
+beside prompts are read in splits, whose number follows from the number of sequences.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from varlen_kernels.triton.attention_tiles import block_d
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.kv_blocks import attend_to_blocks, tile_heads
 from varlen_kernels.triton.paged_tiles import read_paged_tile
-from varlen_kernels.triton.splits import MAX_SPLITS, choose_splits, multiprocessors
+from varlen_kernels.triton.splits import MAX_SPLITS, choose_splits, wave_of
 from varlen_kernels.tuning import Launch, pick
 
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
@@ -218,7 +218,7 @@ def attend_in_splits(
     programs = len(rows) * kv_heads * tiles_of_head
     key = (head_dim, num_heads // kv_heads, key_cache.dtype)
     launch = pick("attention_decode", key, candidate_launches)
-    wave = multiprocessors(qkv.device) * resident_programs(head_dim, key_cache.dtype, launch)
+    wave = wave_of(qkv.device, resident_programs(head_dim, key_cache.dtype, launch))
     chosen = choose_splits(programs, wave)
     splits = chosen.count
     context, sums = out, out

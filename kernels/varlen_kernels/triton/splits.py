@@ -20,6 +20,8 @@ _SHORT_SPLIT = 64
 _START = 1 / 32
 # An H100 or H200, where the device is unknown.
 _MULTIPROCESSORS = 132
+# Shared memory of a multiprocessor of an A100.
+_SHARED_BYTES = 164 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,16 @@ def predicted_time(programs: int, wave: int, splits: int) -> float:
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; of an H100 for other devices."""
+def wave_of(device: torch.device, resident: int) -> int:
+    """Return the number of programs that a GPU, or else an H100, holds at once.
+
+    Args:
+        device: the GPU.
+        resident: programs of a launch that a multiprocessor with the shared memory of an A100 holds.
+    """
     if device.type != "cuda":
-        return _MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return _MULTIPROCESSORS * resident
+    properties = torch.cuda.get_device_properties(device)
+    # such as 100 KiB of an L4, on which fewer fit
+    share = min(1.0, properties.shared_memory_per_multiprocessor / _SHARED_BYTES)
+    return int(properties.multi_processor_count) * max(1, int(resident * share))

@@ -1,5 +1,8 @@
 """Biases, bans and penalties on the device give the tokens that the host chooses."""
 
+import gc
+from weakref import ref
+
 import numpy as np
 import pytest
 import torch
@@ -172,11 +175,42 @@ def test_places_are_free_once_their_sequences_have_ended():
     first, second = (sequence_of(1, 2, seed=1, presence_penalty=1.0) for _ in range(2))
 
     assert device.sampler.draws([first], [0]).edits is not None
-    assert device.sampler.draws([second], [0]) is None
-    assert device.sampler.draws([first], [1]).edits is not None
+    assert device.sampler.draws([first, second], [1, 0]) is None
+    # the first one is preempted, and comes back
+    assert device.sampler.draws([second], [0]).edits.rows[:, 1].tolist() == [0]
+    assert device.sampler.draws([first], [1]).edits.rows[:, 4].tolist() != [KEPT]
     first.finish()
     # a step that was scheduled before has both
     assert device.sampler.draws([first, second], [2, 0]).edits.rows[:, 0].tolist() == [1]
+
+
+def test_a_sequence_that_has_ended_is_not_kept():
+    device = Device()
+    sequence = sequence_of(1, 2, seed=1, presence_penalty=1.0)
+    device.sampler.draws([sequence], [0])
+    state = ref(sequence.sampler_state)
+
+    sequence.finish()
+    gc.collect()
+
+    assert state() is None
+
+
+def test_the_host_goes_on_before_the_token_of_the_device_is_appended():
+    device = Device()
+    edited, other = sequence_of(1, seed=1, presence_penalty=1.0), sequence_of(1, logprobs=0)
+    logits = torch.from_numpy(np.stack([logits_of(0, 0), logits_of(0, 1)]))
+    draws = device.sampler.draws([edited], [0])
+    [first] = device.run(draws, logits[:1].clone(), [1])
+
+    device.sampler.note([edited], [0], [first])
+    second, _ = device.sampler.sample(logits[[1, 0]], [edited, other], [1, 0])
+
+    assert not second.is_pending
+    expected = sequence_of(1, seed=1, presence_penalty=1.0)
+    expected.token_ids.append(first)
+    [again] = sample(new_sampler(), logits[1:], [expected])
+    assert second.token_id == again.token_id
 
 
 def test_a_list_that_may_become_too_long_is_the_host_s():

@@ -291,7 +291,11 @@ def _install(patch: pytest.MonkeyPatch) -> FakeCuda:
     made = {name: type(name, (part,), {"gpu": gpu}) for name, part in parts.items()}
     default = made["Stream"]()
     properties = SimpleNamespace(
-        name=_NAME, total_memory=MEMORY_BYTES, L2_cache_size=1 << 20, multi_processor_count=4
+        name=_NAME,
+        total_memory=MEMORY_BYTES,
+        L2_cache_size=1 << 20,
+        multi_processor_count=4,
+        shared_memory_per_multiprocessor=228 << 10,
     )
     fakes: dict[str, Callable[..., object]] = {
         **made,

@@ -1,5 +1,7 @@
 """The number of splits of a decode step: properties for any shape and device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 from varlen_kernels.triton.splits import (
     MAX_SPLITS,
     choose_splits,
-    multiprocessors,
     predicted_time,
+    wave_of,
 )
 
 PROGRAMS = st.integers(1, 20_000)
@@ -72,4 +74,14 @@ def test_waves_of_an_h100_are_filled(programs, wave, count):
 
 
 def test_a_device_that_is_no_gpu_counts_as_an_h100():
-    assert multiprocessors(torch.device("cpu")) == 132
+    assert wave_of(torch.device("cpu"), 4) == 528
+
+
+@pytest.mark.parametrize(
+    "shared, expected", [(228 << 10, 4), (164 << 10, 4), (100 << 10, 2), (32 << 10, 1)]
+)
+def test_fewer_programs_fit_a_gpu_with_less_shared_memory(shared, expected, monkeypatch):
+    found = SimpleNamespace(multi_processor_count=10, shared_memory_per_multiprocessor=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+    assert wave_of.__wrapped__(torch.device("cuda"), 4) == 10 * expected
