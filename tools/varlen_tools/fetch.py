@@ -85,7 +85,7 @@ def fetch(
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     repository.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=_staging_parent(repository)) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging_parent(repository)) as scratch:
         staged = Path(scratch, name)
         version = staged / VERSION
         version.mkdir(parents=True)
@@ -125,7 +125,7 @@ def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
         raise FetchError(f"{target} has a config.pbtxt already; --force replaces it")
 
 
-def _staging_parent(repository: Path) -> Path:
+def staging_parent(repository: Path) -> Path:
     """Return a folder on the repository's file system, for a rename as the last step.
 
     Preferably beside the repository: a server would load a folder inside it as a model.

@@ -24,7 +24,7 @@ from varlen_tools.adopt.load import Measured
 from varlen_tools.adopt.session import open_session
 from varlen_tools.adopt.view import write_view
 from varlen_tools.doctor.comparison import Comparison, compare_values
-from varlen_tools.fetch import FetchError, fetch
+from varlen_tools.fetch import FetchError, fetch, staging_parent
 from varlen_tools.model_config import Inputs
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.server import ServerCommand
@@ -127,9 +127,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
             if wish.seconds:
                 report(f"sending both {wish.concurrency} texts at a time, {wish.seconds:g} s each")
                 loads = session.measure([requests, our_requests], wish.concurrency, wish.seconds)
-        if target.exists():
-            shutil.rmtree(target)
-        shutil.move(made, target)
+        _publish(made, target)
     return Adoption(old, new, target, task, comparison, loads, replaced)
 
 
@@ -141,6 +139,17 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise AdoptError(f"{target} is a model of another backend; choose another name: --name")
     if not force:
         raise AdoptError(f"{target} exists; --force replaces it")
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Move a model to its place, whole or not at all, in place of an earlier one."""
+    repository = target.parent
+    with TemporaryDirectory(prefix=".adopt-", dir=staging_parent(repository)) as scratch:
+        # perhaps from another file system
+        staged = Path(shutil.move(made, scratch))
+        if target.exists():
+            target.rename(Path(scratch, "replaced"))
+        staged.rename(target)
 
 
 def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> list[Request]:
