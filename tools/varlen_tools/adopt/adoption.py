@@ -132,7 +132,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
 
 
 def _check_target(target: Path, *, force: bool) -> None:
-    """Raise AdoptError unless the new model may have this folder."""
+    """Raise AdoptError unless the new model may be there."""
     if not target.exists():
         return
     if not is_varlen(target):
@@ -142,7 +142,7 @@ def _check_target(target: Path, *, force: bool) -> None:
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Move a model to its place, whole or not at all, in place of an earlier one."""
+    """Put a model in its place by a rename, instead of an earlier one."""
     repository = target.parent
     with TemporaryDirectory(prefix=".adopt-", dir=staging_parent(repository)) as scratch:
         # perhaps from another file system
