@@ -115,7 +115,7 @@ def check_machine(
     if python > NEWEST_PYTHON:
         raise SetupError(
             f"this is Python {python[0]}.{python[1]}; the server from pip needs numpy 1, which no Python after"
-            f" {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]} has: use an older one, or put another tritonserver on PATH"
+            f" {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]} has: use an older one"
         )
     if not in_venv:
         raise SetupError(
