@@ -15,6 +15,7 @@ import typer
 
 from varlen_client.cli.embed import embed, similarity
 from varlen_client.cli.generate import generate
+from varlen_client.cli.options import print_message
 from varlen_client.cli.rows import (
     classify,
     fill_mask,
@@ -76,7 +77,10 @@ for command in (
 def program() -> typer.Typer:
     """Return the program with the commands of all installed distributions."""
     for entry in sorted(entry_points(group="varlen.commands"), key=lambda each: each.name):
-        app.command(entry.name)(entry.load())
+        try:
+            app.command(entry.name)(entry.load())
+        except ImportError as error:
+            print_message(f"warning: the command {entry.name} is left out: {error}")
     return app
 
 
