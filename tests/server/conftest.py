@@ -99,8 +99,7 @@ def repository(
 
 @pytest.fixture(scope="session")
 def server(repository: Path) -> Iterator[LocalServer]:
-    arguments = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in LOADED)]
-    with LocalServer(repository, arguments=arguments) as running:
+    with LocalServer(repository, models=LOADED) as running:
         running.wait_ready(TIMEOUT_SECONDS)
         yield running
 

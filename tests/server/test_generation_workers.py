@@ -51,8 +51,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(decoder: Path, tmp_path: Path) -> Iterator[LocalServer]:
     """A server with a model that generates."""
     add_model(tmp_path, WRITER, decoder, task="generate")
-    arguments = ["--model-control-mode=explicit", f"--load-model={WRITER}"]
-    with LocalServer(tmp_path, arguments=arguments) as running:
+    with LocalServer(tmp_path, models=[WRITER]) as running:
         running.wait_ready()
         yield running
 

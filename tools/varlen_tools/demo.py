@@ -143,9 +143,7 @@ def main(
         names = [name for name, _ in chosen]
         print(f"starting tritonserver with {', '.join(names)} of {repository}", flush=True)
         start = time.perf_counter()
-        loads = [f"--load-model={name}" for name in names]
-        arguments = ["--model-control-mode=explicit", *loads]
-        with LocalServer(repository, arguments=arguments) as server:
+        with LocalServer(repository, models=names) as server:
             server.wait_ready(timeout)
             print(f"tritonserver is ready after {time.perf_counter() - start:.1f} s")
             for name, show in chosen:

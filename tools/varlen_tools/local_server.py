@@ -38,7 +38,8 @@ class LocalServer:
 
     Args:
         model_repository: folder to serve.
-        arguments: arguments of tritonserver, such as `["--model-control-mode=explicit"]`.
+        models: names of the models to load; by default all of the folder.
+        arguments: arguments of tritonserver, such as `["--log-verbose=1"]`.
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
         first_port: port of HTTP; gRPC and metrics have the next two. By default all three are free ones.
@@ -56,13 +57,16 @@ class LocalServer:
         self,
         model_repository: str | Path,
         *,
+        models: Sequence[str] = (),
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         command: str | Path | None = None,
         first_port: int | None = None,
     ) -> None:
         self.model_repository = Path(model_repository).resolve()
-        self._arguments = tuple(arguments)
+        loads = [f"--load-model={name}" for name in models]
+        only = ["--model-control-mode=explicit"] if loads else []
+        self._arguments = (*arguments, *only, *loads)
         self._environment = dict(environment or {})
         self._command = str(command or find_command("tritonserver"))
         self._first_port = first_port

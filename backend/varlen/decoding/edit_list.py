@@ -75,7 +75,7 @@ class EditedRow(NamedTuple):
         is_added: whether the token of the step is added to the list first.
         num_banned: number of first tokens of the list that are banned.
         penalties: repetition, presence and frequency penalty.
-        begun: its list; None if it is in its place.
+        begun: its list; None if the device has it.
     """
 
     row: int

@@ -95,6 +95,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
 
     Raises:
         AdoptError: the model is not of a kind that can be adopted, or refuses a request.
+        CheckpointError: a config.pbtxt or the checkpoint cannot be read.
         ServerError: the server ends, or does not load the old model.
     """
     with TemporaryDirectory(prefix="varlen-adopt-") as folder:
@@ -116,7 +117,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
             requests = _requests(old, wish.texts, checkpoint)
             theirs = session.ask(requests)
             task = _task(theirs[0], checkpoint, wish.settings)
-            if task != checkpoint.task:
+            if task not in (checkpoint.task, wish.settings.get("task")):
                 made = _fetch(view, str(made / "1"), name, {**wish.settings, "task": task})
             report(f"loading {name}")
             session.load(name)

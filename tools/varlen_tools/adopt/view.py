@@ -12,7 +12,6 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from varlen.errors import CheckpointError
 from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.model_source import read_model_config
 
@@ -31,6 +30,7 @@ def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
 
     Raises:
         AdoptError: a model needs onnxruntime, and it is not installed; or no model is there.
+        CheckpointError: a config.pbtxt cannot be read.
     """
     replaced = []
     models = [entry for entry in sorted(repository.iterdir()) if entry.is_dir()]
@@ -53,12 +53,8 @@ def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
 
 def _config(model: Path) -> model_config_pb2.ModelConfig:
     """Return the config.pbtxt of a model, which it may do without."""
-    if not (model / "config.pbtxt").is_file():
-        return model_config_pb2.ModelConfig()
-    try:
-        return read_model_config(model)
-    except CheckpointError as error:
-        raise AdoptError(str(error)) from None
+    has_config = (model / "config.pbtxt").is_file()
+    return read_model_config(model) if has_config else model_config_pb2.ModelConfig()
 
 
 def _is_onnx(model: Path, config: model_config_pb2.ModelConfig) -> bool:

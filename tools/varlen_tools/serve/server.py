@@ -114,13 +114,12 @@ def start_server(
         *command.arguments,
         *arguments,
         *(f"--{endpoint}-address={LOOPBACK}" for endpoint in ENDPOINTS),
-        "--model-control-mode=explicit",
-        *(f"--load-model={model.name}" for model in models),
     ]
     # the server's stubs find packages beside the first python3 on PATH
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return LocalServer(
         models[0].parent,
+        models=[model.name for model in models],
         arguments=all_arguments,
         # keys of the gateway are not for models
         environment={"PATH": path, API_KEYS: ""},
