@@ -36,12 +36,20 @@ _SECTIONS = {
 }
 # How the names of a section's metrics begin.
 _METRIC_SECTIONS = {
-    "Requests and queue": ("varlen_request", "varlen_refused", "varlen_queue"),
+    "Requests and queue": (
+        "varlen_request",
+        "varlen_refused",
+        "varlen_queue",
+        "varlen_open",
+        "varlen_draining",
+    ),
     "Batches": (
         "varlen_sequences",
         "varlen_tokens",
         "varlen_padding",
         "varlen_batch",
+        "varlen_busy",
+        "varlen_slots",
         "varlen_split",
         "varlen_worker",
         "varlen_scheduling",

@@ -3,7 +3,8 @@
 SERIES = {
     **dict.fromkeys(
         """
-        varlen_queued_requests varlen_queued_tokens varlen_queued_text_bytes
+        varlen_queued_requests varlen_queued_tokens varlen_queued_seconds varlen_slots
+        varlen_open_requests varlen_draining varlen_queued_text_bytes
         varlen_weight_bytes varlen_arena_capacity_bytes varlen_arena_reserved_bytes
         varlen_arena_chunks varlen_arena_footprint_bytes
         varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
@@ -26,7 +27,7 @@ SERIES = {
         """
         varlen_requests_total varlen_refused_requests_total varlen_sequences_total
         varlen_tokens_total varlen_padding_tokens_total varlen_split_batches_total
-        varlen_worker_restarts_total varlen_scheduling_seconds_total varlen_plan_seconds_total
+        varlen_busy_seconds_total varlen_worker_restarts_total varlen_scheduling_seconds_total varlen_plan_seconds_total
         varlen_plan_cache_hits_total
         varlen_plan_cache_misses_total varlen_response_cache_hits_total
         varlen_response_cache_joined_total varlen_response_cache_misses_total
@@ -41,5 +42,11 @@ SERIES = {
 # Series of one name, by their additional label.
 LABELS = {
     "varlen_requests_total": ("ok", "invalid", "refused", "cancelled", "failed"),
-    "varlen_refused_requests_total": ("queue_full", "deadline", "expired", "shared_memory"),
+    "varlen_refused_requests_total": (
+        "queue_full",
+        "deadline",
+        "expired",
+        "shared_memory",
+        "draining",
+    ),
 }

@@ -334,7 +334,7 @@ def _names() -> list[Refusal]:
             Refusal(
                 f"the misspelt name {name}",
                 f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}, deadline_ms, tenant,'
-                " cache_salt",
+                " cache_salt, probe",
                 {"text": texts("a")},
                 {name: True},
             )

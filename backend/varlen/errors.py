@@ -4,6 +4,7 @@ VarlenError
 ├── RequestError       the caller's fault: this request cannot be served as it is
 ├── QueueFullError     load: the same request may be accepted later
 ├── DeadlineError      load: the answer would come, or came, too late
+├── DrainingError      the replica is about to stop: another one may accept the request
 ├── RequestCancelled   the caller cancelled before the request ran
 ├── EngineError        our fault: running the request failed
 │   └── ModelFaultError   the device or a worker is lost: no request can run until the model is reloaded
@@ -45,6 +46,10 @@ class DeadlineError(VarlenError):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"deadline missed: {message}")
+
+
+class DrainingError(VarlenError):
+    """The replica is about to stop; another one may accept the same request."""
 
 
 class RequestCancelled(VarlenError):

@@ -58,7 +58,7 @@ def model_series(page: str, model: str) -> dict[str, float]:
     histogram is left with its `_sum` and `_count`.
     """
     totals: dict[str, float] = {}
-    for name, labels, value in _series(page, model):
+    for name, labels, value in _of_model(page, model):
         if "le" not in labels:
             totals[name] = totals.get(name, 0.0) + value
     return totals
@@ -70,7 +70,7 @@ def read_metrics(page: str, model: str) -> MetricsSample | None:
     if not any(name.startswith("varlen_") for name in totals):
         return None
     outcomes: dict[str, float] = {}
-    for name, labels, value in _series(page, model):
+    for name, labels, value in _of_model(page, model):
         if name == "varlen_requests_total":
             outcome = labels.get("outcome", "unknown")
             outcomes[outcome] = outcomes.get(outcome, 0.0) + value
@@ -98,10 +98,12 @@ def rates(before: MetricsSample, after: MetricsSample) -> Rates:
     )
 
 
-def _series(page: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield (metric name, labels, value) for each series of `model`."""
+def all_series(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (metric name, labels, value) for each series of any model."""
     for line in page.splitlines():
-        series = _SERIES.match(line)
-        labels = dict(_LABEL.findall(series[2])) if series else {}
-        if series and labels.get("model") == model:
-            yield series[1], labels, float(series[3])
+        if series := _SERIES.match(line):
+            yield series[1], dict(_LABEL.findall(series[2])), float(series[3])
+
+
+def _of_model(page: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    return (series for series in all_series(page) if series[1].get("model") == model)

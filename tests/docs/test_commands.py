@@ -26,7 +26,18 @@ COMMANDS = (("tools", "varlen_tools"), ("tools", "varlen_bench"), (".", "tests/c
 _RUN = re.compile(r"^    typer\.run\((\w+)\)$", re.MULTILINE)
 # Commands of others, and of the server.
 OTHERS = {
-    *("curl", "docker", "pip", "printf", "tritonserver", "perf_analyzer", ".ci/run", ".", "cd"),
+    *(
+        "curl",
+        "docker",
+        "pip",
+        "printf",
+        "tritonserver",
+        "perf_analyzer",
+        ".ci/run",
+        ".",
+        "cd",
+        "kill",
+    ),
     *("text-embeddings-router", "genai-perf", "aiperf"),
 }
 # Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, of TEI, and of load generators.
@@ -194,8 +205,8 @@ def modules() -> list[str]:
 
 
 def test_every_module_for_operators_is_on_the_page_of_commands() -> None:
-    # the first two prepare development, and `varlen doctor` is there
-    others = {"demo", "train_demo", "doctor"}
+    # the first two prepare development; `varlen doctor` and `varlen drain` are there
+    others = {"demo", "train_demo", "doctor", "drain"}
     page = (PROJECT / "docs/reference/commands.md").read_text()
 
     packaged = [name for name in modules() if name.startswith("varlen_tools.")]

@@ -31,6 +31,7 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.request.draft import Draft, TokenizationTask
+from varlen.request.probe import MAX_PROBE_BYTES, reserve
 from varlen.request.request import Prompt, Reply, Request, RequestOptions
 from varlen.telemetry.metrics import Stats
 
@@ -164,7 +165,7 @@ class TokenizerPool:
             if self._is_closing:
                 raise EngineError("the model is being unloaded")
             try:
-                self._check_limits(draft.num_bytes)
+                self._check_limits(draft)
             except QueueFullError:
                 self._stats.count_refusal("queue_full")
                 raise
@@ -207,19 +208,19 @@ class TokenizerPool:
     def _push(self, work: _Work) -> None:
         heapq.heappush(self._heap, (work.due, work.number, work))
 
-    def _check_limits(self, num_bytes: int) -> None:
-        limits = self._limits
+    def _check_limits(self, draft: Draft) -> None:
+        limits, num_bytes, options = self._limits, draft.num_bytes, draft.options
         if num_bytes > limits.max_bytes:
             raise RequestError(
                 f"the texts have {num_bytes} bytes; this model queues at most {limits.max_bytes}:"
                 " send fewer rows at once"
             )
         waiting = self._requests + limits.waiting_elsewhere()
-        if waiting >= limits.max_requests:
+        if waiting >= limits.max_requests + reserve(options, 1):
             raise QueueFullError(
                 f"the queue is full: {waiting} requests wait, at most {limits.max_requests} may; try again later"
             )
-        if self._bytes + num_bytes > limits.max_bytes:
+        if self._bytes + num_bytes > limits.max_bytes + reserve(options, MAX_PROBE_BYTES):
             raise QueueFullError(
                 f"the queue is full: {self._bytes} bytes of text wait, the request has {num_bytes},"
                 f" at most {limits.max_bytes} may wait; try again later"

@@ -120,6 +120,7 @@ class RequestOptions:
         tenant: name of the client that shares the server equally with others; requests without one share a part.
         cache_salt: text that separates the cache entries of callers.
         streams: whether the client reads each token as it comes.
+        probe: whether the request only asks if this replica takes work, see `request.probe`.
     """
 
     normalize: bool = False
@@ -129,6 +130,7 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str = ""
     streams: bool = False
+    probe: bool = False
 
     def deadline(self, arrival: float) -> float:
         """Return the time after which an answer is useless; infinity if there is none."""

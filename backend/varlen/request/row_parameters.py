@@ -164,6 +164,14 @@ class RowParameters:
         allowed_text=f"a string of at most {MAX_SALT_CHARACTERS} characters",
     )
 
+    probe: bool = word_field(
+        False,
+        FLAG,
+        "asks whether this replica takes work, for [health checks](../operating/scaling.md#health-checks): one row of"
+        " at most 256 tokens, answered by the model and not by a cache, also when the queue is full. Refused while the"
+        " replica drains",
+    )
+
     @classmethod
     def read(
         cls, given: Mapping[str, object], task: Task, *, width: int | None = None
@@ -209,12 +217,13 @@ class RowParameters:
         """
         return RequestOptions(
             normalize=normalize,
-            priority=self.request_priority,
+            priority=MAX_PRIORITY if self.probe else self.request_priority,
             deadline_seconds=deadline_seconds,
             generation=generation,
             tenant=self.tenant,
             cache_salt=self.cache_salt,
             streams=streams,
+            probe=self.probe,
         )
 
 
@@ -230,6 +239,7 @@ COMMON_PARAMETERS = MappingProxyType(
             "deadline_ms",
             "tenant",
             "cache_salt",
+            "probe",
         )
     }
 )

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
+from varlen.request.probe import MAX_PROBE_TOKENS, reserve
 from varlen.request.request import Request
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import Forecast
@@ -62,6 +63,12 @@ class Admission:
             return self._requests, self._tokens
 
     @property
+    def queued_seconds(self) -> float:
+        """Predicted seconds until what waits now has run, if nothing else comes."""
+        with self._lock:
+            return self._seconds / self.slots
+
+    @property
     def is_idle(self) -> bool:
         """Whether no batch is in flight."""
         with self._lock:
@@ -81,13 +88,14 @@ class Admission:
                 f"the request has {tokens} tokens; this model queues at most {self._max_tokens}:"
                 " send fewer rows at once"
             )
+        options = request.options
         with self._lock:
-            if self._requests >= self._max_requests:
+            if self._requests >= self._max_requests + reserve(options, 1):
                 raise QueueFullError(
                     f"the queue is full: {self._requests} requests wait, at most {self._max_requests} may;"
                     " try again later"
                 )
-            if self._tokens + tokens > self._max_tokens:
+            if self._tokens + tokens > self._max_tokens + reserve(options, MAX_PROBE_TOKENS):
                 raise QueueFullError(
                     f"the queue is full: {self._tokens} tokens wait, the request has {tokens},"
                     f" at most {self._max_tokens} may wait; try again later"

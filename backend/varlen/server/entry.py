@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import triton_python_backend_utils as pb_utils
 
 from varlen.config import EngineConfig
-from varlen.errors import EngineError, ModelFaultError, RequestError, VarlenError
+from varlen.errors import DrainingError, EngineError, ModelFaultError, RequestError, VarlenError
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.memory.heap import return_large_memory
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import freeze_objects
 from varlen.request.draft import Draft
+from varlen.request.probe import check_probe
 from varlen.request.request import Request
 from varlen.server.config import (
     check_server_settings,
@@ -40,6 +41,7 @@ from varlen.server.config import (
     tensor_entry,
     tensors_of,
 )
+from varlen.server.draining import STATES, DrainWatch, marker_of
 from varlen.server.process import (
     MemoryTrimmer,
     check_numpy,
@@ -89,6 +91,7 @@ class _Arrived:
 
     def accept(self, request: Request) -> None:
         """Submit the request with its tokens, from a tokenizer thread if it came as text."""
+        check_probe(request)
         if trace := self.reply.trace:
             trace.accept(rows=len(request.prompts), tokens=request.num_tokens)
             request = replace(request, trace=trace)
@@ -141,8 +144,8 @@ class TritonPythonModel:
             self._submit(request, reply)
 
     def is_ready(self) -> bool:
-        """Return whether the engine runs."""
-        return self._service.is_ready
+        """Return whether the engine runs, and the replica is not about to stop."""
+        return self._service.is_ready and self._drain.state == "serving"
 
     def finalize(self) -> None:
         """Stop the threads. The server calls this once every request has been answered."""
@@ -194,15 +197,20 @@ class TritonPythonModel:
         )
         self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()
-        self._exporter = start_exporter(args, self._stats, self._snapshot)
         self._tracer = load_tracer(args["model_name"], args["model_version"])
         self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS, tracer=self._tracer)
+        marker = marker_of(os.getppid())
+        # a server that has ended takes this process with it
+        assert marker is not None
+        self._drain = DrainWatch(marker)
+        self._exporter = start_exporter(args, self._stats, self._snapshot)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:
             draft, answer_to = self._read(request)
+            self._check_draining(draft)
             arrived = _Arrived(reply, answer_to, self._service)
             if draft.num_bytes:
                 self._pool.submit(draft, reply, arrived.accept, arrival=reply.arrival)
@@ -214,6 +222,13 @@ class TritonPythonModel:
         except Exception:
             _log.exception("a request could not be read")
             reply.fail(EngineError("the request could not be read; the server's log says why"))
+
+    def _check_draining(self, draft: Draft) -> None:
+        try:
+            self._drain.check(is_probe=draft.options.probe)
+        except DrainingError:
+            self._stats.count_refusal("draining")
+            raise
 
     def _read(
         self, request: pb_utils.InferenceRequest
@@ -256,6 +271,8 @@ class TritonPythonModel:
         values = dict(self._service.snapshot())
         values[SnapshotMetric.QUEUED_REQUESTS] += requests
         values[SnapshotMetric.QUEUED_TEXT_BYTES] = num_bytes
+        values[SnapshotMetric.OPEN_REQUESTS] = self._outbox.open_requests
+        values[SnapshotMetric.DRAINING] = STATES.index(self._drain.state)
         return values
 
 

@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb_utils
 
 from varlen.errors import (
     DeadlineError,
+    DrainingError,
     EngineError,
     QueueFullError,
     RequestCancelled,
@@ -46,6 +47,7 @@ _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
     (RequestError, "invalid", "INVALID_ARG"),
     (QueueFullError, "refused", "UNAVAILABLE"),
     (DeadlineError, "refused", "UNAVAILABLE"),
+    (DrainingError, "refused", "UNAVAILABLE"),
     (RequestCancelled, "cancelled", "CANCELLED"),
     (Exception, "failed", "INTERNAL"),
 )
@@ -245,6 +247,7 @@ class ServerReply:
                 _log.exception("a response could not be sent")
                 outcome = "failed"
         self._stats.count_request(outcome, time.monotonic() - self._arrival)
+        self._outbox.close_one()
         self._end_trace(outcome, error)
 
     def _end_trace(self, outcome: Outcome, error: str | None) -> None:
@@ -295,6 +298,8 @@ class Outbox:
         self._names_codes = names_codes
         self._tracer = tracer
         self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
+        self._open = 0
+        self._counting = Lock()
         self._threads = [
             Thread(target=self._loop, name=f"varlen-sender-{i}", daemon=True)
             for i in range(_SENDER_THREADS)
@@ -302,9 +307,22 @@ class Outbox:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that are not answered yet."""
+        with self._counting:
+            return self._open
+
+    def close_one(self) -> None:
+        """Count a request as answered."""
+        with self._counting:
+            self._open -= 1
+
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
         """Return the reply to a request, which must be answered."""
         sender = request.get_response_sender()
+        with self._counting:
+            self._open += 1
         reply = ServerReply(sender, self, self._stats, names_codes=self._names_codes)
         if self._tracer is not None:
             try:

@@ -85,6 +85,8 @@ class RunningModel(ABC):
         return {
             SnapshotMetric.QUEUED_REQUESTS: self.waiting_requests,
             SnapshotMetric.QUEUED_TOKENS: self.admission.depth[1],
+            SnapshotMetric.QUEUED_SECONDS: self.admission.queued_seconds,
+            SnapshotMetric.SLOTS: self.admission.slots,
         }
 
     def log_notes(self, max_sequence_tokens: int) -> None:

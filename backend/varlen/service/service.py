@@ -125,7 +125,9 @@ class Service(RunningModel):
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or later; see `RunningModel.submit`."""
-        (self.cache or self.engine).submit(request, reply)
+        # an answer from the cache would hide that the model does not run
+        cache = None if request.options.probe else self.cache
+        (cache or self.engine).submit(request, reply)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of all gauges and totals. From any thread."""

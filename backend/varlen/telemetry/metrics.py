@@ -15,7 +15,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 _log = logging.getLogger(__name__)
 
 Outcome: TypeAlias = Literal["ok", "invalid", "refused", "cancelled", "failed"]
-Refusal: TypeAlias = Literal["queue_full", "deadline", "expired", "shared_memory"]
+Refusal: TypeAlias = Literal["queue_full", "deadline", "expired", "shared_memory", "draining"]
 Kind: TypeAlias = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 
 _SECONDS = [0.001 * 2**power for power in range(16)]
@@ -69,7 +69,8 @@ class CountedMetric(Metric):
     REQUESTS = "varlen_requests_total", "COUNTER", "Requests answered, by outcome", "outcome", *get_args(Outcome)
     REFUSED_REQUESTS = (
         "varlen_refused_requests_total", "COUNTER",
-        "Requests refused, by reason: full queue, deadline too soon or passed in the queue, no shared memory",
+        "Requests refused, by reason: full queue, deadline too soon or passed in the queue, no shared memory,"
+        " shutting down",
         "reason", *get_args(Refusal),
     )
     REQUEST_LATENCY = "varlen_request_latency_seconds", "HISTOGRAM", "Seconds from a request's arrival to its response"
@@ -81,6 +82,10 @@ class CountedMetric(Metric):
     BATCH_TOKENS = "varlen_batch_tokens", "HISTOGRAM", "Tokens per batch, without padding"
     BATCH_SECONDS = "varlen_batch_seconds", "HISTOGRAM", "Measured seconds per batch"
     BATCH_PREDICTED_SECONDS = "varlen_batch_predicted_seconds", "HISTOGRAM", "Predicted seconds per batch"
+    BUSY_SECONDS = (
+        "varlen_busy_seconds_total", "COUNTER",
+        "Seconds that batches ran; their rate over varlen_slots is the load, 0 to 1"
+    )
     SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches that ran out of memory and were run in parts"
     WORKER_RESTARTS = "varlen_worker_restarts_total", "COUNTER", "Worker processes that ended and were started again"
     TIME_TO_FIRST_TOKEN = (
@@ -99,6 +104,12 @@ class SnapshotMetric(Metric):
 
     QUEUED_REQUESTS = "varlen_queued_requests", "GAUGE", "Requests in the queue, those not tokenized yet included"
     QUEUED_TOKENS = "varlen_queued_tokens", "GAUGE", "Tokens in the queue"
+    QUEUED_SECONDS = (
+        "varlen_queued_seconds", "GAUGE", "Predicted seconds until the queue has run, if nothing else comes"
+    )
+    SLOTS = "varlen_slots", "GAUGE", "Batches that run at the same time"
+    OPEN_REQUESTS = "varlen_open_requests", "GAUGE", "Requests that came and are not answered yet"
+    DRAINING = "varlen_draining", "GAUGE", "0 while the replica serves; 1: probes are refused; 2: all new requests are"
     QUEUED_TEXT_BYTES = "varlen_queued_text_bytes", "GAUGE", "Bytes of text that wait for tokenization"
     WEIGHT_BYTES = "varlen_weight_bytes", "GAUGE", "Bytes of the model's weights, outside the arena"
     ARENA_CAPACITY = "varlen_arena_capacity_bytes", "GAUGE", "Largest size of all arenas in bytes"
@@ -210,6 +221,7 @@ class Stats:
         with self._lock:
             self._observed[CountedMetric.BATCH_PREDICTED_SECONDS].append(predicted)
             self._observed[CountedMetric.BATCH_SECONDS].append(actual)
+            self._counts[CountedMetric.BUSY_SECONDS] += actual
 
     def count(self, metric: CountedMetric) -> None:
         """Add one to a counter."""

@@ -171,3 +171,26 @@ def test_a_deadline_counts_from_the_arrival_of_the_request():
     message = "deadline missed: the answer is expected in about 4000 ms, the deadline is in 2000 ms"
     with raises(DeadlineError, message):
         admission.enter(request, forecast, 13.0)
+
+
+def test_a_full_queue_admits_a_few_probes():
+    admission = Admission(1, 100)
+    enter(admission, 100)
+    with pytest.raises(QueueFullError):
+        enter(admission, 1)
+
+    for _ in range(4):
+        enter(admission, 1, probe=True)
+
+    with pytest.raises(QueueFullError):
+        enter(admission, 1, probe=True)
+    assert admission.depth == (5, 104)
+
+
+def test_predicts_the_seconds_of_the_queue_over_its_slots():
+    admission = Admission(10, 100, slots=2)
+    enter(admission, 1, forecast=Forecast(3.0, 1.0))
+    assert admission.queued_seconds == 1.5
+
+    admission.leave(Work(1, 1, 3.0))
+    assert admission.queued_seconds == 0.0
