@@ -1,9 +1,13 @@
 """Two replicas on loopback behind a proxy of deploy/, for tests."""
 
 import contextlib
+import csv
+import json
 import socket
 import subprocess
 import time
+import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +18,6 @@ from varlen_tools.local_server import LOOPBACK, LocalServer, free_port
 
 # Longer than anything takes on a busy machine. Only a failing test waits this long.
 TIMEOUT_SECONDS = 120.0
-NAMES = ("replica_1", "replica_2")
 
 
 @dataclass(slots=True)
@@ -42,36 +45,43 @@ class Replica:
 def replicas(repository: Path) -> Iterator[list[Replica]]:
     """Run two replicas of a model repository."""
     with ExitStack() as stack:
-        found = [Replica(repository, _first_of_three_ports()) for _ in NAMES]
+        found = [Replica(repository, _first_of_three_ports()) for _ in range(2)]
         for replica in found:
             stack.callback(replica.stop)
             replica.start()
         yield found
 
 
-class Haproxy:
-    """haproxy with deploy/haproxy.cfg in front of two replicas.
+class Proxy(ABC):
+    """A proxy with its configuration of deploy/, in front of two replicas.
 
     Args:
         command: program to run.
-        folder: gets its configuration and its socket.
+        folder: gets its files.
         behind: replicas in the order of the configuration.
+
+    Attributes:
+        http_url, grpc_url: addresses for clients.
     """
 
     def __init__(self, command: str, folder: Path, behind: list[Replica]) -> None:
-        self.http_port, self.grpc_port = free_port(), free_port()
-        self._socket = folder / "haproxy.sock"
-        config = folder / "haproxy.cfg"
-        config.write_text(self._configuration(behind))
-        statistics = folder / "statistics.cfg"
-        statistics.write_text(f"global\n    stats socket {self._socket}\n")
-        # the second file adds to the global part of the first one
-        self._command = [command, "-db", "-f", str(config), "-f", str(statistics)]
+        self._command = command
+        self._folder = folder
+        self._behind = behind
+        self.http_url = self.grpc_url = ""
 
-    def __enter__(self) -> "Haproxy":
-        self._process = subprocess.Popen(self._command)
+    @abstractmethod
+    def arguments(self) -> list[str]:
+        """Write the files, set the addresses, and return the arguments of the program."""
+
+    @abstractmethod
+    def states(self) -> dict[int, set[bool]]:
+        """Return which states its parts see of each replica: True is up."""
+
+    def __enter__(self) -> "Proxy":
+        self._process = subprocess.Popen([self._command, *self.arguments()])
         try:
-            self.wait_for("UP", *NAMES)
+            self.wait_for(True, *range(len(self._behind)))
         except BaseException:
             self.__exit__()
             raise
@@ -81,38 +91,110 @@ class Haproxy:
         self._process.kill()
         self._process.wait()
 
-    def wait_for(self, state: str, *names: str) -> None:
-        """Wait until both backends see servers in a state, `UP` or `DOWN`."""
+    def wait_for(self, is_up: bool, *numbers: int) -> None:
+        """Wait until all parts of the proxy see replicas as up, or as down."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while {self._states().get(name) for name in names} != {frozenset([state])}:
-            assert self._process.poll() is None, "haproxy has ended"
-            assert time.monotonic() < deadline, f"{names} are not {state}: {self._states()}"
+        while any(self.states().get(number) != {is_up} for number in numbers):
+            assert self._process.poll() is None, "the proxy has ended"
+            assert time.monotonic() < deadline, f"{numbers}: {is_up} expected in {self.states()}"
             time.sleep(0.1)
 
-    def _configuration(self, behind: list[Replica]) -> str:
-        text = (PROJECT / "deploy/haproxy.cfg").read_text()
-        for number, replica in enumerate(behind, 1):
+
+class Haproxy(Proxy):
+    """haproxy with deploy/haproxy.cfg."""
+
+    def arguments(self) -> list[str]:
+        """Write the files, set the addresses, and return the arguments of the program."""
+        http_port, grpc_port = free_port(), free_port()
+        self.http_url, self.grpc_url = (
+            f"http://{LOOPBACK}:{http_port}",
+            f"grpc://{LOOPBACK}:{grpc_port}",
+        )
+        self._socket = self._folder / "haproxy.sock"
+        config = (PROJECT / "deploy/haproxy.cfg").read_text()
+        for number, replica in enumerate(self._behind, 1):
             http, grpc = replica.first_port, replica.first_port + 1
-            text = text.replace(
+            config = config.replace(
                 f"replica-{number}:8001 proto h2 check port 8000",
                 f"{LOOPBACK}:{grpc} proto h2 check port {http}",
             )
-            text = text.replace(f"replica-{number}:8000", f"{LOOPBACK}:{http}")
-        text = text.replace('127.0.0.1}:8000"', f'127.0.0.1}}:{self.http_port}"')
-        return text.replace('127.0.0.1}:8001"', f'127.0.0.1}}:{self.grpc_port}"')
+            config = config.replace(f"replica-{number}:8000", f"{LOOPBACK}:{http}")
+        config = config.replace('127.0.0.1}:8000"', f'127.0.0.1}}:{http_port}"')
+        config = config.replace('127.0.0.1}:8001"', f'127.0.0.1}}:{grpc_port}"')
+        # a second file adds to the global part of the first one
+        files = {
+            "haproxy.cfg": config,
+            "statistics.cfg": f"global\n    stats socket {self._socket}\n",
+        }
+        for name, text in files.items():
+            (self._folder / name).write_text(text)
+        return ["-db", *(word for name in files for word in ("-f", str(self._folder / name)))]
 
-    def _states(self) -> dict[str, frozenset[str]]:
-        """Return the states that the backends see of each server."""
-        found: dict[str, frozenset[str]] = {}
+    def states(self) -> dict[int, set[bool]]:
+        """Return which states its parts see of each replica: True is up."""
+        found: dict[int, set[bool]] = {}
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self._socket))
             connection.sendall(b"show stat\n")
-            lines = connection.makefile().read().removeprefix("# ").splitlines()
-            columns = lines[0].split(",")
-            for line in filter(None, lines[1:]):
-                row = dict(zip(columns, line.split(","), strict=False))
-                name, state = row["svname"], row["status"].split()[0]
-                found[name] = found.get(name, frozenset()) | {state}
+            with connection.makefile() as answer:
+                rows = list(csv.DictReader(answer.read().removeprefix("# ").splitlines()))
+            for row in rows:
+                if row["svname"].startswith("replica_"):
+                    number = int(row["svname"].removeprefix("replica_")) - 1
+                    # "DOWN 1/2" is on its way up
+                    found.setdefault(number, set()).add(row["status"].startswith("UP"))
+        return found
+
+
+class Envoy(Proxy):
+    """Envoy with deploy/envoy.yaml."""
+
+    def arguments(self) -> list[str]:
+        """Write the files, set the addresses, and return the arguments of the program."""
+        port, self._admin_port = free_port(), free_port()
+        self.http_url, self.grpc_url = f"http://{LOOPBACK}:{port}", f"grpc://{LOOPBACK}:{port}"
+        config = (PROJECT / "deploy/envoy.yaml").read_text()
+        config = config.replace("127.0.0.1, port_value: 8000", f"127.0.0.1, port_value: {port}")
+        for number, replica in enumerate(self._behind, 1):
+            http, grpc = replica.first_port, replica.first_port + 1
+            address = f"replica-{number}, port_value: "
+            before, probed, rest = config.partition(f"{address}8001}}}}")
+            rest = rest.replace("{port_value: 8000}", f"{{port_value: {http}}}", 1)
+            config = before + probed + rest
+            config = config.replace(f"{address}8001", f"{LOOPBACK}, port_value: {grpc}")
+            config = config.replace(f"{address}8000", f"{LOOPBACK}, port_value: {http}")
+        file = self._folder / "envoy.yaml"
+        file.write_text(config)
+        socket_address = f"{{address: {LOOPBACK}, port_value: {self._admin_port}}}"
+        admin = f"admin: {{address: {{socket_address: {socket_address}}}}}"
+        return [
+            "-c",
+            str(file),
+            "--config-yaml",
+            admin,
+            "--log-level",
+            "error",
+            "--use-dynamic-base-id",
+        ]
+
+    def states(self) -> dict[int, set[bool]]:
+        """Return which states its parts see of each replica: True is up."""
+        url = f"http://{LOOPBACK}:{self._admin_port}/clusters?format=json"
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as page:
+                clusters = json.load(page).get("cluster_statuses", [])
+        except OSError:
+            return {}
+        found: dict[int, set[bool]] = {}
+        for host in (host for cluster in clusters for host in cluster.get("host_statuses", [])):
+            port = host["address"]["socket_address"]["port_value"]
+            number = next(
+                i for i, each in enumerate(self._behind) if 0 <= port - each.first_port < 2
+            )
+            health = host["health_status"]
+            failed = health.get("failed_active_health_check", False)
+            pending = health.get("pending_active_hc", False)
+            found.setdefault(number, set()).add(not failed and not pending)
         return found
 
 

