@@ -164,7 +164,7 @@ def test_metrics_and_settings_that_a_page_names_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_options_that_a_page_names_exist(page: str) -> None:
     spans = re.findall(r"`[^`\n]*`", (PROJECT / page).read_text())
-    options = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
+    options = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span)}
 
     assert options - known_options() - OTHER_OPTIONS == set()
 

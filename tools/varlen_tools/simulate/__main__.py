@@ -27,6 +27,18 @@ from varlen_tools.simulate.command import (
     write_results,
 )
 from varlen_tools.simulate.costs import CostSource, cost_models
+from varlen_tools.simulate.fleet_command import (
+    DeadOption,
+    GoalOption,
+    MetricsAgeOption,
+    ReplicasOption,
+    RoutingOption,
+    SlowOption,
+    compare_routings,
+    parse_routings,
+)
+from varlen_tools.simulate.replicas import FleetOptions, FleetStudy
+from varlen_tools.simulate.routing import Routing
 from varlen_tools.workloads import Arrival
 
 # Lengths drawn to find the mean and the longest.
@@ -60,7 +72,10 @@ def main(
     cache: CacheOption = "auto",
     stream: Annotated[Stream, typer.Option(help="How requests arrive.")] = Stream.poisson,
     lengths: Annotated[
-        str, typer.Option(help="Shortest and longest uniform length, in tokens.")
+        str,
+        typer.Option(
+            help="Shortest and longest uniform length, in tokens; or uniform, short, mixed."
+        ),
     ] = "5-500",
     trace: Annotated[
         Path | None,
@@ -79,10 +94,16 @@ def main(
     goal_ms: Annotated[
         float, typer.Option(min=0, help="Also find the highest rate with this p99; 0: do not.")
     ] = 0.0,
+    replicas: ReplicasOption = 0,
+    routing: RoutingOption = Routing.least_requests.value,
+    metrics_age: MetricsAgeOption = 0.5,
+    slow_replica: SlowOption = 1.0,
+    dead_seconds: DeadOption = 0.0,
+    goal_p99: GoalOption = 0.0,
     seed: SeedOption = 0,
     table: TableOption = None,
 ) -> None:
-    """Run the scheduler on a virtual clock and compare policies under load."""
+    """Run the scheduler on a virtual clock; compare policies, and routings of replicas, under load."""
     base = EngineConfig(
         max_batch_sequences=max_batch_sequences,
         max_batch_tokens=max_batch_tokens,
@@ -93,6 +114,20 @@ def main(
         configs = [with_policy(base, name) for name in policies.split(",")]
         population = _lengths(lengths, trace, max_batch_tokens)
         factors = parse_numbers("loads", loads)
+        slots = workers or costs.workers
+        routings = parse_routings(routing)
+        fleet = FleetOptions(
+            replicas=max(1, replicas),
+            workers=slots,
+            metrics_age=metrics_age,
+            slow_factor=slow_replica,
+            dead_seconds=dead_seconds,
+            seed=seed,
+        )
+        if replicas and goal_ms:
+            raise ValueError("--goal-ms is for one engine; allowed with --replicas: --goal-p99")
+        if not replicas and (slow_replica != 1.0 or goal_p99):
+            raise ValueError("--slow-replica and --goal-p99 need --replicas")
         numbers = random.Random(seed)
         drawn = [numbers.choice(population) for _ in range(_DRAWN)]
         longest = max(drawn)
@@ -111,9 +146,13 @@ def main(
         arrivals = _STREAMS[stream](count, rate, population, seed)
         return workloads.with_deadline(arrivals, deadline_ms / MILLISECONDS or None)
 
-    slots = workers or costs.workers
     study = BatchStudy(make_model, make_arrivals, slots)
     one = full_load(make_model("packed"), drawn, max_batch_sequences, workers=slots)
+    if replicas:
+        fleets = FleetStudy(make_model, make_arrivals, fleet)
+        rates = [factor * replicas * one for factor in factors]
+        write_results(table, compare_routings(fleets, configs, rates, routings, goal_p99=goal_p99))
+        return
     results = [study.measure(config, factor * one) for factor in factors for config in configs]
     console = new_console()
     console.print(
@@ -131,6 +170,8 @@ def main(
 def _lengths(text: str, trace: Path | None, limit: int) -> Sequence[int]:
     if trace is not None:
         return workloads.trace_mix(trace, limit).lengths
+    if text in workloads.MIXES:
+        return workloads.named_mix(text, limit).lengths
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
         raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, such as 5-500')
