@@ -15,7 +15,8 @@ from varlen.errors import DeadlineError
 from varlen_tools.simulate.__main__ import main
 from varlen_tools.simulate.batches import BatchStudy, full_load, simulate
 from varlen_tools.simulate.costs import CostSource, cost_models
-from varlen_tools.simulate.replicas import FleetOptions, FleetStudy, simulate_fleet
+from varlen_tools.simulate.fleet_study import FleetStudy
+from varlen_tools.simulate.replicas import FleetOptions, simulate_fleet
 from varlen_tools.simulate.routing import ReplicaLoads, Routing, new_router
 from varlen_tools.workloads import Arrival, named_mix, poisson_arrivals, with_deadline
 
@@ -267,7 +268,7 @@ def test_the_command_prints_and_writes_every_routing(tmp_path):
     [
         ("--replicas 2 --routing fastest", 'routing is "fastest"; allowed: random, round_robin'),
         ("--replicas 1 --dead-seconds 5", "--dead-seconds needs at least 2 replicas"),
-        ("--slow-replica 2", "--slow-replica and --goal-p99 need --replicas"),
+        ("--slow-replica 2", "--goal-p99 and --autoscale need --replicas"),
         ("--replicas 2 --goal-ms 50", "--goal-ms is for one engine"),
     ],
 )

@@ -28,16 +28,24 @@ from varlen_tools.simulate.command import (
 )
 from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.simulate.fleet_command import (
+    AutoscaleOption,
     DeadOption,
+    DecisionOption,
+    DownOption,
     GoalOption,
     MetricsAgeOption,
+    QueuedSecondsOption,
     ReplicasOption,
     RoutingOption,
+    ScrapeOption,
     SlowOption,
+    StartupOption,
     compare_routings,
+    parse_autoscale,
     parse_routings,
 )
-from varlen_tools.simulate.replicas import FleetOptions, FleetStudy
+from varlen_tools.simulate.fleet_study import FleetStudy
+from varlen_tools.simulate.replicas import FleetOptions
 from varlen_tools.simulate.routing import Routing
 from varlen_tools.workloads import Arrival
 
@@ -100,6 +108,12 @@ def main(
     slow_replica: SlowOption = 1.0,
     dead_seconds: DeadOption = 0.0,
     goal_p99: GoalOption = 0.0,
+    autoscale: AutoscaleOption = None,
+    queued_seconds: QueuedSecondsOption = 1.0,
+    scrape_seconds: ScrapeOption = 15.0,
+    decision_seconds: DecisionOption = 15.0,
+    startup_seconds: StartupOption = 30.0,
+    down_seconds: DownOption = 300.0,
     seed: SeedOption = 0,
     table: TableOption = None,
 ) -> None:
@@ -116,18 +130,29 @@ def main(
         factors = parse_numbers("loads", loads)
         slots = workers or costs.workers
         routings = parse_routings(routing)
+        if not replicas and (slow_replica != 1.0 or goal_p99 or autoscale):
+            raise ValueError("--slow-replica, --goal-p99 and --autoscale need --replicas")
+        scaling = parse_autoscale(
+            autoscale,
+            queued_seconds=queued_seconds,
+            scrape_seconds=scrape_seconds,
+            decision_seconds=decision_seconds,
+            startup_seconds=startup_seconds,
+            down_seconds=down_seconds,
+        )
         fleet = FleetOptions(
             replicas=max(1, replicas),
             workers=slots,
             metrics_age=metrics_age,
             slow_factor=slow_replica,
             dead_seconds=dead_seconds,
+            autoscale=scaling,
             seed=seed,
         )
         if replicas and goal_ms:
             raise ValueError("--goal-ms is for one engine; allowed with --replicas: --goal-p99")
-        if not replicas and (slow_replica != 1.0 or goal_p99):
-            raise ValueError("--slow-replica and --goal-p99 need --replicas")
+        if scaling and goal_p99:
+            raise ValueError("--goal-p99 is for a fixed number of replicas, without --autoscale")
         numbers = random.Random(seed)
         drawn = [numbers.choice(population) for _ in range(_DRAWN)]
         longest = max(drawn)

@@ -8,8 +8,9 @@ from typing import Annotated, TypeAlias
 import typer
 
 from varlen.config import EngineConfig
+from varlen_tools.simulate.autoscaling import AutoscaleOptions
 from varlen_tools.simulate.command import MILLISECONDS, new_console, table_of_loads
-from varlen_tools.simulate.replicas import FleetFigures, FleetStudy
+from varlen_tools.simulate.fleet_study import FleetFigures, FleetStudy
 from varlen_tools.simulate.routing import Routing
 
 MAX_REPLICAS = 10_000
@@ -45,6 +46,41 @@ GoalOption: TypeAlias = Annotated[
     float,
     typer.Option(min=0, help="Also find the fewest replicas with this p99, in seconds; 0: do not."),
 ]
+AutoscaleOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIN:MAX", help="Replicas that are added and removed; --replicas run at first."
+    ),
+]
+QueuedSecondsOption: TypeAlias = Annotated[
+    float, typer.Option(min=0.001, help="Seconds of waiting work that autoscaling aims at.")
+]
+ScrapeOption: TypeAlias = Annotated[
+    float, typer.Option(min=0.1, help="Seconds between scrapes of autoscaling.")
+]
+DecisionOption: TypeAlias = Annotated[
+    float, typer.Option(min=0.1, help="Seconds between decisions of autoscaling.")
+]
+StartupOption: TypeAlias = Annotated[
+    float, typer.Option(min=0, help="Seconds until a new replica takes requests.")
+]
+DownOption: TypeAlias = Annotated[
+    float, typer.Option(min=0, help="Seconds of too many replicas until some are removed.")
+]
+
+
+def parse_autoscale(text: str | None, **seconds: float) -> AutoscaleOptions | None:
+    """Return the options of `MIN:MAX` with these fields in seconds; None without a text.
+
+    Raises:
+        ValueError: the text has something else, or too large a number.
+    """
+    if text is None:
+        return None
+    least, _, most = text.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and int(most) <= MAX_REPLICAS):
+        raise ValueError(f'autoscale is "{text}"; allowed: MIN:MAX, at most {MAX_REPLICAS}')
+    return AutoscaleOptions(int(least), int(most), **seconds)
 
 
 def parse_routings(text: str) -> list[Routing]:
@@ -82,6 +118,11 @@ def compare_routings(
     options, console = study.options, new_console()
     console.print(f"{options.replicas:,} replicas of {options.workers} workers")
     console.print(table_of_loads(_HEADINGS, results, _cells))
+    for result in results if options.autoscale is not None else ():
+        console.print(
+            f"{result.routing}, {result.policy}, {result.offered:.1f}/s: longest wait {result.longest_wait:.1f} s,"
+            f" {result.replica_seconds:,.0f} replica-seconds, at most {result.most_replicas} replicas"
+        )
     for config, rate, routing in runs if goal_p99 else ():
         fewest = study.fewest_within(config, rate, routing, p99=goal_p99)
         found = f"more than {options.replicas}" if fewest is None else str(fewest)

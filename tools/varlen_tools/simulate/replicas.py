@@ -6,7 +6,6 @@ A replica that dies loses its queue and its running batches; the router sends th
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -15,17 +14,18 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from statistics import fmean
+from typing import cast
 
 import numpy as np
 
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
-from varlen.errors import DeadlineError, QueueFullError
 from varlen.request.request import Float32Array
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.one_shot import OneShotScheduler
-from varlen_tools.simulate.costs import MakeModel
+from varlen_tools.simulate.autoscaling import AutoscaleOptions, Autoscaler, Scrape
 from varlen_tools.simulate.routing import Counts, ReplicaLoads, Routing, new_router
 from varlen_tools.simulate.virtual import (
     Outcome,
@@ -33,7 +33,6 @@ from varlen_tools.simulate.virtual import (
     VirtualClock,
     VirtualEngine,
     VirtualReply,
-    percentile,
     request_of,
 )
 from varlen_tools.workloads import Arrival
@@ -51,6 +50,7 @@ class FleetOptions:
         metrics_age: greatest age of the queued tokens that a router reads, in seconds.
         slow_factor: seconds of a batch on the first replica over the seconds on another one.
         dead_seconds: seconds from the middle arrival on in which the last replica is dead.
+        autoscale: limits and delays of autoscaling; None: the number of replicas stays the same.
         seed: seed of the router's random choices.
     """
 
@@ -59,11 +59,26 @@ class FleetOptions:
     metrics_age: float = 0.5
     slow_factor: float = 1.0
     dead_seconds: float = 0.0
+    autoscale: AutoscaleOptions | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.dead_seconds and self.replicas < 2:
             raise ValueError("--dead-seconds needs at least 2 replicas")
+        if self.autoscale is not None:
+            least, most = self.autoscale.least, self.autoscale.most
+            if not 1 <= least <= self.replicas <= most:
+                raise ValueError(
+                    f"--autoscale is {least}:{most} and --replicas {self.replicas};"
+                    " allowed: MIN:MAX with 1 <= MIN <= replicas <= MAX"
+                )
+            if self.dead_seconds:
+                raise ValueError("--dead-seconds is for a fixed number of replicas")
+
+    @property
+    def most(self) -> int:
+        """Largest number of replicas."""
+        return self.replicas if self.autoscale is None else self.autoscale.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +89,17 @@ class FleetRun(Run):
         sent: number of requests sent to each replica, with those sent again.
         busy_seconds: seconds of workers in which each replica ran batches.
         sent_again: number of requests that a dead replica held.
+        longest_wait: longest time from an arrival to the start of its batch, in seconds.
+        replica_seconds: seconds of all replicas, from their start or the first arrival to their end or the last answer.
+        most_replicas: most replicas at a time, with replicas that start or drain.
     """
 
     sent: list[int]
     busy_seconds: list[float]
     sent_again: int
+    longest_wait: float
+    replica_seconds: float
+    most_replicas: int
 
 
 class _Rank(IntEnum):
@@ -117,6 +138,8 @@ class _Replica:
         open: requests sent and not answered, by their number.
         sent, busy_seconds: see `FleetRun`.
         next_event: time and rank of its next event in the queue; None without one.
+        begin: time from which its seconds count; None if it does not run.
+        starts_at: time at which it will take requests; None if it is not starting.
     """
 
     engine: VirtualEngine
@@ -125,6 +148,8 @@ class _Replica:
     sent: int = 0
     busy_seconds: float = 0.0
     next_event: tuple[float, _Rank] | None = None
+    begin: float | None = None
+    starts_at: float | None = None
 
 
 class _Fleet:
@@ -140,12 +165,16 @@ class _Fleet:
         self._events = _Events(self._clock)
         self._outcomes: list[Outcome] = []
         self._sent_again = 0
-        self._replicas = [_Replica(*self._new_engine(number)) for number in range(options.replicas)]
+        self._longest_wait = 0.0
+        self._replica_seconds = 0.0
+        self._most_replicas = options.replicas
+        self._expects_more = True
+        self._replicas = [_Replica(*self._new_engine(number)) for number in range(options.most)]
         self._scraped_at = -math.inf
-        self._scraped: Counts = np.zeros(options.replicas, dtype=np.int64)
+        self._scraped: Counts = np.zeros(options.most, dtype=np.int64)
         self._loads = ReplicaLoads(
-            is_up=np.ones(options.replicas, dtype=np.bool_),
-            open_requests=np.zeros(options.replicas, dtype=np.int64),
+            is_up=np.arange(options.most) < options.replicas,
+            open_requests=np.zeros(options.most, dtype=np.int64),
             queued_tokens=self._queued_tokens,
         )
         self._route = new_router(routing, self._loads, options.seed)
@@ -153,6 +182,11 @@ class _Fleet:
     def run(self, arrivals: Sequence[Arrival]) -> FleetRun:
         """Return the run over at least one arrival, in order of time."""
         self._clock.now = arrivals[0].at
+        for replica in self._replicas[: self._options.replicas]:
+            replica.begin = self._clock.now
+        if self._options.autoscale is not None:
+            seconds_per_token = self._seconds_per_token(arrivals)
+            self._start_autoscaling(self._options.autoscale, seconds_per_token)
         if self._options.dead_seconds:
             at, last = arrivals[len(arrivals) // 2].at, self._options.replicas - 1
             self._events.add(at, _Rank.other, partial(self._die, last))
@@ -160,15 +194,25 @@ class _Fleet:
             self._events.add(at + self._options.dead_seconds, _Rank.other, back)
         self._expect(iter(arrivals).__next__)
         self._events.run()
-        sent = [replica.sent for replica in self._replicas]
-        busy_seconds = [replica.busy_seconds for replica in self._replicas]
-        return FleetRun(self._outcomes, sent, busy_seconds, self._sent_again)
+        end = max(outcome.end or 0.0 for outcome in self._outcomes)
+        begins = [each.begin for each in self._replicas if each.begin is not None]
+        return FleetRun(
+            outcomes=self._outcomes,
+            sent=[replica.sent for replica in self._replicas],
+            busy_seconds=[replica.busy_seconds for replica in self._replicas],
+            sent_again=self._sent_again,
+            longest_wait=self._longest_wait,
+            # a replica may be started after the last answer
+            replica_seconds=self._replica_seconds + sum(max(0.0, end - begin) for begin in begins),
+            most_replicas=self._most_replicas,
+        )
 
     def _expect(self, following: Callable[[], Arrival]) -> None:
         """Add the event of the next arrival, if there is one."""
         try:
             arrival = following()
         except StopIteration:
+            self._expects_more = False
             return
         self._events.add(arrival.at, _Rank.arrival, partial(self._arrive, arrival, following))
 
@@ -195,6 +239,8 @@ class _Fleet:
     def _answered(self, number: int, request: int) -> None:
         del self._replicas[number].open[request]
         self._loads.open_requests[number] -= 1
+        if not self._loads.is_up[number]:
+            self._end_if_drained(number)
 
     def _schedule(self, number: int) -> None:
         """Add the next event of a replica, unless it is in the queue."""
@@ -230,6 +276,84 @@ class _Fleet:
     def _come_back(self, number: int) -> None:
         self._loads.is_up[number] = True
 
+    def _start_autoscaling(self, options: AutoscaleOptions, seconds_per_token: float) -> None:
+        """Add the events of scrapes and decisions."""
+        autoscaler = Autoscaler(options, self._clock.now, self._options.replicas)
+        last, last_busy = Scrape(0.0, 0.0), 0.0
+
+        def scrape() -> None:
+            nonlocal last, last_busy
+            busy = sum(each.busy_seconds - each.engine.seconds_left for each in self._replicas)
+            tokens = sum(replica.admission.depth[1] for replica in self._replicas)
+            workers = self._options.workers
+            last = Scrape(
+                load=(busy - last_busy) / (options.scrape_seconds * workers),
+                queued_seconds=tokens * seconds_per_token / workers,
+            )
+            last_busy = busy
+
+        def decide() -> None:
+            self._scale_to(autoscaler.decide(self._clock.now, last), options.startup_seconds)
+
+        self._repeat(scrape, options.scrape_seconds)
+        self._repeat(decide, options.decision_seconds)
+
+    def _repeat(self, action: Callable[[], None], seconds: float) -> None:
+        """Run an action at this interval until all requests are answered."""
+
+        def run() -> None:
+            if self._expects_more or self._loads.open_requests.any():
+                action()
+                self._repeat(action, seconds)
+
+        self._events.add(self._clock.now + seconds, _Rank.other, run)
+
+    def _scale_to(self, wanted: int, startup_seconds: float) -> None:
+        """Start or drain replicas until this number takes requests or will."""
+        numbers = range(len(self._replicas))
+        starting = [n for n in numbers if self._replicas[n].starts_at is not None]
+        up = [n for n in numbers if self._loads.is_up[n]]
+        missing = wanted - len(starting) - len(up)
+        # a replica that drains is not started again before its end
+        free = [n for n in numbers if self._replicas[n].begin is None]
+        for number in free[: max(0, missing)]:
+            self._start(number, startup_seconds)
+        # replicas that do nothing yet are stopped first, then those with the fewest requests
+        up.sort(key=lambda n: int(self._loads.open_requests[n]))
+        for number in (starting + up)[: max(0, -missing)]:
+            self._loads.is_up[number] = False
+            self._replicas[number].starts_at = None
+            self._end_if_drained(number)
+        running = sum(replica.begin is not None for replica in self._replicas)
+        self._most_replicas = max(self._most_replicas, running)
+
+    def _start(self, number: int, startup_seconds: float) -> None:
+        replica, now = self._replicas[number], self._clock.now
+        replica.begin, replica.starts_at = now, now + startup_seconds
+        started = partial(self._started, number, replica.starts_at)
+        self._events.add(replica.starts_at, _Rank.other, started)
+
+    def _started(self, number: int, at: float) -> None:
+        # otherwise it was stopped in between
+        if self._replicas[number].starts_at == at:
+            self._replicas[number].starts_at = None
+            self._loads.is_up[number] = True
+
+    def _end_if_drained(self, number: int) -> None:
+        """End a replica that takes no more requests, once none is open."""
+        replica = self._replicas[number]
+        # a dead replica is counted until it comes back
+        if self._options.autoscale is not None and replica.begin is not None and not replica.open:
+            self._replica_seconds += self._clock.now - replica.begin
+            replica.begin = None
+
+    def _seconds_per_token(self, arrivals: Sequence[Arrival]) -> float:
+        """Return seconds of a token in full batches of the mean length."""
+        mean = round(fmean(arrival.tokens for arrival in arrivals))
+        most = self._config.max_batch_tokens // mean
+        shape = BatchShape.of([mean] * max(1, min(self._config.max_batch_sequences, most)))
+        return self._costs.seconds(shape) / shape.tokens
+
     def _new_engine(self, number: int) -> tuple[VirtualEngine, Admission]:
         config, workers = self._config, self._options.workers
         limits = config.max_queued_requests, config.max_queued_tokens
@@ -244,6 +368,9 @@ class _Fleet:
         factor = self._options.slow_factor if number == 0 else 1.0
         seconds = factor * self._costs.seconds(batch.shape)
         self._replicas[number].busy_seconds += seconds
+        for sequence in batch.sequences:
+            arrival = cast(VirtualReply, sequence.request.reply).outcome.arrival
+            self._longest_wait = max(self._longest_wait, self._clock.now - arrival.at)
         return BatchResult([_NOTHING] * len(batch.sequences), seconds)
 
     def _queued_tokens(self) -> Counts:
@@ -271,104 +398,3 @@ def simulate_fleet(
         routing: rule by which the router chooses.
     """
     return _Fleet(options, config, costs, routing).run(arrivals)
-
-
-@dataclass(frozen=True, slots=True)
-class FleetFigures:
-    """Figures of a routing under a load: columns of a CSV file.
-
-    Attributes:
-        policy, execution: settings of the engines.
-        workers, replicas: number of batches that a replica runs at a time, and number of replicas.
-        routing: rule by which the router chooses.
-        metrics_age, slow_factor, dead_seconds: see `FleetOptions`.
-        offered: requests per second.
-        served: answers without an error per second.
-        mean, p50, p99: latency of those answers, in seconds.
-        utilisation: share of their time in which workers run batches.
-        largest_share: largest share of the requests that went to one replica.
-        sent_again: requests that a dead replica held.
-        refused: requests refused for a full queue or a deadline.
-        lost: requests without an answer, or with several.
-    """
-
-    policy: str
-    execution: str
-    workers: int
-    replicas: int
-    routing: str
-    metrics_age: float
-    slow_factor: float
-    dead_seconds: float
-    offered: float
-    served: float
-    mean: float
-    p50: float
-    p99: float
-    utilisation: float
-    largest_share: float
-    sent_again: int
-    refused: int
-    lost: int
-
-
-@dataclass(frozen=True, slots=True)
-class FleetStudy:
-    """Runs of several routings and rates that share costs, arrivals and replicas.
-
-    Attributes:
-        make_model: makes a cost model for an execution.
-        make_arrivals: returns the arrivals of a rate, in requests per second; at least one.
-        options: the replicas.
-    """
-
-    make_model: MakeModel
-    make_arrivals: Callable[[float], Sequence[Arrival]]
-    options: FleetOptions
-
-    def measure(self, config: EngineConfig, rate: float, routing: Routing) -> FleetFigures:
-        """Return the figures of one run."""
-        options, costs = self.options, self.make_model(config.execution)
-        run = simulate_fleet(self.make_arrivals(rate), config, costs, options, routing)
-        latencies = run.latencies
-        began = run.outcomes[0].arrival.at
-        seconds = max((each.end for each in run.outcomes if each.end is not None), default=began)
-        slots = options.replicas * options.workers
-        return FleetFigures(
-            policy=config.policy,
-            execution=config.execution,
-            workers=options.workers,
-            replicas=options.replicas,
-            routing=routing.value,
-            metrics_age=options.metrics_age,
-            slow_factor=options.slow_factor,
-            dead_seconds=options.dead_seconds,
-            offered=rate,
-            served=run.served_per_second,
-            mean=fmean(latencies) if latencies else math.nan,
-            p50=percentile(latencies, 0.50),
-            p99=percentile(latencies, 0.99),
-            utilisation=sum(run.busy_seconds) / (slots * (seconds - began)),
-            largest_share=max(run.sent) / sum(run.sent),
-            sent_again=run.sent_again,
-            refused=run.refused(QueueFullError, DeadlineError),
-            lost=sum(outcome.answers != 1 for outcome in run.outcomes),
-        )
-
-    def fewest_within(
-        self, config: EngineConfig, rate: float, routing: Routing, *, p99: float
-    ) -> int | None:
-        """Return the fewest replicas that serve a rate with this p99, in seconds.
-
-        No request is refused. If all replicas of the study are too few, the result is None.
-        """
-
-        def sustains(replicas: int) -> bool:
-            options = replace(self.options, replicas=replicas)
-            result = replace(self, options=options).measure(config, rate, routing)
-            return result.p99 <= p99 and result.refused == result.lost == 0
-
-        least = 2 if self.options.dead_seconds else 1
-        allowed = range(least, self.options.replicas + 1)
-        at = bisect_left(allowed, True, key=sustains)
-        return allowed[at] if at < len(allowed) else None
