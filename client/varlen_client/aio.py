@@ -69,12 +69,13 @@ DEFAULT_TEXT_CONCURRENCY = 32
 
 
 class AsyncClient:
-    """Asyncio client of one server and one model, for one event loop.
+    """Asyncio client of one model of a server or its replicas, for one event loop.
 
     Use it as an async context manager, or call `close`.
 
     Args:
-        url: `grpc://host:port`, `http://host:port`, or `grpcs://` and `https://` with TLS.
+        url: `grpc://host:port`, `http://host:port`, or `grpcs://` and `https://` with TLS; or the URLs of several
+            replicas, all of one protocol, see replicas.py.
         model: the model's name; by default the only ready model of the server.
         rows_per_request: number of rows in a request; by default 32, or the model's max_batch_size if that is less.
         concurrency: maximum requests of one call in flight; by default 4, and 32 in `translate`, whose
@@ -86,13 +87,13 @@ class AsyncClient:
             runs, while calls wait; they fail once it has ended. 0 never asks.
 
     Raises:
-        InvalidUrl: `url` is not a valid server address.
+        InvalidUrl: `url` is not a valid server address, or the addresses have several protocols.
         ValueError: rows_per_request or concurrency is less than 1, or watch_seconds less than 0.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         model: str | None = None,
         *,
         rows_per_request: int | None = None,
@@ -111,7 +112,7 @@ class AsyncClient:
         self._concurrency = concurrency
         trusted = None if ca_file is None else Path(ca_file)
         self._session = Session(
-            Endpoint.parse(url),
+            Endpoint.parse_all(url),
             model,
             retry or RetryPolicy(),
             trusted,

@@ -4,6 +4,7 @@
     ├── InvalidUrl          the URL is not a valid server address (also a ValueError)
     ├── InvalidRequest      the caller's fault: the input or a parameter was refused
     ├── ModelNotFound       the server has no such model, or several and none was chosen
+    │   └── ModelUnloaded   the server knows the model, but has unloaded it or is shutting down
     ├── ServerUnavailable   queue full, model not ready or no connection, after the last retry
     │   └── ModelProcessEnded   the model's process has ended or does not respond; never retried
     ├── DeadlineMissed      the server cannot answer within the caller's `deadline_ms`; never retried
@@ -41,6 +42,10 @@ class InvalidRequest(VarlenClientError):
 
 class ModelNotFound(VarlenClientError):
     """The server has no such model, or several and none was chosen."""
+
+
+class ModelUnloaded(ModelNotFound):
+    """The server knows the model, but has unloaded it or is shutting down."""
 
 
 class ServerUnavailable(VarlenClientError):

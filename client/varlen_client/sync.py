@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -73,7 +73,7 @@ def _sync(
 
 
 class Client:
-    """Sync client of one server and one model; safe to use from many threads.
+    """Sync client of one model of a server or its replicas, for many threads.
 
     Use it as a context manager, or call `close`. Arguments, results and errors are the same as in
     `AsyncClient`.
@@ -81,7 +81,7 @@ class Client:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         model: str | None = None,
         *,
         rows_per_request: int | None = None,

@@ -22,6 +22,7 @@ from varlen_client.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelProcessEnded,
+    ModelUnloaded,
     RequestCancelled,
     RequestTimeout,
     ServerError,
@@ -59,6 +60,7 @@ class _Kind:
 _KINDS: Mapping[type[VarlenClientError], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    ModelUnloaded: _Kind(404, "invalid_request_error", "model_not_found"),
     ServerUnavailable: _Kind(503, "server_error", "unavailable", _BUSY),
     ModelProcessEnded: _Kind(503, "server_error", "model_process_ended", _ENDED),
     RequestCancelled: _Kind(503, "server_error", "unavailable", _BUSY),

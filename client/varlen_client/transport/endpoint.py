@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -57,6 +58,22 @@ class Endpoint:
             tls=tls,
             path=path,
         )
+
+    @classmethod
+    def parse_all(cls, urls: str | Sequence[str]) -> tuple[Endpoint, ...]:
+        """Return the addresses of a server's replicas, from one URL or several.
+
+        Raises:
+            InvalidUrl: a URL is invalid, there is none, or their protocols differ.
+        """
+        endpoints = tuple(map(cls.parse, [urls] if isinstance(urls, str) else urls))
+        if not endpoints:
+            raise InvalidUrl("no url was given; at least one")
+        if len({endpoint.protocol for endpoint in endpoints}) > 1:
+            raise InvalidUrl(
+                f"urls {list(urls)} have several protocols; all are grpc or all are http"
+            )
+        return endpoints
 
     @property
     def target(self) -> str:

@@ -7,6 +7,8 @@ before the response).
 Three are not. After a timeout the first request may still be running, and a second one would double the
 load of a slow server. A request that missed its deadline has no time left for another attempt. A model
 whose process has ended takes no request until it is loaded again.
+
+Before a retry, a request moves on to other replicas without a delay, if there are any (replicas.py).
 """
 
 from __future__ import annotations

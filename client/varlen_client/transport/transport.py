@@ -16,6 +16,7 @@ from varlen_client.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelProcessEnded,
+    ModelUnloaded,
     RequestCancelled,
     ServerError,
     ServerUnavailable,
@@ -78,6 +79,8 @@ _STREAM_ERRORS: dict[str, type[VarlenClientError]] = {
 }
 # What the server says of a model that it does not have, or not any more.
 _UNKNOWN_MODEL = "Request for unknown model"
+# What it says of a model that it has unloaded, also after SIGTERM (server 2.51).
+_UNLOADED_MODEL = "has no available versions"
 # What its python backend says when the process of a model does not take a request.
 _ENDED_PROCESS = re.compile(r"Stub process '(.*)' is not healthy|Failed to obtain the health mutex")
 
@@ -101,6 +104,8 @@ def server_error(
     # the server has no code for it in a stream, and some versions have status 400
     if message.startswith(_UNKNOWN_MODEL):
         error_type = ModelNotFound
+    if error_type is ModelNotFound and _UNLOADED_MODEL in message:
+        error_type = ModelUnloaded
     return error_type(message)
 
 

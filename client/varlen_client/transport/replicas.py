@@ -1,0 +1,258 @@
+"""The replicas of a server, and the choice of the one that gets a request.
+
+A request goes to the replica with the fewest requests of this client in flight. If it is refused there, or its
+connection is lost, it moves on to another one at once, and a replica that failed is avoided for a while. Inference
+changes no state of the server, so this is safe until a part of an answer has come.
+
+A budget bounds these moves, as in Finagle ("RetryBudget") and Envoy ("retry budget"): without it a dead or full replica
+would double the load of the others. A request that may not move on waits as `RetryPolicy` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+from varlen_client.errors import (
+    ModelProcessEnded,
+    ModelUnloaded,
+    RequestTimeout,
+    ServerUnavailable,
+    VarlenClientError,
+)
+from varlen_client.probe import probe_prompt, probe_rows
+from varlen_client.transport.endpoint import Endpoint
+from varlen_client.transport.transport import Transport
+from varlen_client.transport.watch import ModelWatch
+from varlen_client.wire import ModelInfo
+
+# Moves per request that was sent, and those that are always allowed, counted over about these seconds.
+BUDGET_SHARE = 0.1
+BUDGET_FLOOR = 3.0
+BUDGET_SECONDS = 10.0
+# A replica that failed is avoided for this time, doubled with each failure in a row.
+FIRST_AVOIDANCE_SECONDS = 0.5
+LONGEST_AVOIDANCE_SECONDS = 30.0
+
+_MOVES_ON = (ServerUnavailable, ModelUnloaded)
+
+_T = TypeVar("_T")
+
+
+class RetryBudget:
+    """Allows moves for a share of the recent requests, and a few more.
+
+    Both counts fade with the time constant `BUDGET_SECONDS`, so they need no list of times.
+    """
+
+    def __init__(self) -> None:
+        self._requests = 0.0
+        self._moves = 0.0
+        self._faded_at = -math.inf
+
+    def count_request(self, now: float) -> None:
+        """Count a request, whose replica is its first one."""
+        self._fade(now)
+        self._requests += 1.0
+
+    def spend(self, now: float) -> bool:
+        """Return whether a request may move on, and count its move."""
+        self._fade(now)
+        if self._moves >= BUDGET_FLOOR + BUDGET_SHARE * self._requests:
+            return False
+        self._moves += 1.0
+        return True
+
+    def _fade(self, now: float) -> None:
+        left = math.exp((self._faded_at - now) / BUDGET_SECONDS)
+        self._requests *= left
+        self._moves *= left
+        self._faded_at = now
+
+
+class Replica:
+    """The connections to one server, and what this client knows of it.
+
+    Args:
+        endpoint: address of the server.
+        ca_file: certificates to trust with TLS, instead of the default ones.
+        watch_seconds: argument of `ModelWatch`.
+    """
+
+    def __init__(self, endpoint: Endpoint, ca_file: Path | None, watch_seconds: float) -> None:
+        self.endpoint = endpoint
+        self.in_flight = 0
+        self._ca_file = ca_file
+        self._watch = ModelWatch(self._probe, watch_seconds)
+        self._transport: Transport | None = None
+        # all connections of a pool may be held by requests that are not answered
+        self._probe_transport: Transport | None = None
+        self._watched: ModelInfo | None = None
+        self._failures = 0
+        self._avoided_until = -math.inf
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of requests, which the first use connects."""
+        if self._transport is None:
+            self._transport = _connect(self.endpoint, self._ca_file)
+        return self._transport
+
+    def is_avoided(self, now: float) -> bool:
+        """Return whether the replica failed lately, or one request is trying it again."""
+        return now < self._avoided_until or (self._failures > 0 and self.in_flight > 0)
+
+    @contextmanager
+    def requesting(self) -> Iterator[None]:
+        """Count a request in flight, and avoid the replica if it fails."""
+        self.in_flight += 1
+        try:
+            yield
+        except _MOVES_ON:
+            self._avoid(_now())
+            raise
+        else:
+            self._failures = 0
+            self._avoided_until = -math.inf
+        finally:
+            self.in_flight -= 1
+
+    def watching(self, info: ModelInfo) -> AbstractContextManager[None]:
+        """Return a context for a wait for the model."""
+        if not info.can_be_watched:
+            return nullcontext()
+        self._watched = info
+        return self._watch.waiting()
+
+    async def close(self) -> None:
+        """Close the connections; calls in progress fail."""
+        await self._watch.close()
+        transports = self._transport, self._probe_transport
+        self._transport = self._probe_transport = None
+        for transport in transports:
+            if transport is not None:
+                await transport.close()
+
+    def _avoid(self, now: float) -> None:
+        # requests that were in flight together fail together, and count once
+        if now < self._avoided_until:
+            return
+        # the exponent is bounded, since a replica may stay dead for days
+        seconds = FIRST_AVOIDANCE_SECONDS * 2.0 ** min(self._failures, 16)
+        self._failures += 1
+        self._avoided_until = now + min(seconds, LONGEST_AVOIDANCE_SECONDS)
+
+    async def _probe(self) -> None:
+        """Send a small request to the model for which calls wait."""
+        assert self._watched is not None
+        if self._probe_transport is None:
+            self._probe_transport = _connect(self.endpoint, self._ca_file)
+        info, transport = self._watched, self._probe_transport
+        if info.generates:
+            async with aclosing(transport.generate(info.name, probe_prompt(info))) as responses:
+                async for _ in responses:
+                    pass
+        else:
+            await transport.infer(info.name, probe_rows(info))
+
+
+class Replicas:
+    """The replicas of a server; with one, requests never move on.
+
+    Args:
+        replicas: one replica at least, all of one protocol.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = tuple(replicas)
+        self._budget = RetryBudget()
+        self._turns = itertools.count()
+
+    async def send(self, attempt: Callable[[Replica], Awaitable[_T]]) -> _T:
+        """Return the result of an attempt at the first replica that takes the request.
+
+        Raises:
+            ServerUnavailable: every replica failed, or the budget does not allow another one.
+            ModelProcessEnded, ModelUnloaded: every replica failed, all of them in this way.
+        """
+        self._budget.count_request(_now())
+        failures: dict[Replica, VarlenClientError] = {}
+        while True:
+            replica = self._by_load(failures)[0]
+            try:
+                with replica.requesting():
+                    return await attempt(replica)
+            except _MOVES_ON as error:
+                if len(self._replicas) == 1:
+                    raise
+                failures[replica] = error
+            if len(failures) == len(self._replicas):
+                raise _failure_of_all(list(failures.values()))
+            if not self._budget.spend(_now()):
+                tried = f"tried {len(failures)} of {len(self._replicas)} replicas"
+                raise ServerUnavailable(
+                    f"{failures[replica]} ({tried}; the retry budget is spent)"
+                ) from failures[replica]
+
+    async def ask(self, query: Callable[[Replica], Awaitable[_T]]) -> _T:
+        """Return the result of a metadata query at the first replica that answers."""
+        *others, last = self._by_load()
+        for replica in others:
+            # an answer says nothing of the model's process, so it does not end the avoidance of a replica
+            try:
+                return await query(replica)
+            except (*_MOVES_ON, RequestTimeout):
+                continue
+        return await query(last)
+
+    async def any_of(self, question: Callable[[Replica], Awaitable[bool]]) -> bool:
+        """Return whether one replica says yes; those after it are not asked."""
+        for replica in self._by_load():
+            if await question(replica):
+                return True
+        return False
+
+    async def close(self) -> None:
+        """Close the connections; calls in progress fail."""
+        for replica in self._replicas:
+            await replica.close()
+
+    def _by_load(self, tried: Collection[Replica] = ()) -> list[Replica]:
+        """Return the replicas that were not tried, the best one first."""
+        now, turn = _now(), next(self._turns) % len(self._replicas)
+        # the order of equals rotates
+        rotated = self._replicas[turn:] + self._replicas[:turn]
+        left = [replica for replica in rotated if replica not in tried]
+        return sorted(left, key=lambda replica: (replica.is_avoided(now), replica.in_flight))
+
+
+def _failure_of_all(errors: list[VarlenClientError]) -> VarlenClientError:
+    """Return the error of a request that every replica refused."""
+    # the kind that may pass soonest comes first
+    kinds = [ServerUnavailable, ModelProcessEnded, ModelUnloaded]
+    error = min(errors, key=lambda error: kinds.index(type(error)))
+    failure = type(error)(f"{error} (tried {len(errors)} of {len(errors)} replicas)")
+    failure.__cause__ = error
+    return failure
+
+
+def _connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
+    """Return a transport for the event loop that runs now."""
+    # Imported here: each protocol takes a few hundred milliseconds to import, and a process rarely
+    # needs both.
+    if endpoint.protocol == "grpc":
+        from varlen_client.transport.grpc import GrpcTransport
+
+        return GrpcTransport(endpoint, ca_file)
+    from varlen_client.transport.http import HttpTransport
+
+    return HttpTransport(endpoint, ca_file)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
