@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
-from varlen_client.cli.options import DEFAULT_URL, Url, print_message, usage_error
+from varlen_client.cli.options import DEFAULT_URL, print_message, usage_error
 from varlen_client.errors import InvalidUrl
 from varlen_client.gateway import settings
 from varlen_client.transport.endpoint import Endpoint
@@ -35,6 +35,15 @@ CorsOrigins = Annotated[
     ),
 ]
 DEFAULT_PORT = 8080
+Urls = Annotated[
+    list[str],
+    typer.Option(
+        "--url",
+        envvar="VARLEN_URL",
+        help="grpc://host:port, or grpcs with TLS; may be repeated for replicas, in the variable with spaces between.",
+    ),
+]
+DEFAULT_URLS = [DEFAULT_URL]
 
 
 def check_access(host: str, api_keys: Sequence[str] | None) -> None:
@@ -56,7 +65,7 @@ def serve_http(
     *,
     host: Host = LOOPBACK[0],
     port: Port = DEFAULT_PORT,
-    url: Url = DEFAULT_URL,
+    urls: Urls = DEFAULT_URLS,
     model: Annotated[
         str | None,
         typer.Option(
@@ -103,11 +112,12 @@ def serve_http(
     except ModuleNotFoundError as error:
         usage_error(f"serve-http needs {error.name}; pip install 'varlen-client[http]'")
     try:
-        if Endpoint.parse(url).protocol != "grpc":
-            # the server does not notice HTTP clients that leave
-            usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
+        for url, endpoint in zip(urls, Endpoint.parse_all(urls), strict=True):
+            if endpoint.protocol != "grpc":
+                # the server does not notice HTTP clients that leave
+                usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
         checked = settings.GatewaySettings(
-            url=url,
+            url=tuple(urls),
             model=model,
             api_keys=tuple(api_key or ()),
             cors_origins=tuple(cors_origin or ()),

@@ -17,7 +17,7 @@ class GatewaySettings:
     """Settings of one gateway process.
 
     Attributes:
-        url: address of the server, such as `grpc://127.0.0.1:8001`.
+        url: address of the server, such as `grpc://127.0.0.1:8001`, or the addresses of its replicas.
         model: name of the model for requests that name none; None is the only ready model of the server.
         api_keys: keys that requests may have; without any, requests need none.
         cors_origins: origins of browser pages that may send requests; `*` is all.
@@ -32,7 +32,7 @@ class GatewaySettings:
         ValueError: a limit is not above 0, watch_seconds is less than 0, or a key is empty.
     """
 
-    url: str
+    url: str | tuple[str, ...]
     model: str | None = None
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()

@@ -39,6 +39,18 @@ def test_gives_the_gateway_its_default_of_truncation(served, monkeypatch, argume
     assert [settings.auto_truncate for settings in found] == [cuts]
 
 
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_gives_the_gateway_the_urls_of_all_replicas(served, monkeypatch, given):
+    found, urls = [], ("grpc://127.0.0.1:1", "grpc://127.0.0.1:2")
+    monkeypatch.setattr("varlen_client.gateway.app.create_app", found.append)
+    if given == "variable":
+        monkeypatch.setenv("VARLEN_URL", " ".join(urls))
+    arguments = [each for url in urls for each in ("--url", url)] if given == "option" else []
+
+    assert serve(*arguments).exit_code == 0
+    assert [settings.url for settings in found] == [urls]
+
+
 def test_warns_of_an_open_address_without_a_key(served, monkeypatch):
     assert "warning: 0.0.0.0 may be reached" in serve("--host", "0.0.0.0").stderr
     monkeypatch.setenv("VARLEN_API_KEYS", "one two")
