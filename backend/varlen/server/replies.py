@@ -102,6 +102,7 @@ class ServerReply:
         # guards the sender, which must not be asked anything after its final response
         self._sender_lock = Lock()
         self._answered = False
+        self._accepted = False
         self._cancelled = False
         self._last_check = self._arrival
         self._tracer: RequestTracer | None = None
@@ -112,6 +113,11 @@ class ServerReply:
     def arrival(self) -> float:
         """When the request came, in seconds of `time.monotonic`."""
         return self._arrival
+
+    def accept(self) -> None:
+        """Count the request as open until it is answered; before anything can answer it."""
+        self._accepted = True
+        self._outbox.count_open(1)
 
     def begin_trace(self, tracer: RequestTracer, context: str | None) -> None:
         """Trace the request if the context of the server says so."""
@@ -247,7 +253,8 @@ class ServerReply:
                 _log.exception("a response could not be sent")
                 outcome = "failed"
         self._stats.count_request(outcome, time.monotonic() - self._arrival)
-        self._outbox.close_one()
+        if self._accepted:
+            self._outbox.count_open(-1)
         self._end_trace(outcome, error)
 
     def _end_trace(self, outcome: Outcome, error: str | None) -> None:
@@ -309,20 +316,18 @@ class Outbox:
 
     @property
     def open_requests(self) -> int:
-        """Number of requests that are not answered yet."""
+        """Number of accepted requests that are not answered yet."""
         with self._counting:
             return self._open
 
-    def close_one(self) -> None:
-        """Count a request as answered."""
+    def count_open(self, change: int) -> None:
+        """Count a request as accepted, 1, or as answered, -1."""
         with self._counting:
-            self._open -= 1
+            self._open += change
 
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
         """Return the reply to a request, which must be answered."""
         sender = request.get_response_sender()
-        with self._counting:
-            self._open += 1
         reply = ServerReply(sender, self, self._stats, names_codes=self._names_codes)
         if self._tracer is not None:
             try:

@@ -108,7 +108,7 @@ class SnapshotMetric(Metric):
         "varlen_queued_seconds", "GAUGE", "Predicted seconds until the queue has run, if nothing else comes"
     )
     SLOTS = "varlen_slots", "GAUGE", "Batches that run at the same time"
-    OPEN_REQUESTS = "varlen_open_requests", "GAUGE", "Requests that came and are not answered yet"
+    OPEN_REQUESTS = "varlen_open_requests", "GAUGE", "Requests that were accepted and are not answered yet"
     DRAINING = "varlen_draining", "GAUGE", "0 while the replica serves; 1: probes are refused; 2: all new requests are"
     QUEUED_TEXT_BYTES = "varlen_queued_text_bytes", "GAUGE", "Bytes of text that wait for tokenization"
     WEIGHT_BYTES = "varlen_weight_bytes", "GAUGE", "Bytes of the model's weights, outside the arena"
