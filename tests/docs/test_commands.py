@@ -42,7 +42,13 @@ OTHERS = {
 }
 # Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, of TEI, and of load generators.
 OTHER_OPTIONS = {
-    *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port", "--exit-on-error"),
+    *(
+        "--exit-timeout-secs",
+        "--grpc-max-connection-age",
+        "--disable-auto-complete-config",
+        "--http-port",
+        "--exit-on-error",
+    ),
     *("--http-max-input-size", "--allow-client-shm"),
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
     *(
