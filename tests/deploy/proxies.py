@@ -174,7 +174,7 @@ class Envoy(Proxy):
             admin,
             "--log-level",
             "error",
-            "--use-dynamic-base-id",
+            "--disable-hot-restart",
         ]
 
     def states(self) -> dict[int, set[bool]]:
