@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ from varlen_client.errors import (
     ModelProcessEnded,
     ModelUnloaded,
     RequestTimeout,
+    ServerError,
     ServerUnavailable,
     VarlenClientError,
 )
@@ -171,7 +172,22 @@ class Replicas:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = tuple(replicas)
         self._budget = RetryBudget()
+        self._closings = 0
         self._turns = itertools.count()
+
+    def sender(
+        self, attempt: Callable[[Replica], Awaitable[_T]]
+    ) -> Callable[[], Coroutine[object, object, _T]]:
+        """Return a function that sends one request, as often as it is called before `close`."""
+        closings = self._closings
+
+        async def send() -> _T:
+            # a connection that is made now would never be closed
+            if self._closings != closings:
+                raise ServerError("the client was closed")
+            return await self.send(attempt)
+
+        return send
 
     async def send(self, attempt: Callable[[Replica], Awaitable[_T]]) -> _T:
         """Return the result of an attempt at the first replica that takes the request.
@@ -219,6 +235,7 @@ class Replicas:
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""
+        self._closings += 1
         for replica in self._replicas:
             await replica.close()
 

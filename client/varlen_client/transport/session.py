@@ -104,9 +104,7 @@ class Session:
                 return await replica.transport.infer(info.name, sent)
 
         latest = _earlier(deadline, start, request.parameters.get("deadline_ms"))
-        return await with_retries(
-            lambda: self._replicas.send(attempt), self._retry, deadline=latest
-        )
+        return await with_retries(self._replicas.sender(attempt), self._retry, deadline=latest)
 
     async def responses(
         self, info: ModelInfo, request: GenerateRequest, deadline: float | None
@@ -129,7 +127,7 @@ class Session:
 
         latest = _earlier(deadline, start, request.sampling.get("deadline_ms"))
         replica, first, rest = await with_retries(
-            lambda: self._replicas.send(begin), self._retry, deadline=latest
+            self._replicas.sender(begin), self._retry, deadline=latest
         )
         # from here on a failure is the caller's: the parts that came cannot be taken back
         with replica.requesting():
