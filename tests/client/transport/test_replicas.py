@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from tests.client.gateway.asgi import run_virtual
-from varlen_client import ServerUnavailable
+from varlen_client import ServerError, ServerUnavailable
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.replicas import (
     BUDGET_SECONDS,
@@ -136,3 +136,25 @@ def test_replicas_are_used_when_all_are_avoided():
         return await replicas.send(attempt)
 
     assert run_virtual(run())[0] == "answer"
+
+
+def test_a_request_from_before_the_end_of_the_client_connects_no_more():
+    sent = []
+
+    async def run():
+        replicas = Replicas(new_replicas(2))
+
+        async def attempt(replica):
+            sent.append(replica)
+
+        send = replicas.sender(attempt)
+        await send()
+        await replicas.close()
+        with pytest.raises(ServerError, match="the client was closed"):
+            await send()
+        # a later call connects again
+        await replicas.sender(attempt)()
+
+    run_virtual(run())
+
+    assert len(sent) == 2
