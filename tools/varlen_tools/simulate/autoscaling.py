@@ -43,7 +43,7 @@ class Scrape:
 
     Attributes:
         load: number of replicas that were busy since the scrape before; fractions count.
-        queued_seconds: expected seconds of the waiting work of one replica.
+        queued_seconds: `varlen_queued_seconds` of all replicas.
     """
 
     load: float

@@ -13,13 +13,11 @@ from enum import IntEnum
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from statistics import fmean
 from typing import cast
 
 import numpy as np
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.request.request import Float32Array
 from varlen.scheduling.admission import Admission
@@ -185,8 +183,7 @@ class _Fleet:
         for replica in self._replicas[: self._options.replicas]:
             replica.begin = self._clock.now
         if self._options.autoscale is not None:
-            seconds_per_token = self._seconds_per_token(arrivals)
-            self._start_autoscaling(self._options.autoscale, seconds_per_token)
+            self._start_autoscaling(self._options.autoscale)
         if self._options.dead_seconds:
             at, last = arrivals[len(arrivals) // 2].at, self._options.replicas - 1
             self._events.add(at, _Rank.other, partial(self._die, last))
@@ -276,7 +273,7 @@ class _Fleet:
     def _come_back(self, number: int) -> None:
         self._loads.is_up[number] = True
 
-    def _start_autoscaling(self, options: AutoscaleOptions, seconds_per_token: float) -> None:
+    def _start_autoscaling(self, options: AutoscaleOptions) -> None:
         """Add the events of scrapes and decisions."""
         autoscaler = Autoscaler(options, self._clock.now, self._options.replicas)
         last, last_busy = Scrape(0.0, 0.0), 0.0
@@ -284,11 +281,9 @@ class _Fleet:
         def scrape() -> None:
             nonlocal last, last_busy
             busy = sum(each.busy_seconds - each.engine.seconds_left for each in self._replicas)
-            tokens = sum(replica.admission.depth[1] for replica in self._replicas)
-            workers = self._options.workers
             last = Scrape(
-                load=(busy - last_busy) / (options.scrape_seconds * workers),
-                queued_seconds=tokens * seconds_per_token / workers,
+                load=(busy - last_busy) / (options.scrape_seconds * self._options.workers),
+                queued_seconds=sum(each.admission.queued_seconds for each in self._replicas),
             )
             last_busy = busy
 
@@ -346,13 +341,6 @@ class _Fleet:
         if self._options.autoscale is not None and replica.begin is not None and not replica.open:
             self._replica_seconds += self._clock.now - replica.begin
             replica.begin = None
-
-    def _seconds_per_token(self, arrivals: Sequence[Arrival]) -> float:
-        """Return seconds of a token in full batches of the mean length."""
-        mean = round(fmean(arrival.tokens for arrival in arrivals))
-        most = self._config.max_batch_tokens // mean
-        shape = BatchShape.of([mean] * max(1, min(self._config.max_batch_sequences, most)))
-        return self._costs.seconds(shape) / shape.tokens
 
     def _new_engine(self, number: int) -> tuple[VirtualEngine, Admission]:
         config, workers = self._config, self._options.workers
