@@ -59,7 +59,8 @@ def test_sends_the_options_of_a_request(varlen, server, command):
     (received,) = server.model.requests
     assert received.parameters["truncate"] is True
     assert received.parameters["truncation_side"] == "left"
-    assert received.parameters["deadline_ms"] == 60_000
+    # what is left of it when the request is sent
+    assert 0 < received.parameters["deadline_ms"] <= 60_000
     assert received.parameters["request_priority"] == 4
 
 
