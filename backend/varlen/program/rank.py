@@ -1,0 +1,27 @@
+"""The place of a process among those that hold one model together."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank of a tensor-parallel group; each one holds a part of every layer.
+
+    Attributes:
+        number: its number; rank 0 leads: it has the logits.
+        size: number of ranks.
+    """
+
+    number: int = 0
+    size: int = 1
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """Return the first of `total` things that it holds, and the one after the last.
+
+        Parts are equal, except that the last ones may be shorter or empty.
+        """
+        part = -(-total // self.size)
+        return min(self.number * part, total), min((self.number + 1) * part, total)
+
+
+ALONE = Rank()
