@@ -71,6 +71,23 @@ class EngineConfig:
         # each is a process or a thread: a slip of the pen must not start a million
         highest=1024,
     )
+    tensor_parallel: int = parameter_field(
+        1,
+        "Ranks, processes that hold the model together: each has a part of every layer, and an equal part of the cores."
+        " One request at a time is answered sooner, or a model fits that is too large for one process. Needs a CPU, a"
+        " server, and a dtype of fp32 or bf16.",
+        when="Set it for one long answer at a time on a CPU with several cores. For more requests, add replicas.",
+        lowest=1,
+        highest=64,
+    )
+    rank_timeout_seconds: int = parameter_field(
+        10,
+        "Longest time that a rank waits for another one, in seconds. After that the other one counts as lost, and all"
+        " ranks are started again.",
+        when="Raise it on a machine whose cores are taken for seconds, such as one with more ranks than cores.",
+        lowest=1,
+        highest=3600,
+    )
     execution: Execution = parameter_field(
         "packed",
         "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch,"
@@ -354,6 +371,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             setting.check(name, getattr(self, name), ConfigError)
+        if self.tensor_parallel > 1 and self.dtype in ("int8", "int4"):
+            raise ConfigError(
+                f'dtype is "{self.dtype}", whose rows have to be whole, and tensor_parallel is'
+                f" {self.tensor_parallel}; allowed with ranks: auto, fp32, bf16"
+            )
         if 0 < self.max_step_tokens < self.max_running_sequences:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"

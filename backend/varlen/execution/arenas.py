@@ -23,6 +23,7 @@ def batch_arena(
         ConfigError: the arena cannot hold one token, or the device has too little memory.
     """
     layout = Layout(program.buffers, alignment_of(device))
+    workers *= config.tensor_parallel
     allowed = config.arena_limit(memory_of(device)) // workers
     # a graph has room for as many sequences as a batch may have, and no more
     max_sequences = most_sequences(config) if device.type == "cuda" else None
@@ -53,7 +54,7 @@ def step_arenas(
     # each sequence of a step has a token
     rows = min(config.max_running_sequences + config.short_places, max_step_tokens)
     largest = {"tokens": max_step_tokens, "sequences": rows, "logit_rows": rows}
-    allowed = config.arena_limit(memory_of(device))
+    allowed = config.arena_limit(memory_of(device)) // config.tensor_parallel
     needed = sum(layout.plan(largest).footprint for layout in layouts)
     if needed > allowed:
         raise ConfigError(

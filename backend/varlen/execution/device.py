@@ -10,7 +10,7 @@ from threading import Lock, Thread
 
 import torch
 
-from varlen.config import Device, DType
+from varlen.config import Device, DType, EngineConfig
 from varlen.errors import ConfigError
 from varlen.memory.out_of_memory import memory_errors
 from varlen.tasks import ITERATIVE_TASKS, Task
@@ -135,6 +135,32 @@ def usable_cores() -> int:
         # no container, or one without a limit
         return cores
     return max(1, min(cores, math.ceil(quota / period)))
+
+
+def cores_of_rank(config: EngineConfig) -> int:
+    """Return the number of cores that a process of a model uses, one of its ranks."""
+    return max(1, (config.threads or usable_cores()) // config.tensor_parallel)
+
+
+def check_ranks(config: EngineConfig, device: torch.device, *, isolated: bool) -> None:
+    """Raise ConfigError if a model cannot be divided among ranks there.
+
+    Args:
+        config: the settings.
+        device: device of the model.
+        isolated: whether it has processes of its own.
+    """
+    if config.tensor_parallel == 1:
+        return
+    if device.type != "cpu":
+        raise ConfigError(
+            f'tensor_parallel is {config.tensor_parallel}, which needs a CPU: set device to "cpu",'
+            " or tensor_parallel to 1"
+        )
+    if not isolated:
+        raise ConfigError(
+            f"tensor_parallel is {config.tensor_parallel}, which needs a server; in process, a model has 1 rank"
+        )
 
 
 def use_one_core() -> None:

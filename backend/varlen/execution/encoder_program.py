@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import check_task_dtype, choose_dtype
 from varlen.execution.fingerprint import cost_fields
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks.heads import record_head
 from varlen.models.checkpoint.vector_layers import load_layers
 from varlen.models.checkpoint_folder import Checkpoint
@@ -52,6 +54,7 @@ def load_program(
     kernels: object,
     *,
     measures: bool,
+    link: RankLink[Any] = NO_OTHERS,
 ) -> EncoderProgram:
     """Return the program of a checkpoint for a task; see `Runner` for the arguments.
 
@@ -61,15 +64,16 @@ def load_program(
     """
     check_task_dtype(config.dtype, task)
     dtype = choose_dtype(config.dtype, device)
-    encoder = load_encoder(checkpoint, dtype, device)
+    encoder = load_encoder(checkpoint, dtype, device, link.rank)
     ops = Recorder(
         for_gpu=device.type == "cuda",
         approximate_gelu=config.approximate_gelu,
         has_key_lengths=task == "token_embed" and checkpoint.has_unattended_tokens,
+        rank=link.rank,
     )
     hidden = encoder.record(ops)
     layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
-    heads = load_heads(checkpoint, encoder, task, dtype, device)
+    heads = load_heads(checkpoint, encoder, task, dtype, device, link.rank)
     output = record_head(
         ops,
         task,
@@ -81,7 +85,7 @@ def load_program(
         pools_prompt=checkpoint.pools_prompt,
     )
     program = ops.finish(output)
-    fields = dict(cost_fields(checkpoint, device))
+    fields = dict(cost_fields(checkpoint, device, link.rank))
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
     name = str(dtype).removeprefix("torch.")
@@ -96,7 +100,7 @@ def load_program(
     if device.type == "cpu":
         limit_primitives()
         program = choose_paths(
-            program, kernels, config, fields, use=BATCHES, threads=1, seconds=seconds
+            program, kernels, config, fields, use=BATCHES, threads=1, seconds=seconds, link=link
         )
         (program,) = in_large_pages([program])
     sizes = encoder.vocab_size, encoder.type_vocab_size

@@ -14,6 +14,7 @@ from threading import Lock, Thread
 from typing import Protocol, TypeAlias
 
 from varlen.costs.batch_shape import BatchShape
+from varlen.errors import ModelFaultError
 from varlen.execution.core_share import CoreShare
 from varlen.request.request import Float32Array
 from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
@@ -292,7 +293,7 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
     began = time.perf_counter()
     outputs: Outputs = []
     failure: Failure | None = None
-    padding = 0
+    reason, padding = "", 0
     try:
         outputs = run()
         if len(outputs) != batch.num_outputs:
@@ -304,11 +305,13 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
         failure = "worker"
     except SkippedStepError:
         failure = "skipped"
+    except ModelFaultError as error:
+        failure, reason = "model", str(error)
     except BaseException:
         _log.exception("a batch of %d sequences failed", len(batch.sequences))
         failure = "batch" if _still_runs(runner) else "model"
     seconds = time.perf_counter() - began
-    return BatchResult([] if failure else outputs, seconds, padding, failure)
+    return BatchResult([] if failure else outputs, seconds, padding, failure, reason=reason)
 
 
 def _still_runs(runner: CheckedRunner) -> bool:

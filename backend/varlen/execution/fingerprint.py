@@ -21,6 +21,7 @@ import varlen.program
 import varlen_kernels
 from varlen.models.checkpoint.weights import shards
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.rank import ALONE, Rank
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 
 # Our own packages that run a batch, and the files of theirs that count.
@@ -30,7 +31,9 @@ _CODE = (".py", ".json")
 _LENGTH_BYTES = 8
 
 
-def cost_fields(checkpoint: Checkpoint, device: torch.device) -> Mapping[str, str]:
+def cost_fields(
+    checkpoint: Checkpoint, device: torch.device, rank: Rank = ALONE
+) -> Mapping[str, str]:
     """Return what decides the run time of a batch beside settings, by name.
 
     Raises:
@@ -39,6 +42,7 @@ def cost_fields(checkpoint: Checkpoint, device: torch.device) -> Mapping[str, st
     return {
         "checkpoint": checkpoint_hash(checkpoint.folder),
         "device": device_name(device),
+        **({} if rank == ALONE else {"ranks": str(rank.size)}),
         **library_versions(device),
     }
 

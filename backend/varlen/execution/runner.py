@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from varlen.execution.encoder_program import load_program
 from varlen.execution.fingerprint import device_name
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.model_limits import sequence_limit
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.sparse_rows import active_terms
 from varlen.execution.warm_up import check_numbers
 from varlen.memory.memory_use import MemoryUse
@@ -35,6 +36,9 @@ from varlen.request.request import (
 from varlen.scheduling.batch import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_kernels.ops import kernels_for
+
+# Prompts and options of a batch.
+WorkOfBatch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
 
 
 class DeviceRunner(Protocol):
@@ -73,6 +77,7 @@ class Runner:
         kernels: object | None = None,
         workers: int = 1,
         measures: bool = False,
+        link: RankLink[WorkOfBatch] = NO_OTHERS,
     ) -> None:
         """Load the weights and record the forward pass; on a GPU, capture every bucket.
 
@@ -83,6 +88,7 @@ class Runner:
             kernels: a module with the functions that ops name; None selects the device's own.
             workers: number of runners of the model, which share `arena_bytes`.
             measures: whether to measure the fastest way to run linear layers, unless `warmup_seconds` is 0.
+            link: link to the other ranks, if this process holds a part of the model.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
@@ -101,8 +107,9 @@ class Runner:
         self._config = config
         self._kernels = kernels or kernels_for(self.device)
         loaded = load_program(
-            checkpoint, config, task, self.device, self._kernels, measures=measures
+            checkpoint, config, task, self.device, self._kernels, measures=measures, link=link
         )
+        self._link = link
         self.program = loaded.program
         self.arena = batch_arena(self.program, config, self.device, workers)
         self.device_runner: DeviceRunner = self._make_device_runner()
@@ -156,8 +163,9 @@ class Runner:
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
-        with memory_errors():
+        with memory_errors(), self._link.running((prompts, options)):
             answers = self.device_runner.run(*self._padded(prompts, options))
+        with memory_errors():
             return self._finished(prompts, answers[: len(prompts)])
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
@@ -191,11 +199,13 @@ class Runner:
 
     def compile(self) -> None:
         """Compile what batches need, so that none of them has to."""
-        if not isinstance(self.device_runner, CpuRunner):
-            self.check()
-            return
-        self.device_runner.compile()
+        self.compile_products()
         self.check()
+
+    def compile_products(self) -> None:
+        """Compile the linear layers for batches of usual sizes."""
+        if isinstance(self.device_runner, CpuRunner):
+            self.device_runner.compile()
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""
@@ -231,7 +241,7 @@ class Runner:
             " lower max_batch_tokens or max_batch_sequences"
         ):
             if self.device.type == "cpu":
-                return CpuRunner(*parts)
+                return CpuRunner(*parts, self._link.states)
             return CudaRunner(*parts, CudaGraphs(self.device, self._config.device_timeout_seconds))
 
 

@@ -22,6 +22,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.
 StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
 _NOTHING_CHOSEN = DeviceChoice()
+_NO_NUMBERS: Int64Array = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,13 @@ def pack_step(
         {} if choice.draws is None else draw_arrays(choice.draws),
         beam_arrays(step.chunks),
         search_arrays(step.chunks, choice),
+    )
+
+
+def part_of_step(inputs: StepArrays, copies: Int32Array, sources: StepArrays) -> PackedStep:
+    """Return what every rank of a model runs of a step; rank 0 alone chooses tokens."""
+    return PackedStep(
+        copies, sources, inputs, _NO_NUMBERS, np.empty((2, 0), np.int32), {}, {}, {}, {}
     )
 
 

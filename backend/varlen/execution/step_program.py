@@ -1,8 +1,9 @@
 """The programs of a model that generates, as one device runs them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel
@@ -51,6 +53,7 @@ def load_programs(
     kernels: object,
     *,
     max_sequence_tokens: int,
+    link: RankLink[Any] = NO_OTHERS,
 ) -> StepPrograms:
     """Return the programs of a checkpoint that generates; arguments as in `StepRunner`.
 
@@ -62,7 +65,7 @@ def load_programs(
     dtype = choose_dtype(config.dtype, device)
     model: DecoderModel | EncoderDecoderModel
     load = load_encoder_decoder if has_sources else load_decoder
-    model = load(checkpoint, dtype, device)
+    model = load(checkpoint, dtype, device, link.rank)
     vocab_size = model.vocab_size
     kv = kv_size(
         config,
@@ -73,12 +76,18 @@ def load_programs(
         # a source and its target
         lengths=[max_sequence_tokens] * (2 if has_sources else 1),
         has_beams=has_sources,
+        ranks=link.rank.size,
     )
+    kv = replace(kv, num_blocks=link.agree(lambda: kv.num_blocks))
     new_recorder = partial(
-        Recorder, for_gpu=device.type == "cuda", approximate_gelu=config.approximate_gelu
+        Recorder,
+        for_gpu=device.type == "cuda",
+        approximate_gelu=config.approximate_gelu,
+        rank=link.rank,
     )
     programs = record_steps(model, kv, new_recorder)
-    fields, name = dict(cost_fields(checkpoint, device)), str(dtype).removeprefix("torch.")
+    fields = dict(cost_fields(checkpoint, device, link.rank))
+    name = str(dtype).removeprefix("torch.")
     if bits := BITS.get(config.dtype):
         calibrated = CalibratedDecoder(record_steps(model, CALIBRATION_KV), checkpoint)
         cache = cache_folder(config.cache_folder) if config.warmup_seconds else None
@@ -97,6 +106,7 @@ def load_programs(
             use=STEPS,
             threads=torch.get_num_threads(),
             seconds=config.warmup_seconds,
+            link=link,
         )
         programs = in_large_pages(tuple(map(choose, programs)))
     return StepPrograms(programs, vocab_size, name, kv, weight_bytes)

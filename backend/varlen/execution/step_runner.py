@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from varlen.execution.device_searches import DeviceSearches, choices_of
 from varlen.execution.kv_cache import caches_of, new_caches
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.model_limits import edit_limits, generation_limit, step_limit
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import StepChoice
@@ -84,6 +86,7 @@ class StepRunner:
         *,
         gpu: int = 0,
         kernels: object | None = None,
+        link: RankLink[PackedStep] = NO_OTHERS,
     ) -> None:
         """Load the weights, record the step and reserve the KV caches.
 
@@ -93,6 +96,7 @@ class StepRunner:
             choice: chooses tokens from logits on the device of the settings.
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
+            link: link to the other ranks, if this process holds a part of the model.
 
         Raises:
             CheckpointError: the checkpoint is incomplete.
@@ -110,12 +114,13 @@ class StepRunner:
             self.device,
             kernels,
             max_sequence_tokens=self.max_sequence_tokens,
+            link=link,
         )
         self.programs, self.vocab_size = loaded.programs, loaded.vocab_size
         self.dtype, self.kv, self.weight_bytes = loaded.dtype, loaded.kv, loaded.weight_bytes
-        states = self.programs[0].states
-        self._kv_memory = new_caches(states, self.device)
-        self._caches = caches_of(states, self._kv_memory)
+        caches = [state for state in self.programs[0].states if state.name not in link.states]
+        self._kv_memory = new_caches(caches, self.device)
+        self._states = {**caches_of(caches, self._kv_memory), **link.states}
         self._choice = choice
         self.arenas = step_arenas(
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
@@ -125,9 +130,9 @@ class StepRunner:
                 program,
                 kernels,
                 arena,
-                self._caches,
+                self._states,
                 self.kv.block_size,
-                compile_program(program, kernels, self._caches),
+                compile_program(program, kernels, self._states),
             )
             for program, arena in zip(self.programs, self.arenas, strict=True)
         ]
@@ -160,7 +165,7 @@ class StepRunner:
             self.slots = MAX_IN_FLIGHT
             self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choice), choice)
         else:
-            self.steps = CpuSteps(bound[0])
+            self.steps = CpuSteps(bound[0], self._encoder, self._copy_blocks, link)
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
@@ -210,12 +215,12 @@ class StepRunner:
         """
         assert isinstance(self.steps, CpuSteps)
         with memory_errors(), torch.inference_mode():
-            self._copy_blocks(step.copies)
-            if self._encoder is not None:
-                self._encoder.run(step.sources)
+            copies = step.copies
             if step.beams:
-                self._follow(tensors_of(step.beams), tensors_of(step.inputs))
-            logits = self.steps.run(step.inputs)
+                # on a CPU, blocks are copied one after another
+                more = self.searches.follow(tensors_of(step.beams), tensors_of(step.inputs))
+                copies = np.concatenate([copies, more.numpy()])
+            logits = self.steps.run(step.inputs, copies, step.sources)
             token_ids: Sequence[int] = ()
             if step.edits:
                 self._edit(logits, step)
@@ -228,6 +233,12 @@ class StepRunner:
                 numbers = self.searches.advance(logits, step.searches, tensors_of(step.searches))
                 searches = choices_of(numbers, step.searches)
             return DeviceChosen(token_ids, searches)
+
+    def run_part(self, step: PackedStep) -> None:
+        """Run this rank's part of a step of rank 0, which has the logits."""
+        assert isinstance(self.steps, CpuSteps)
+        with torch.inference_mode():
+            self.steps.run(step.inputs, step.copies, step.sources)
 
     @property
     def has_sources(self) -> bool:
@@ -278,7 +289,7 @@ class StepRunner:
     def close(self) -> None:
         """Release the KV caches, and what runs steps."""
         self.steps.close()
-        self._caches.clear()
+        self._states.clear()
         del self._kv_memory
 
     def _follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:

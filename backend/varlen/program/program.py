@@ -23,7 +23,7 @@ Attribute: TypeAlias = int | float | str
 
 # The first axis of what has a row for each token.
 _TOKENS = Size(tokens=1)
-_NO_STATES: Mapping[str, Tensor] = {}
+NO_STATES: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ class Op:
     def is_by_token(self) -> bool:
         """Whether it treats each token by itself: nothing tells it where sequences begin."""
         values = (*self.reads, *self.results)
-        return bool(self.reads) and all(value.shape[0] == _TOKENS for value in values)
+        has_rows = bool(self.reads) and all(value.shape[0] == _TOKENS for value in values)
+        return has_rows and not self.writes
 
     def overwritable(self, result: int) -> Value | None:
         """Return the operand that a result may overwrite if no later op reads it."""
@@ -196,7 +197,7 @@ class Program:
         kernels: object,
         region: Region,
         *,
-        states: Mapping[str, Tensor] = _NO_STATES,
+        states: Mapping[str, Tensor] = NO_STATES,
         out: Sequence[Tensor] | None = None,
         call: CallOp | None = None,
     ) -> tuple[Tensor, ...]:

@@ -25,3 +25,5 @@ class Rank:
 
 
 ALONE = Rank()
+# Name of the state that is the memory in which ranks meet.
+RANKS = "ranks"

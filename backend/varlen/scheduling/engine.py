@@ -328,7 +328,7 @@ class Engine:
 
     def _update(self, batch: Batch, result: BatchResult) -> None:
         if result.failure == "model":
-            self._stop(ModelFaultError(_FAULT))
+            self._stop(ModelFaultError(f"{_FAULT}: {result.reason}" if result.reason else _FAULT))
             return
         events = self._scheduler.update(batch, result)
         self._count(batch, result)

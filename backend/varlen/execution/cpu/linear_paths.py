@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, cache_folder
 from varlen.execution.cpu.layer_fusion import fuse_layers
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.program.program import Op, Program, Weights
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.packed import can_pack, pack_weight
@@ -93,6 +95,7 @@ def choose_paths(
     use: LayerUse,
     threads: int,
     seconds: float,
+    link: RankLink[Any] = NO_OTHERS,
 ) -> Program:
     """Return the program with the fastest path for each linear layer.
 
@@ -102,6 +105,7 @@ def choose_paths(
         key: cost key of whatever else decides which path is fastest.
         threads: number of threads that will run a layer.
         seconds: most time to measure; at 0 every layer gets the default path.
+        link: the ranks of the model: rank 0 measures while the others multiply too, and all get its choice.
     """
     shapes = _weights_by_shape(program)
     if not shapes or not hasattr(kernels, PANELS):
@@ -125,7 +129,13 @@ def choose_paths(
             return measure_paths(program, kernels, use=use, seconds=seconds, clock=clock)
 
     store = CostStore(cache_folder(config.cache_folder))
-    return use_paths(program, stored_paths(store, {**key, **more}, measure))
+    return use_paths(
+        program,
+        link.agree(
+            lambda: dict(stored_paths(store, {**key, **more}, measure)),
+            meanwhile=partial(_multiply, shapes.values(), kernels, use.rows),
+        ),
+    )
 
 
 def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Program:
@@ -308,6 +318,16 @@ def _operands(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     fan_in, fan_out = weight.shape
     # zeros: the pages are mapped before anything is timed
     return torch.rand(rows, fan_in).to(weight.dtype), torch.zeros(rows, fan_out, dtype=weight.dtype)
+
+
+@torch.inference_mode()
+def _multiply(weights: Iterable[Tensor], kernels: object, counts: Sequence[int]) -> None:
+    """Multiply once by weights of each shape, for each number of rows."""
+    multiply: _Linear = getattr(kernels, PLAIN)
+    for weight in weights:
+        for count in counts:
+            x, out = _operands(weight, count)
+            multiply(x, weight, out=out)
 
 
 def _shape(weight: Tensor) -> str:

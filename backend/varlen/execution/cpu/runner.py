@@ -1,10 +1,11 @@
 """Runs batches on a CPU."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu.all_cores import AllCores, LoneCores
@@ -14,7 +15,7 @@ from varlen.execution.cpu.token_counts import batch_sizes, padded
 from varlen.execution.packing import dims_of, packed_batch, split_answers
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
-from varlen.program.program import Program
+from varlen.program.program import NO_STATES, Program
 from varlen.request.request import Float32Array, Prompt, RequestOptions
 
 # oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
@@ -39,12 +40,19 @@ class CpuRunner:
     padded to few numbers of tokens: by less than an eighth, or by seven tokens.
     """
 
-    def __init__(self, program: Program, kernels: object, arena: Arena) -> None:
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        states: Mapping[str, Tensor] = NO_STATES,
+    ) -> None:
         self._program = program
+        self._states = states
         self._kernels = kernels
         self._arena = arena
         self._is_padded = compiles_products(program)
-        self._compiled = compile_program(program, kernels, needs_products=True)
+        self._compiled = compile_program(program, kernels, states, needs_products=True)
         self._lone: LoneCores | None = None
         self._call: AllCores | None = None
         limit_primitives()
@@ -74,7 +82,9 @@ class CpuRunner:
         if self._compiled is not None:
             (output,) = self._compiled.run(batch, self._kernels, region, lone=self._lone)
         else:
-            (output,) = self._program.run(batch, self._kernels, region, call=self._call)
+            (output,) = self._program.run(
+                batch, self._kernels, region, states=self._states, call=self._call
+            )
         answers = split_answers(output.numpy(), packed, self._program.row_dimension)
         return [answers[place] for place in np.argsort(order).tolist()]
 

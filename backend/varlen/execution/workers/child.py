@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,10 +38,12 @@ _log = logging.getLogger("varlen")
 MAX_MESSAGE = 1 << 16
 # Of a log line or an error, which JSON may make six times as long.
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
+# File descriptors of a message at most.
+MOST_DESCRIPTORS = 2
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
 # Seconds without a batch after which a worker returns the memory of intermediates.
-_IDLE_SECONDS = 10
+IDLE_SECONDS = 10
 
 _Order = TypeVar("_Order")
 
@@ -57,13 +59,32 @@ class LoadedModel(Protocol):
 _Model = TypeVar("_Model", bound=LoadedModel)
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a process is to load.
+
+    Attributes:
+        control: its control socket.
+        folder: folder of the checkpoint.
+        config: the settings.
+        rank: its number among the ranks of the model.
+        descriptors: file descriptors that it got.
+    """
+
+    control: socket.socket
+    folder: Path
+    config: EngineConfig
+    rank: int
+    descriptors: Sequence[int]
+
+
 def run_model(
-    load: Callable[[Path, EngineConfig], _Model], serve: Callable[[socket.socket, _Model], None]
+    load: Callable[[Setup], _Model], serve: Callable[[socket.socket, _Model], None]
 ) -> None:
     """Load a model, describe it to the engine, and serve it.
 
     Args:
-        load: returns the model of a checkpoint folder.
+        load: returns the model of a setup.
         serve: serves it until the engine closes the control socket, which it gets.
     """
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
@@ -72,15 +93,17 @@ def run_model(
     # before the engine says which model it is
     import_module("torch")
     _log.addHandler(_ToEngine(control))
-    message, *_ = socket.recv_fds(control, MAX_MESSAGE, 0)
+    message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, MOST_DESCRIPTORS)
     if not message:
         # the engine's process has ended
         return
-    setup = json.loads(message)
-    _log.setLevel(setup["log_level"])
+    fields = json.loads(message)
+    _log.setLevel(fields["log_level"])
     return_large_memory()
+    config = EngineConfig(**fields["config"])
+    setup = Setup(control, Path(fields["folder"]), config, fields.get("rank", 0), descriptors)
     try:
-        model = load(Path(setup["folder"]), EngineConfig(**setup["config"]))
+        model = load(setup)
     except VarlenError as error:
         send(control, {"error": [type(error).__name__, str(error)[:_TEXT_CHARACTERS]]})
         return
@@ -118,7 +141,7 @@ def answer_batches(
     arrivals.register(connection, select.POLLIN)
     try:
         while True:
-            if not arrivals.poll(1000 * _IDLE_SECONDS):
+            if not arrivals.poll(1000 * IDLE_SECONDS):
                 release()
                 trim_heap()
             send_answers(connection, _answers(receive(connection), run, use))

@@ -6,9 +6,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
+from varlen.config import EngineConfig
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError, WorkerEndedError
 from varlen.execution.workers.messages import Answers, receive_answers
@@ -17,8 +18,30 @@ from varlen.request.request import Float32Array
 
 _log = logging.getLogger(__name__)
 
-# A worker that takes longer than this, and than twenty times what is expected, hangs.
-_HUNG_SECONDS, _HUNG_FACTOR = 300.0, 20
+
+@dataclass(frozen=True, slots=True)
+class HungAfter:
+    """When a worker counts as hung: it takes longer than both.
+
+    Attributes:
+        seconds: seconds for a batch.
+        factor: times what is expected.
+    """
+
+    seconds: float = 300.0
+    factor: float = 20.0
+
+
+# Ranks of a model wait for each other, so a lost one has to be noticed soon.
+_RANK_SECONDS, _RANK_FACTOR = 2.0, 10.0
+
+
+def hung_after(config: EngineConfig) -> HungAfter:
+    """Return when a worker of a model counts as hung."""
+    if config.tensor_parallel == 1:
+        return HungAfter()
+    # the ranks notice among themselves who is late; this is for rank 0
+    return HungAfter(config.rank_timeout_seconds + _RANK_SECONDS, _RANK_FACTOR)
 
 
 class WorkerConnection:
@@ -30,9 +53,16 @@ class WorkerConnection:
         pid: id of the process.
     """
 
-    def __init__(self, connection: Connection, pid: int) -> None:
+    def __init__(self, connection: Connection, pid: int, hung_after: HungAfter) -> None:
+        """Take a connection.
+
+        Args:
+            connection, pid: connection and id of the process.
+            hung_after: when it counts as hung.
+        """
         self._connection = connection
         self.pid = pid
+        self._hung_after = hung_after
         self._use = MemoryUse()
         # totals of the workers before it
         self._earlier = MemoryUse()
@@ -92,7 +122,8 @@ class WorkerConnection:
             EngineError: the batch failed.
         """
         try:
-            if not self._connection.poll(max(_HUNG_SECONDS, _HUNG_FACTOR * seconds)):
+            limit = self._hung_after
+            if not self._connection.poll(max(limit.seconds, limit.factor * seconds)):
                 _log.error("worker process %d hangs; it is ended", self.pid)
                 os.kill(self.pid, signal.SIGKILL)
             answers = receive_answers(self._connection)

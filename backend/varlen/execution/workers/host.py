@@ -13,12 +13,17 @@ import json
 import os
 import socket
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from varlen.config import EngineConfig
 from varlen.execution.core_share import CoreShare
-from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
+from varlen.execution.workers.child import (
+    MAX_MESSAGE,
+    MOST_DESCRIPTORS,
+    Setup,
+    answer_batches,
+    run_model,
+    send,
+)
 from varlen.execution.workers.messages import receive_batch
 
 if TYPE_CHECKING:
@@ -30,16 +35,17 @@ def main() -> None:
     run_model(_load, _fork_workers)
 
 
-def _load(folder: Path, settings: EngineConfig) -> Runner:
+def _load(setup: Setup) -> Runner:
     import torch
 
     from varlen.execution.device import usable_cores
     from varlen.execution.runner import Runner
     from varlen.models.checkpoint_folder import Checkpoint
 
+    settings = setup.config
     workers = settings.threads or usable_cores()
     torch.set_num_threads(1)
-    checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
+    checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=settings.ignored_fields)
     runner = Runner(checkpoint, settings, workers=workers, measures=True)
     # once for all workers
     runner.compile()
@@ -49,7 +55,7 @@ def _load(folder: Path, settings: EngineConfig) -> Runner:
 def _fork_workers(control: socket.socket, runner: Runner) -> None:
     workers: set[int] = set()
     while True:
-        message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 2)
+        message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, MOST_DESCRIPTORS)
         if not message:
             break
         connection, share = descriptors

@@ -41,7 +41,12 @@ class Answers:
 def send_batch(
     connection: Connection, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
-    """Send a batch to a worker; it goes as one array of int32."""
+    """Send a batch to a worker."""
+    connection.send_bytes(batch_message(prompts, options))
+
+
+def batch_message(prompts: Sequence[Prompt], options: Sequence[RequestOptions]) -> bytes:
+    """Return the message of a batch: one array of int32."""
     payloads = [prompt.payload for prompt in prompts]
     has_types = any(prompt.type_ids is not None for prompt in prompts)
     # [columns, sequences]
@@ -57,7 +62,7 @@ def send_batch(
     if has_types:
         parts += [np.zeros_like(p.token_ids) if p.type_ids is None else p.type_ids for p in prompts]
     parts += [payload.tokens for payload in payloads if payload.tokens is not None]
-    connection.send_bytes(np.concatenate(parts).data)
+    return np.concatenate(parts).tobytes()
 
 
 def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOptions]]:
@@ -66,7 +71,12 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     Raises:
         EOFError: the engine has closed the connection.
     """
-    numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
+    return batch_of(connection.recv_bytes())
+
+
+def batch_of(message: bytes) -> tuple[list[Prompt], list[RequestOptions]]:
+    """Return the batch of a message."""
+    numbers = np.frombuffer(message, dtype=np.int32)
     count, has_types = numbers[:2].tolist()
     columns = numbers[2 : 2 + _COLUMNS * count].reshape(_COLUMNS, count).tolist()
     lengths, normalize, kinds, counts, sizes = columns

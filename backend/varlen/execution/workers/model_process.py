@@ -1,30 +1,20 @@
-"""The engine's side of a process of a model: its start, log, errors and end.
-
-A process that has ended is started again, with the same checkpoint.
-"""
+"""The engine's side of a process of a model: it loads a checkpoint, and is started again with the same one."""
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from varlen import errors
 from varlen.config import EngineConfig
 from varlen.errors import EngineError, VarlenError
-from varlen.execution.workers.child import MAX_MESSAGE
-from varlen.execution.workers.start import started_process
+from varlen.execution.workers.controlled import ControlledProcess
 
 _log = logging.getLogger(__name__)
 
-# Seconds for the process to finish a batch, and then to end.
-_END_SECONDS = 10.0
 # Seconds after each attempt to load the model again.
 _PAUSES = (1.0, 5.0, 0.0)
 ENDED = "the process that loads the model ended; the server's log says why"
@@ -62,11 +52,7 @@ class ModelProcess(Generic[_Info]):
             EngineError: the process failed.
         """
         self._module = module
-        self._setup = {
-            "folder": str(folder),
-            "config": asdict(config),
-            "log_level": config.log_level.upper(),
-        }
+        self._setup = setup_message(folder, config)
         self._files = _files(folder)
         self._folder = folder
         self._new_info = new_info
@@ -79,11 +65,10 @@ class ModelProcess(Generic[_Info]):
         return self._process.pid
 
     def _load(self) -> _Info:
-        started = started_process(self._module)
-        self._process, self._control = started.process, started.control
+        self._process = ControlledProcess(self._module)
         try:
-            self._control.send(json.dumps(self._setup).encode())
-            message, _ = self._receive()
+            self._process.send(self._setup)
+            message, _ = self._process.receive()
             return self._new_info(**message["model"])
         except (EOFError, OSError):
             self._end()
@@ -119,39 +104,23 @@ class ModelProcess(Generic[_Info]):
         """Send a message with file descriptors; return the answer and its file descriptors.
 
         Raises:
-            EOFError, OSError, VarlenError: see `_receive`.
+            EOFError, OSError, VarlenError: see `ControlledProcess.receive`.
         """
-        socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
-        return self._receive()
-
-    def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        """Return the next message that is not a log line, and its file descriptors.
-
-        Raises:
-            EOFError, OSError: the process has ended.
-            VarlenError: it could not load the model.
-        """
-        while True:
-            data, descriptors, *_ = socket.recv_fds(self._control, MAX_MESSAGE, 1)
-            if not data:
-                raise EOFError
-            message: dict[str, Any] = json.loads(data)
-            if "log" in message:
-                _log.log(*message["log"])
-            elif "error" in message:
-                name, text = message["error"]
-                raise getattr(errors, name)(text)
-            else:
-                return message, descriptors
+        self._process.send(message, descriptors)
+        return self._process.receive()
 
     def _end(self) -> None:
         """End the process, once the connections of its workers are closed."""
-        self._control.close()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.end()
+
+
+def setup_message(folder: Path, config: EngineConfig) -> dict[str, object]:
+    """Return the message that says which model a process loads."""
+    return {
+        "folder": str(folder),
+        "config": asdict(config),
+        "log_level": config.log_level.upper(),
+    }
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:

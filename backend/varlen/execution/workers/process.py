@@ -17,10 +17,10 @@ from varlen.errors import EngineError
 from varlen.execution.core_share import CoreShare
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import ModelInfo
-from varlen.execution.workers.connection import WorkerConnection
+from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.messages import send_batch
 from varlen.execution.workers.model_process import ENDED, ModelProcess
-from varlen.execution.workers.start import HOST
+from varlen.execution.workers.start import BATCHES, HOST
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import (
     DEFAULT_OPTIONS,
@@ -40,8 +40,11 @@ _ATTEMPTS = 2
 class WorkerHost(ModelProcess[ModelInfo]):
     """The process that loads a model and forks its workers. Any thread may call `fork`.
 
+    Of a model that several ranks hold, it is rank 0, and its own only worker.
+
     Attributes:
         share: tells workers whether their batch runs alone.
+        hung_after: when a worker counts as hung.
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
@@ -52,7 +55,9 @@ class WorkerHost(ModelProcess[ModelInfo]):
             EngineError: the process failed.
         """
         self._lock = Lock()
-        super().__init__(HOST, folder, config, new_info=ModelInfo, limits_of=_limits)
+        self.hung_after = hung_after(config)
+        module = HOST if config.tensor_parallel == 1 else BATCHES
+        super().__init__(module, folder, config, new_info=ModelInfo, limits_of=_limits)
         # after the load, which may be refused
         self.share = CoreShare()
 
@@ -110,7 +115,7 @@ class WorkerProcess:
         """
         self._host = host
         self._restarted = restarted
-        self._worker = WorkerConnection(*host.fork())
+        self._worker = WorkerConnection(*host.fork(), host.hung_after)
 
     @property
     def pid(self) -> int:

@@ -19,6 +19,9 @@ from varlen.tasks import ITERATIVE_TASKS, Task
 # Modules that the processes run: the host of workers, and the steps of a model that generates.
 HOST = "varlen.execution.workers.host"
 STEPS = "varlen.execution.workers.steps"
+# The same of a model that several ranks hold: rank 0 of one that runs batches, and the other ranks.
+BATCHES = "varlen.execution.workers.batches"
+RANK = "varlen.execution.workers.rank"
 # Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.
@@ -87,6 +90,6 @@ def _start(module: str) -> StartedProcess:
             _ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             # Linux schedules a session as one: in another one, each step would wait twice for the time of others
-            new_session=module != STEPS,
+            new_session=module not in (STEPS, RANK),
         )
     return StartedProcess(process, control)

@@ -102,10 +102,15 @@ def receive_step(connection: Connection) -> PackedStep | None:
     Raises:
         EOFError: the engine has closed the connection.
     """
-    # a copy that may be written to, as torch asks
-    content = bytearray(connection.recv_bytes())
-    if not content:
+    return step_of(connection.recv_bytes())
+
+
+def step_of(message: bytes) -> PackedStep | None:
+    """Return the step of a message; None asks for a check of the device."""
+    if not message:
         return None
+    # a copy that may be written to, as torch asks
+    content = bytearray(message)
     lengths = np.frombuffer(content, np.int64, len(_LAYOUT))
     groups: defaultdict[str, dict[str, npt.NDArray[Any]]] = defaultdict(dict)
     offset = lengths.nbytes

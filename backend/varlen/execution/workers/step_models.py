@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from varlen.config import EngineConfig
-from varlen.execution.device import choose_device
+from varlen.execution.device import check_ranks, choose_device
 from varlen.execution.step_model import StepChoice, StepModel
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
@@ -40,8 +40,9 @@ def load_step_model(
         CheckpointError: the checkpoint is incomplete or of a kind that is not served.
         ConfigError: a setting does not fit the checkpoint.
     """
-    on_cpu = choose_device(config.device, gpu).type == "cpu"
-    if on_cpu and isolated:
+    device = choose_device(config.device, gpu)
+    check_ranks(config, device, isolated=isolated)
+    if device.type == "cpu" and isolated:
         return _process(checkpoint, config, choice, stats)
     runner = StepRunner(checkpoint, config, choice, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)

@@ -24,14 +24,14 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.errors import EngineError
+from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import StepChoice
 from varlen.execution.step_packing import PackedStep, pack_step, tokens_of_rows
-from varlen.execution.workers.connection import WorkerConnection
+from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
 from varlen.execution.workers.start import STEPS
@@ -98,7 +98,7 @@ class StepProcess(ModelProcess[StepInfo]):
         except (EOFError, OSError):
             self._end()
             raise EngineError(ENDED) from None
-        self._worker = WorkerConnection(connection, self.pid)
+        self._worker = WorkerConnection(connection, self.pid, hung_after(config))
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Send a step to the process; return a function that waits for its outputs.
@@ -220,17 +220,17 @@ class StepProcess(ModelProcess[StepInfo]):
         Raises:
             EngineError: there were too many, or it cannot be started.
         """
-        ended = self.pid
+        ended, reason = self.pid, self._process.last_words()
         self._end()
-        code = self._process.returncode
+        # of a model that several ranks hold, it is the reason of one of them
+        why = reason or f"worker process {ended} ended with code {self._process.code}"
         # until the next one runs
         self._is_lost = True
         if not self._restarts.allow():
-            raise EngineError(
-                f"worker process {ended} ended with code {code}, after {_MAX_RESTARTS} others within"
-                f" {_RESTART_SECONDS:.0f} s"
+            raise ModelFaultError(
+                f"{why}, after {_MAX_RESTARTS} others within {_RESTART_SECONDS:.0f} s"
             )
-        _log.warning("worker process %d ended with code %s; the model is loaded again", ended, code)
+        _log.warning("%s; the model is loaded again", why)
         self._load_again()
         try:
             self._worker.replace(self._connect(), self.pid)

@@ -13,13 +13,11 @@ import os
 import socket
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from varlen.config import EngineConfig
-from varlen.execution.workers.child import MAX_MESSAGE, answer_batches, run_model, send
+from varlen.execution.workers.child import MAX_MESSAGE, Setup, answer_batches, run_model, send
 
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
@@ -34,21 +32,28 @@ def main() -> None:
     run_model(_load, _run_steps)
 
 
-def _load(folder: Path, settings: EngineConfig) -> StepRunner:
+def _load(setup: Setup) -> StepRunner:
     import torch
 
-    from varlen.execution.device import usable_cores
+    from varlen.execution.device import cores_of_rank
+    from varlen.execution.rank_link import NO_OTHERS
     from varlen.execution.step_model import NoChoice
     from varlen.execution.step_runner import StepRunner
     from varlen.execution.warm_up import warm_up, warm_up_draws
+    from varlen.execution.workers.rank_group import RankGroup
+    from varlen.execution.workers.step_messages import step_message
     from varlen.models.checkpoint_folder import Checkpoint
 
-    torch.set_num_threads(settings.threads or usable_cores())
-    checkpoint = Checkpoint.open(folder, ignore_config_fields=settings.ignored_fields)
+    config = setup.config
+    group = RankGroup(setup, step_message) if config.tensor_parallel > 1 else None
+    torch.set_num_threads(cores_of_rank(config))
+    checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     # the engine chooses what the process does not
-    runner = StepRunner(checkpoint, settings, NoChoice())
+    runner = StepRunner(checkpoint, config, NoChoice(), link=group or NO_OTHERS)
     warm_up(runner)
     warm_up_draws(runner)
+    if group is not None:
+        group.finish_load()
     return runner
 
 

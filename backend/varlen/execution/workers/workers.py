@@ -105,10 +105,12 @@ def load_workers(
     if isolated and excludes_gpu(config.device):
         return _processes(checkpoint, config, stats)
     # imports torch, which an engine of processes does not need
-    from varlen.execution.device import choose_device, usable_cores, use_one_core
+    from varlen.execution.device import check_ranks, choose_device, usable_cores, use_one_core
     from varlen.execution.runner import Runner
 
-    if choose_device(config.device, gpu).type == "cuda":
+    device = choose_device(config.device, gpu)
+    check_ranks(config, device, isolated=isolated)
+    if device.type == "cuda":
         runner = Runner(checkpoint, config, gpu=gpu)
         return Workers(
             runner.info,

@@ -10,7 +10,7 @@ from varlen.memory.memory_use import MemoryUse
 
 
 def test_a_worker_without_batches_releases_memory_once(monkeypatch):
-    monkeypatch.setattr(child, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(child, "IDLE_SECONDS", 0.05)
     monkeypatch.setattr(child._log, "handlers", [])
     monkeypatch.setattr(child.os, "_exit", lambda status: None)
     ours, theirs = Pipe()

@@ -21,6 +21,7 @@ from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
 from varlen.execution.runner import Runner
 from varlen.execution.workers import connection as worker_connection
+from varlen.execution.workers.connection import HungAfter
 from varlen.execution.workers.messages import Answers, receive_batch, send_answers
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
 from varlen.execution.workers.workers import Workers, load_workers
@@ -241,9 +242,9 @@ def test_an_answer_that_was_not_read_is_not_that_of_the_next_batch(worker, resta
     assert restarts == [1]
 
 
-def test_a_worker_that_hangs_is_ended_and_replaced(worker, restarts, monkeypatch):
+def test_a_worker_that_hangs_is_ended_and_replaced(worker, restarts):
     expected = worker.run(*batch(3))
-    monkeypatch.setattr(worker_connection, "_HUNG_SECONDS", 2.0)
+    worker._worker._hung_after = HungAfter(seconds=2.0)
     os.kill(worker.pid, signal.SIGSTOP)
 
     np.testing.assert_array_equal(worker.run(*batch(3)), expected)

@@ -1,0 +1,191 @@
+"""Models that several ranks hold: answers as of one process, and faults that cost no token."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from tests.closeness import assert_close, encoder_roundings
+from tests.processes import is_gone
+from varlen import Encoder
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError, EngineError
+from varlen.in_process.generator import Generator
+from varlen.service.generation import GenerationService
+from varlen.service.service import Service
+from varlen.telemetry.metrics import Stats
+
+# small, so that prompts run in chunks, sequences wait for others, and some are preempted
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "fp32",
+    "max_running_sequences": 4,
+    "max_step_tokens": 48,
+    "kv_block_tokens": 16,
+    "warmup_seconds": 0,
+    "threads": 2,
+}
+# Key heads are divided among two ranks, and held twice by four.
+LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 6}
+DECODERS = {
+    "gpt2": ("GPT2LMHeadModel", {"n_head": 4, "n_embd": 40}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 10}),
+}
+OPTIONS = (
+    {"temperature": 0.0, "max_tokens": 30},
+    {"seed": 1, "top_p": 0.9, "max_tokens": 30},
+    {"seed": 2, "n": 2, "max_tokens": 12},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "max_tokens": 20},
+    {"num_beams": 3, "max_tokens": 12},
+    {"num_beams": 2, "repetition_penalty": 1.3, "max_tokens": 12},
+)
+LENGTHS = (1, 130, 7, 64, 31, 79)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Return a function that saves a checkpoint once."""
+    made = {}
+
+    def save(name):
+        if name not in made:
+            kind, fields = DECODERS[name]
+            made[name] = save_checkpoint(tmp_path_factory.mktemp(name) / name, kind, **fields)
+        return made[name]
+
+    return save
+
+
+@contextmanager
+def generator(folder, ranks=1, **settings):
+    config = EngineConfig(**SETTINGS, tensor_parallel=ranks, **settings)
+    service = GenerationService.load(folder, config, Stats(), isolated=ranks > 1)
+    with Generator(service) as found:
+        yield found
+
+
+def prompt_of(length):
+    return np.random.default_rng(length).integers(1, 200, length).tolist()
+
+
+def answers(model):
+    """Return the tokens of requests that run at the same time, and beginnings that come twice."""
+    requests = [
+        (prompt_of(length), {**options, "ignore_eos": "num_beams" not in options})
+        for length in LENGTHS
+        for options in OPTIONS
+    ]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        running = [pool.submit(model.generate, [prompt], **options) for prompt, options in requests]
+    return [[each.token_ids for each in one.result()] for one in running]
+
+
+@pytest.mark.parametrize("ranks, name", [(2, "gpt2"), (2, "llama"), (2, "qwen3"), (4, "llama")])
+def test_tokens_are_those_of_one_process(make, ranks, name):
+    settings = {"kv_policy": "optimistic", "kv_bytes": 2**18}
+    with generator(make(name), **settings) as alone:
+        expected = answers(alone)
+        preemptions = alone.snapshot().preemptions
+    with generator(make(name), ranks, **settings) as model:
+        found = answers(model)
+        info = model._service.runner.info
+
+    assert found == expected
+    assert preemptions > 0
+    assert info.vocab_size == alone._service.runner.info.vocab_size
+
+
+def ranks_of(model):
+    """Return the process ids of rank 0 and of the others."""
+    leader = model._service.runner.pid
+    tasks = Path(f"/proc/{leader}/task").iterdir()
+    return [leader, *sorted(int(n) for t in tasks for n in (t / "children").read_text().split())]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_costs_no_token(make, rank, number):
+    options = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True}
+    with generator(make("gpt2"), 2, rank_timeout_seconds=1) as model:
+        expected = [part.token_ids for part in model.stream(prompt_of(5), **options)]
+        before = ranks_of(model)
+        found = []
+        for part in model.stream(prompt_of(5), **options):
+            found.append(part.token_ids)
+            if len(found) == 20:
+                os.kill(before[rank], number)
+                began = time.monotonic()
+        after = ranks_of(model)
+
+    assert [t for part in found for t in part] == [t for part in expected for t in part]
+    assert time.monotonic() - began < 60
+    assert not set(before) & set(after)
+    assert all(map(is_gone, [*before, *after]))
+
+
+def test_too_many_lost_ranks_stop_the_model_and_name_one(make):
+    with generator(make("gpt2"), 2, rank_timeout_seconds=1) as model:
+        with pytest.raises(EngineError) as caught:
+            for _ in range(5):
+                stream = model.stream(prompt_of(5), max_tokens=250, ignore_eos=True)
+                next(stream)
+                os.kill(ranks_of(model)[1], signal.SIGKILL)
+                list(stream)
+
+    assert "rank 1 of 2 (process" in str(caught.value)
+    assert "ended with code -9" in str(caught.value)
+
+
+def test_ranks_end_with_their_engine(make):
+    with generator(make("gpt2"), 2) as model:
+        pids = ranks_of(model)
+        assert len(pids) == 2
+
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"tensor_parallel": 3}, "4 query heads"),
+        ({"tensor_parallel": 2, "dtype": "int8"}, "allowed with ranks: auto, fp32, bf16"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(make, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GenerationService.load(
+            make("gpt2"), EngineConfig(**{**SETTINGS, **settings}), Stats(), isolated=True
+        )
+
+
+def test_ranks_need_processes(make):
+    config = EngineConfig(**SETTINGS, tensor_parallel=2)
+
+    with pytest.raises(ConfigError, match="needs a server; in process, a model has 1 rank"):
+        GenerationService.load(make("gpt2"), config, Stats())
+
+
+def test_vectors_of_an_encoder_are_those_of_one_process(tmp_path):
+    folder = save_checkpoint(tmp_path / "bert", num_attention_heads=4)
+    texts = ["the cat", "river", "a b c d e f", "the the the river " * 9] * 3
+    with Encoder.from_pretrained(folder, device="cpu", dtype="fp32") as alone:
+        expected = alone.embed(texts)
+    parallel = EngineConfig(
+        device="cpu", dtype="fp32", threads=2, warmup_seconds=0, tensor_parallel=2
+    )
+
+    with Encoder(Service.load(folder, parallel, Stats(), isolated=True)) as model:
+        found = model.embed(texts)
+        host = model._service.workers.host
+        os.kill(host.pid, signal.SIGKILL)
+        again = model.embed(texts)
+
+    assert_close(found, expected, roundings=encoder_roundings(folder))
+    np.testing.assert_array_equal(again, found)
