@@ -14,6 +14,7 @@ IN_PLACE: Mapping[str, tuple[int, ...]] = {
         (
             "activate",
             "add_layer_norm",
+            "all_reduce",
             "append_kv",
             "layer_norm",
             "norm_heads",

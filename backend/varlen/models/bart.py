@@ -37,7 +37,7 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.table_names import TableNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -252,21 +252,25 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
     return Bart(
         source_embedding=parts.embedding("encoder", tables.source),
         encoder_layers=tuple(
-            EncoderLayer(parts.attention(at), parts.mlp(at, encoder))
+            EncoderLayer(parts.attention(at, encoder), parts.mlp(at, encoder))
             for at in _layer_names("encoder", encoder)
         ),
         encoder_norm=parts.last_norm("encoder"),
-        encoder_heads=encoder.heads,
+        encoder_heads=read.heads(encoder.heads),
         target_embedding=parts.embedding("decoder", tables.target),
         decoder_layers=tuple(
-            DecoderLayer(parts.attention(at), parts.source_attention(at), parts.mlp(at, decoder))
+            DecoderLayer(
+                parts.attention(at, decoder), parts.source_attention(at), parts.mlp(at, decoder)
+            )
             for at in _layer_names("decoder", decoder)
         ),
         decoder_norm=parts.last_norm("decoder"),
-        attention_heads=decoder.heads,
+        attention_heads=read.heads(decoder.heads),
         output=read.computed(
             lambda: suppress_tokens(
-                Linear(tables.output_weight, _unless_zero(bias)), head.masked_tokens
+                Linear(tables.output_weight, _unless_zero(bias)),
+                head.masked_tokens,
+                read.rank.bounds(config.targets)[0],
             )
         ),
     )
@@ -279,7 +283,7 @@ class _BartReader:
         self._config = config
         self._read = read
 
-    def embedding(self, stack: str, table: Tensor) -> BartEmbedding:
+    def embedding(self, stack: str, table: TokenTable) -> BartEmbedding:
         config = self._config
         name = f"model.{stack}.layernorm_embedding"
         has_norm = config.options.has_embedding_norm
@@ -290,25 +294,25 @@ class _BartReader:
             norm=self._read.norm(name, config.hidden) if has_norm else None,
         )
 
-    def attention(self, layer: str) -> SelfAttention:
+    def attention(self, layer: str, stack: StackConfig) -> SelfAttention:
         name = f"{layer}.self_attn"
-        qkv = self._linears(name, "q_proj", "k_proj", "v_proj")
-        return SelfAttention(qkv, self._linears(name, "out_proj"), self._norm(name))
+        qkv = self._inputs(name, stack, "q_proj", "k_proj", "v_proj")
+        return SelfAttention(qkv, self._output(name), self._norm(name))
 
     def source_attention(self, layer: str) -> SourceAttention:
-        name = f"{layer}.encoder_attn"
+        name, stack = f"{layer}.encoder_attn", self._config.decoder
         return SourceAttention(
-            query=self._linears(name, "q_proj"),
-            kv=self._linears(name, "k_proj", "v_proj"),
-            output=self._linears(name, "out_proj"),
+            query=self._inputs(name, stack, "q_proj"),
+            kv=self._inputs(name, stack, "k_proj", "v_proj"),
+            output=self._output(name),
             norm=self._norm(name),
         )
 
     def mlp(self, layer: str, stack: StackConfig) -> FeedForward:
         hidden, inner = self._config.hidden, stack.inner
         return FeedForward(
-            up=self._read.linear([f"{layer}.fc1"], hidden, [inner]),
-            down=self._read.linear([f"{layer}.fc2"], inner, [hidden]),
+            up=self._read.linear([f"{layer}.fc1"], hidden, [inner], split="outputs"),
+            down=self._read.linear([f"{layer}.fc2"], inner, [hidden], split="inputs"),
             norm=self._norm(f"{layer}.final"),
             activation=self._config.activation,
         )
@@ -323,9 +327,9 @@ class _BartReader:
         name, size = "final_logits_bias", self._config.targets
         if not self._config.options.has_output_bias or name not in self._read:
             return None
-        return self._read.tensor(name, 1, size)
+        return self._read.vocabulary_bias(name, 1, size)
 
-    def _positions(self, stack: str, table: Tensor) -> Tensor:
+    def _positions(self, stack: str, table: TokenTable) -> Tensor:
         config, read = self._config, self._read
         rows, hidden, first = config.positions, config.hidden, config.first_position
         match config.options.positions:
@@ -334,20 +338,27 @@ class _BartReader:
                 learned = read.tensor(name, rows + LEARNED_OFFSET, hidden)
                 return read.computed(lambda: learned[LEARNED_OFFSET:])
             case "marian":
-                return read.computed(lambda: marian_positions(rows, hidden).to(table))
+                return read.computed(lambda: marian_positions(rows, hidden).to(table.weight))
             case "m2m":
-                return read.computed(lambda: m2m_positions(rows, hidden, first=first).to(table))
+                return read.computed(
+                    lambda: m2m_positions(rows, hidden, first=first).to(table.weight)
+                )
 
-    def _linears(self, at: str, *parts: str) -> Linear:
+    def _inputs(self, at: str, stack: StackConfig, *parts: str) -> Linear:
         hidden, names = self._config.hidden, [f"{at}.{part}" for part in parts]
-        return self._read.linear(names, hidden, [hidden] * len(names))
+        units = [stack.heads.queries] * len(names)
+        return self._read.linear(names, hidden, [hidden] * len(names), split="outputs", units=units)
+
+    def _output(self, at: str) -> Linear:
+        hidden = self._config.hidden
+        return self._read.linear([f"{at}.out_proj"], hidden, [hidden], split="inputs")
 
     def _norm(self, of: str) -> Norm:
         return self._read.norm(f"{of}_layer_norm", self._config.hidden)
 
 
 def _unless_zero(bias: Tensor | None) -> Tensor | None:
-    return bias[0] if bias is not None and bool(bias.any()) else None
+    return bias if bias is not None and bool(bias.any()) else None
 
 
 def _layer_names(stack: str, config: StackConfig) -> list[str]:
@@ -381,6 +392,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Bart]:
         is_unused=lambda name, _: name == "model.shared.weight" or name in computed,
         tokenizer_class=tokenizer_class,
         kind="encoder_decoder",
+        is_divisible=True,
     )
 
 

@@ -16,7 +16,7 @@ from varlen.models.blocks import inputs
 from varlen.models.blocks.output import record_output
 from varlen.models.blocks.residual import ResidualStream
 from varlen.models.blocks.seq2seq_layers import DecoderLayer, EncoderLayer
-from varlen.models.checkpoint.layers import Linear, Norm
+from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ class BartEmbedding:
     """The embedding of tokens and positions.
 
     Attributes:
-        token_table, position_table: `[rows, hidden]`.
+        position_table: `[positions, hidden]`.
         scale: multiplies the embeddings of tokens.
         norm: norm of the sum, if it has one.
     """
 
-    token_table: Tensor
+    token_table: TokenTable
     position_table: Tensor
     scale: float
     norm: Norm | None
@@ -48,7 +48,7 @@ class BartEmbedding:
     def record(self, ops: Recorder) -> Value:
         """Record the embeddings of a batch, `[tokens, hidden]`."""
         tokens, positions = inputs.token_ids(ops), inputs.position_ids(ops)
-        x = ops.embed(tokens, self.token_table, positions, self.position_table, scale=self.scale)
+        x = self.token_table.record(ops, tokens, positions, self.position_table, scale=self.scale)
         if self.norm is None:
             return x
         return ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=_NORM_EPS)
@@ -84,7 +84,7 @@ class Bart:
     @property
     def vocab_size(self) -> int:
         """Token ids of targets below this are valid."""
-        return self.target_embedding.token_table.shape[0]
+        return self.target_embedding.token_table.vocab_size
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         """Record the encoder, and storing its keys and values for each layer of the decoder."""
@@ -119,7 +119,7 @@ class Bart:
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
-        return record_output(ops, self.output, hidden)
+        return record_output(ops, self.output, hidden, self.vocab_size)
 
 
 def _stream(

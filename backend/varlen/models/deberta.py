@@ -223,11 +223,13 @@ class _Reader:
         config, at = self._config, f"{self._prefix}embeddings"
         hidden, embedding = config.hidden, config.embedding
 
-        def table(name: str, rows: int) -> Tensor:
-            return self._read.tensor(f"{at}.{name}_embeddings.weight", rows, embedding)
-
-        tokens = table("word", config.vocabulary)
-        positions = table("position", config.positions) if config.has_position_table else None
+        tokens = self._read.token_table(
+            f"{at}.word_embeddings.weight", config.vocabulary, embedding
+        )
+        positions = None
+        if config.has_position_table:
+            name = f"{at}.position_embeddings.weight"
+            positions = self._read.tensor(name, config.positions, embedding)
         projection = None
         if embedding != hidden:
             projection = self._read.linear([f"{at}.embed_proj"], embedding, [hidden], bias=False)
@@ -236,7 +238,7 @@ class _Reader:
             position_table=positions,
             projection=projection,
             embedding_norm=self._read.norm(f"{at}.LayerNorm", hidden),
-            layers=self._layers(tokens),
+            layers=self._layers(tokens.weight),
             attention_heads=AttentionHeads(config.heads, config.heads, hidden // config.heads),
             activation=config.activation,
             norm_eps=config.norm_eps,

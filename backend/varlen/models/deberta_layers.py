@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
-from varlen.models.checkpoint.layers import Linear, Norm
+from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -44,13 +44,13 @@ class Deberta:
     """A DeBERTa in one dtype.
 
     Attributes:
-        token_table, position_table: `[rows, features]`.
+        position_table: `[positions, features]`.
         projection: projection from the features of the tables to the features of the layers, if there is one.
         scale: multiplies the scores.
         heads: the layers on top of it.
     """
 
-    token_table: Tensor
+    token_table: TokenTable
     position_table: Tensor | None
     projection: Linear | None
     embedding_norm: Norm
@@ -64,7 +64,7 @@ class Deberta:
     @property
     def vocab_size(self) -> int:
         """Token ids below this are valid."""
-        return self.token_table.shape[0]
+        return self.token_table.vocab_size
 
     @property
     def type_vocab_size(self) -> int:
@@ -74,7 +74,7 @@ class Deberta:
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         positions = None if self.position_table is None else inputs.position_ids(ops)
-        x = ops.embed(inputs.token_ids(ops), self.token_table, positions, self.position_table)
+        x = self.token_table.record(ops, inputs.token_ids(ops), positions, self.position_table)
         if self.projection is not None:
             x = self.projection.record(ops, x)
         norm = self.embedding_norm

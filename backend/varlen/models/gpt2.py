@@ -7,6 +7,7 @@ transformers saves them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
@@ -16,7 +17,7 @@ from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import Json, check_multiple, read_int
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -72,11 +73,11 @@ class Gpt2:
     """A GPT-2 in one dtype.
 
     Attributes:
-        token_table, position_table: `[rows, hidden]`.
+        position_table: `[positions, hidden]`.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
     """
 
-    token_table: Tensor
+    token_table: TokenTable
     position_table: Tensor
     layers: tuple[Gpt2Layer, ...]
     final_norm: Norm
@@ -93,7 +94,7 @@ class Gpt2:
     @property
     def vocab_size(self) -> int:
         """Token ids below this are valid."""
-        return self.token_table.shape[0]
+        return self.token_table.vocab_size
 
     @property
     def heads(self) -> Heads:
@@ -102,8 +103,8 @@ class Gpt2:
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
-        residual = ops.embed(
-            inputs.token_ids(ops), self.token_table, inputs.position_ids(ops), self.position_table
+        residual = self.token_table.record(
+            ops, inputs.token_ids(ops), inputs.position_ids(ops), self.position_table
         )
         norms = [norm for layer in self.layers for norm in (layer.attention_norm, layer.mlp_norm)]
         norms.append(self.final_norm)
@@ -122,7 +123,7 @@ class Gpt2:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
-        return record_output(ops, self.output, hidden)
+        return record_output(ops, self.output, hidden, self.vocab_size)
 
     def _add_norm(
         self, ops: Recorder, x: Value, residual: Value, norm: Norm
@@ -135,7 +136,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
     config = Gpt2Config.read(fields)
     prefix = "transformer." if "transformer.wte.weight" in read else ""
     vocabulary, hidden, num_heads = config.vocab_size, config.hidden, config.num_heads
-    table = read.tensor(f"{prefix}wte.weight", vocabulary, hidden)
+    table = read.token_table(f"{prefix}wte.weight", vocabulary, hidden)
     return Gpt2(
         token_table=table,
         position_table=read.tensor(f"{prefix}wpe.weight", config.positions, hidden),
@@ -148,7 +149,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
             if head.architecture == "GPT2LMHeadModel"
             else None
         ),
-        attention_heads=AttentionHeads(num_heads, num_heads, hidden // num_heads),
+        attention_heads=read.heads(AttentionHeads(num_heads, num_heads, hidden // num_heads)),
         activation=config.activation,
         norm_eps=config.norm_eps,
     )
@@ -156,19 +157,22 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
 
 def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
     hidden, inner = config.hidden, config.inner
-
-    def linear(part: str, fan_in: int, fan_out: int) -> Linear:
-        # unlike in other families, these weights are saved as [in, out]
-        weight = read.tensor(f"{name}.{part}.weight", fan_in, fan_out)
-        return Linear(weight, read.tensor(f"{name}.{part}.bias", fan_out))
-
+    # unlike in other families, weights are saved as [in, out]
+    linear = partial(read.linear, is_saved_by_input=True)
     return Gpt2Layer(
         attention_norm=read.norm(f"{name}.ln_1", hidden),
-        qkv=linear("attn.c_attn", hidden, 3 * hidden),
-        attention_output=linear("attn.c_proj", hidden, hidden),
+        qkv=linear(
+            [f"{name}.attn.c_attn"],
+            hidden,
+            [3 * hidden],
+            split="outputs",
+            units=[config.num_heads],
+            parts=3,
+        ),
+        attention_output=linear([f"{name}.attn.c_proj"], hidden, [hidden], split="inputs"),
         mlp_norm=read.norm(f"{name}.ln_2", hidden),
-        up=linear("mlp.c_fc", hidden, inner),
-        down=linear("mlp.c_proj", inner, hidden),
+        up=linear([f"{name}.mlp.c_fc"], hidden, [inner], split="outputs"),
+        down=linear([f"{name}.mlp.c_proj"], inner, [hidden], split="inputs"),
     )
 
 
@@ -191,4 +195,5 @@ FAMILY = Family(
     ),
     tokenizer_class="GPT2Tokenizer",
     kind="decoder",
+    is_divisible=True,
 )

@@ -28,7 +28,7 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
 
@@ -204,13 +204,12 @@ class Llama:
     """A decoder of the Llama family in one dtype.
 
     Attributes:
-        token_table: `[vocabulary, hidden]`.
         cos_sin: `[positions, head_dim]` fp32, see `varlen_kernels.reference.rotary`.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
     """
 
-    token_table: Tensor
+    token_table: TokenTable
     cos_sin: Tensor
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
@@ -227,12 +226,12 @@ class Llama:
     @property
     def vocab_size(self) -> int:
         """Token ids below this are valid."""
-        return self.token_table.shape[0]
+        return self.token_table.vocab_size
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         eps = self.norm_eps
-        residual = ops.embed(inputs.token_ids(ops), self.token_table)
+        residual = self.token_table.record(ops, inputs.token_ids(ops))
         # the norm before each layer, and the final one
         norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x = ops.rms_norm(residual, norms[0], eps=eps)
@@ -248,7 +247,7 @@ class Llama:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
-        return record_output(ops, self.output, hidden)
+        return record_output(ops, self.output, hidden, self.vocab_size)
 
     def _record_attention(
         self, ops: Recorder, attention: Attention, number: int, x: Value
@@ -268,7 +267,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     shape = config.vocab_size, config.hidden
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
-    table = read.tensor(table_name, *shape)
+    table = read.token_table(table_name, *shape)
     layers = tuple(
         _read_layer(read, config, f"{prefix}layers.{index}", window)
         for index, window in enumerate(config.windows)
@@ -287,7 +286,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
         layers=layers,
         final_norm=final_norm,
         output=output,
-        attention_heads=config.heads,
+        attention_heads=read.heads(config.heads),
         norm_eps=config.norm_eps,
         heads=heads,
     )
@@ -304,6 +303,8 @@ def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) 
             hidden,
             [heads.width, key_width, key_width],
             bias=config.has_qkv_bias,
+            split="outputs",
+            units=[heads.queries, heads.keys, heads.keys],
         ),
         head_norms=(
             (
@@ -314,7 +315,11 @@ def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) 
             else None
         ),
         attention_output=read.linear(
-            [f"{attention}.o_proj"], heads.width, [hidden], bias=config.has_output_bias
+            [f"{attention}.o_proj"],
+            heads.width,
+            [hidden],
+            bias=config.has_output_bias,
+            split="inputs",
         ),
         mlp_norm=read.tensor(f"{name}.post_attention_layernorm.weight", hidden),
         gate_up=read.linear(
@@ -322,8 +327,11 @@ def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) 
             hidden,
             [inner, inner],
             bias=config.has_mlp_bias,
+            split="outputs",
         ),
-        down=read.linear([f"{mlp}.down_proj"], inner, [hidden], bias=config.has_mlp_bias),
+        down=read.linear(
+            [f"{mlp}.down_proj"], inner, [hidden], bias=config.has_mlp_bias, split="inputs"
+        ),
         window=window,
     )
 
@@ -355,6 +363,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
         is_unused=lambda name, _: name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight",
         tokenizer_class=tokenizer_class,
         kind="decoder",
+        is_divisible=True,
     )
 
 

@@ -4,16 +4,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from varlen.errors import ConfigError
 from varlen.models.blocks.attention import PackedAttention
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
-from varlen.models.checkpoint.layers import LayerReader
+from varlen.models.checkpoint.layers import LayerReader, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.registry import FAMILIES
 from varlen.program.program import Value
+from varlen.program.rank import ALONE, Rank
 from varlen.program.recorder import Recorder
 from varlen.tasks import TASKS, Task
 
@@ -39,8 +41,8 @@ class OneStepDecoder:
         return 1
 
     @property
-    def token_table(self) -> Tensor:
-        """The embedding of each token, `[vocabulary, features]`."""
+    def token_table(self) -> TokenTable:
+        """The embedding of each token."""
         return self.decoder.token_table
 
     @property
@@ -53,8 +55,10 @@ class OneStepDecoder:
         return self.decoder.record(ops, PackedAttention())
 
 
-def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> EncoderModel:
-    """Return the model of a checkpoint in `dtype` on `device`, for tasks of one step.
+def load_encoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+) -> EncoderModel:
+    """Return the model of a checkpoint in `dtype` on `device`, for tasks of one step; or a rank's part.
 
     The last norm and a classifier are fp32. In half precision, logits of many documents would be equal; see
     docs/decisions/0039-scores-in-fp32.md.
@@ -64,8 +68,8 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     """
     last_dtype = torch.float32 if checkpoint.num_labels else dtype
     if checkpoint.is_decoder:
-        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype))
-    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype)
+        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype, rank))
+    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank)
     return model
 
 
@@ -75,14 +79,21 @@ def load_heads(
     task: Task,
     dtype: torch.dtype,
     device: torch.device,
+    rank: Rank = ALONE,
 ) -> Heads:
     """Return the layers on top of an encoder that a task needs.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
+        ConfigError: ranks cannot divide them.
     """
     if not TASKS[task].needs_masked_lm:
         return encoder.heads
+    if rank != ALONE:
+        raise ConfigError(
+            f'tensor_parallel is {rank.size}; allowed for the task "{task}": 1, since its answers need the logits of'
+            " all tokens"
+        )
     # Checkpoint.check_task has refused other models
     assert checkpoint.masked_lm is not None
     with CheckpointWeights(checkpoint.folder) as weights:
@@ -90,31 +101,45 @@ def load_heads(
         return Heads(masked_lm=load_masked_lm(read, checkpoint.masked_lm, encoder.token_table))
 
 
-def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Return the decoder of a checkpoint, whose `is_decoder` is true, in `dtype` on `device`.
+def load_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+) -> DecoderModel:
+    """Return the decoder of a checkpoint, whose `is_decoder` is true, in `dtype` on `device`; or a rank's part.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
+        ConfigError: ranks cannot divide it.
     """
-    model: DecoderModel = _load(checkpoint, dtype, device, dtype)
+    model: DecoderModel = _load(checkpoint, dtype, device, dtype, rank)
     return model
 
 
 def load_encoder_decoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
 ) -> EncoderDecoderModel:
-    """Return the model of a checkpoint, whose `translate` is not None, in `dtype` on `device`.
+    """Return the model of a checkpoint, whose `translate` is not None, in `dtype` on `device`; or a rank's part.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
+        ConfigError: ranks cannot divide it.
     """
-    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype)
+    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype, rank)
     return model
 
 
 def _load(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, last_dtype: torch.dtype
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    last_dtype: torch.dtype,
+    rank: Rank,
 ) -> Any:
+    if rank != ALONE and not checkpoint.family.is_divisible:
+        names = sorted(name for name, family in FAMILIES.items() if family.is_divisible)
+        raise ConfigError(
+            f"tensor_parallel is {rank.size}; the model_type {checkpoint.config['model_type']} runs in one process;"
+            f" allowed are {', '.join(names)}"
+        )
     with CheckpointWeights(checkpoint.folder) as weights:
-        read = LayerReader(weights, dtype, device, last_dtype)
+        read = LayerReader(weights, dtype, device, last_dtype, rank)
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

@@ -26,7 +26,7 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
@@ -155,13 +155,12 @@ class ModernBert:
 
     Attributes:
         config: config of its checkpoint.
-        token_table: `[vocabulary, hidden]`.
         cos_sin: `[positions, head features]` fp32 for each kind of layer.
         heads: the layers on top of it.
     """
 
     config: ModernBertConfig
-    token_table: Tensor
+    token_table: TokenTable
     embedding_norm: Norm
     cos_sin: Mapping[LayerKind, Tensor]
     layers: tuple[ModernBertLayer, ...]
@@ -172,7 +171,7 @@ class ModernBert:
     @property
     def vocab_size(self) -> int:
         """Token ids below this are valid."""
-        return self.token_table.shape[0]
+        return self.token_table.vocab_size
 
     @property
     def type_vocab_size(self) -> int:
@@ -182,7 +181,7 @@ class ModernBert:
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         eps, norm = self.config.norm_eps, self.embedding_norm
-        embedded = ops.embed(inputs.token_ids(ops), self.token_table)
+        embedded = self.token_table.record(ops, inputs.token_ids(ops))
         x = residual = ops.layer_norm(embedded, norm.weight, norm.bias, eps=eps)
         norms = [each for layer in self.layers for each in (layer.attention_norm, layer.mlp_norm)]
         # the first layer has no norm of its own, and one follows the last
@@ -219,7 +218,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> ModernBert:
     config = ModernBertConfig.read(fields)
     hidden, head_dim = config.hidden, config.hidden // config.heads
     prefix = "model." if "model.embeddings.tok_embeddings.weight" in read else ""
-    table = read.tensor(f"{prefix}embeddings.tok_embeddings.weight", config.vocabulary, hidden)
+    table = read.token_table(f"{prefix}embeddings.tok_embeddings.weight", config.vocabulary, hidden)
 
     def cos_sin(rotary: RotaryConfig) -> Tensor:
         return read.computed(lambda: rotary_table(rotary, head_dim, table.device))

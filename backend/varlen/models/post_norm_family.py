@@ -162,6 +162,7 @@ class PostNormFamily:
             tokenizer_class=self.tokenizer_class,
             has_token_types=bool(self.fields.types),
             masked_lm=self._masked_lm_layout,
+            is_divisible=True,
         )
 
     def read_sizes(self, config: Json) -> EncoderSizes:
@@ -253,7 +254,7 @@ class _Reader:
     def model(self, head: HeadConfig) -> PostNormEncoder:
         family, sizes, rotary = self._family, self._sizes, self._sizes.rotary
         heads = AttentionHeads(sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
-        tokens = self._table("word", sizes.vocabulary)
+        tokens = self._read.token_table(self._table_name("word"), sizes.vocabulary, sizes.embedding)
         return PostNormEncoder(
             token_table=tokens,
             position_table=None if rotary else self._positions(),
@@ -265,21 +266,23 @@ class _Reader:
             type_table=(
                 self._table("token_type", sizes.types)
                 if sizes.types
-                else self._read.computed(lambda: tokens.new_zeros(1, sizes.embedding))
+                else self._read.computed(lambda: tokens.weight.new_zeros(1, sizes.embedding))
             ),
             embedding_norm=self._norm(family.embedding_norm, sizes.embedding),
             projection=self._projection(),
             distance_bias=self._distance_bias(),
             layers=self._layers(),
-            attention_heads=heads,
+            attention_heads=self._read.heads(heads),
             activation=sizes.activation,
             norm_eps=sizes.norm_eps,
             heads=self._heads(head),
         )
 
     def _table(self, name: str, rows: int) -> Tensor:
-        name = f"{self._prefix}embeddings.{name}_embeddings.weight"
-        return self._read.tensor(name, rows, self._sizes.embedding)
+        return self._read.tensor(self._table_name(name), rows, self._sizes.embedding)
+
+    def _table_name(self, name: str) -> str:
+        return f"{self._prefix}embeddings.{name}_embeddings.weight"
 
     def _positions(self) -> Tensor:
         first = self._sizes.first_position
@@ -301,7 +304,7 @@ class _Reader:
         name = self._family.distance_bias
         if not name:
             return None
-        table = self._read.tensor(
+        table = self._read.head_columns(
             f"{self._prefix}{name}.weight", DISTANCE_BUCKETS, self._sizes.heads
         )
         return self._read.computed(
@@ -323,22 +326,34 @@ class _Reader:
     def _layer(self, at: str) -> PostNormLayer:
         hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
 
-        def linear(fan_in: int, fan_out: int, *parts: str) -> Linear:
-            stored = [f"{at}.{part}" for part in parts]
-            widths = [fan_out // len(parts)] * len(parts)
-            return self._read.linear(stored, fan_in, widths, bias=names.has_bias(parts[0]))
+        def outputs(features: int, count: int, *parts: str, units: int) -> Linear:
+            """Return `count` outputs of as many features, in one tensor or more."""
+            each = count // len(parts)
+            return self._read.linear(
+                [f"{at}.{part}" for part in parts],
+                hidden,
+                [each * features] * len(parts),
+                bias=names.has_bias(parts[0]),
+                split="outputs",
+                units=[units] * len(parts),
+                parts=each,
+            )
 
-        qkv = linear(hidden, 3 * hidden, *names.qkv)
-        attention_output = linear(hidden, hidden, names.attention_output)
+        def sums(fan_in: int, part: str) -> Linear:
+            bias = names.has_bias(part)
+            return self._read.linear([f"{at}.{part}"], fan_in, [hidden], bias=bias, split="inputs")
+
+        qkv = outputs(hidden, 3, *names.qkv, units=self._sizes.heads)
+        attention_output = sums(hidden, names.attention_output)
         attention_norm = self._read.norm(f"{at}.{names.attention_norm}", hidden)
-        up = linear(hidden, (1 + names.is_gated) * inner, *names.up)
+        up = outputs(inner, 1 + names.is_gated, *names.up, units=inner)
         return PostNormLayer(
             qkv=qkv,
             attention_output=attention_output,
             attention_norm=attention_norm,
             up=self._read.computed(lambda: _gate_first(up)) if names.has_both else up,
             is_gated=names.is_gated,
-            down=linear(inner, hidden, names.down),
+            down=sums(inner, names.down),
             output_norm=self._read.norm(f"{at}.{names.output_norm}", hidden),
         )
 
@@ -365,4 +380,4 @@ def _gate_first(layer: Linear) -> Linear:
     """Return a linear layer with the halves of its outputs exchanged."""
     half = layer.weight.shape[1] // 2
     bias = None if layer.bias is None else layer.bias.roll(half)
-    return Linear(layer.weight.roll(half, 1), bias)
+    return replace(layer, weight=layer.weight.roll(half, 1), bias=bias)

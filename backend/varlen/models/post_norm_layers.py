@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
+from varlen.program.rank import ALONE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from varlen.models.blocks.heads import Heads
-    from varlen.models.checkpoint.layers import Linear, Norm
+    from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
     from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
@@ -40,8 +41,8 @@ class PostNormEncoder:
     """An encoder in one dtype.
 
     Attributes:
-        token_table, position_table, type_table: `[rows, features]`; position 0 is the first row. A family without
-            token types has one type, of zeros.
+        position_table, type_table: `[rows, features]`; position 0 is the first row. A family without token types has
+            one type, of zeros.
         cos_sin: `[positions, head features]` fp32, rotary positions instead of a position table.
         projection: projection from the features of the tables to the features of the layers, if there is one.
         layers: a shared layer occurs several times.
@@ -49,7 +50,7 @@ class PostNormEncoder:
         heads: the layers on top of it.
     """
 
-    token_table: Tensor
+    token_table: TokenTable
     position_table: Tensor | None
     cos_sin: Tensor | None
     type_table: Tensor
@@ -65,7 +66,7 @@ class PostNormEncoder:
     @property
     def vocab_size(self) -> int:
         """Token ids below this are valid."""
-        return self.token_table.shape[0]
+        return self.token_table.vocab_size
 
     @property
     def type_vocab_size(self) -> int:
@@ -81,21 +82,24 @@ class PostNormEncoder:
             second, tables = types, (self.type_table, no_types)
         else:
             second, tables = inputs.position_ids(ops), (self.position_table, self.type_table)
-        x = ops.embed_layer_norm(
-            inputs.token_ids(ops),
-            second,
-            types,
-            self.token_table,
-            *tables,
-            self.embedding_norm.weight,
-            self.embedding_norm.bias,
-            eps=self.norm_eps,
-        )
+        x = self._record_embedding(ops, second, types, tables)
         if self.projection is not None:
             x = self.projection.record(ops, x)
         for layer in self.layers:
             x = self._record_layer(ops, layer, x)
         return x
+
+    def _record_embedding(
+        self, ops: Recorder, second: Value, types: Value, tables: tuple[Tensor, Tensor]
+    ) -> Value:
+        """Record the norm of the sum of three embeddings: of tokens, and of the rows of two tables."""
+        norm, token_ids = self.embedding_norm, inputs.token_ids(ops)
+        if self.token_table.rank != ALONE:
+            others = ops.embed(second, tables[0], types, tables[1])
+            tokens = self.token_table.record(ops, token_ids)
+            return self._add_norm(ops, tokens, others, norm)
+        operands = (token_ids, second, types, self.token_table.weight, *tables)
+        return ops.embed_layer_norm(*operands, norm.weight, norm.bias, eps=self.norm_eps)
 
     def _record_layer(self, ops: Recorder, layer: PostNormLayer, x: Value) -> Value:
         qkv = layer.qkv.record(ops, x)

@@ -32,7 +32,7 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.table_names import TableNames
 from varlen.models.t5_layers import T5, T5Encoder
 from varlen.program.heads import AttentionHeads
@@ -164,9 +164,11 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
         decoder_bias=decoder_bias,
         decoder_norm=read.computed(lambda: Norm(norm.weight * scale, None)),
         output=read.computed(
-            lambda: suppress_tokens(Linear(tables.output_weight, None), head.masked_tokens)
+            lambda: suppress_tokens(
+                Linear(tables.output_weight, None), head.masked_tokens, read.rank.bounds(size)[0]
+            )
         ),
-        attention_heads=config.heads,
+        attention_heads=read.heads(config.heads),
         norm_eps=config.norm_eps,
     )
 
@@ -174,7 +176,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
 def load_encoder(read: LayerReader, fields: Json, head: HeadConfig) -> T5Encoder:  # noqa: ARG001  # it has none
     """Return the encoder of a checkpoint without a decoder; see `Family`."""
     config = T5Config.read(fields)
-    table = read.tensor(_table_names(read).source, config.vocab_size, config.hidden)
+    table = read.token_table(_table_names(read).source, config.vocab_size, config.hidden)
     return _T5Reader(config, read).encoder(table)
 
 
@@ -185,7 +187,7 @@ class _T5Reader:
         self._config = config
         self._read = read
 
-    def encoder(self, table: Tensor) -> T5Encoder:
+    def encoder(self, table: TokenTable) -> T5Encoder:
         config = self._config
         return T5Encoder(
             token_table=table,
@@ -195,7 +197,7 @@ class _T5Reader:
                 for at in _layer_names("encoder", config.encoder_layers)
             ),
             norm=self.norm("encoder.final_layer_norm"),
-            attention_heads=config.heads,
+            attention_heads=self._read.heads(config.heads),
             norm_eps=config.norm_eps,
         )
 
@@ -219,8 +221,12 @@ class _T5Reader:
         ups = [f"{name}.wi_0", f"{name}.wi_1"] if is_gated else [f"{name}.wi"]
         return FeedForward(
             norm=self.norm(f"{part}.layer_norm"),
-            up=self._read.linear(ups, config.hidden, [config.inner] * len(ups), bias=False),
-            down=self._read.linear([f"{name}.wo"], config.inner, [config.hidden], bias=False),
+            up=self._read.linear(
+                ups, config.hidden, [config.inner] * len(ups), bias=False, split="outputs"
+            ),
+            down=self._read.linear(
+                [f"{name}.wo"], config.inner, [config.hidden], bias=False, split="inputs"
+            ),
             activation=activation,
             is_gated=is_gated,
         )
@@ -231,7 +237,7 @@ class _T5Reader:
     def bias(self, stack: str, *, is_causal: bool) -> Tensor:
         config = self._config
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        table = self._read.tensor(name, config.buckets, config.num_heads)
+        table = self._read.head_columns(name, config.buckets, config.num_heads)
         return self._read.computed(
             lambda: bias_by_distance(table, max_distance=config.max_distance, is_causal=is_causal)
         )
@@ -239,12 +245,21 @@ class _T5Reader:
     def _inputs(self, attention: str, *parts: str) -> Linear:
         names = [f"{attention}.{part}" for part in parts]
         widths = [self._config.heads.width] * len(names)
-        return self._read.linear(names, self._config.hidden, widths, bias=False)
+        return self._read.linear(
+            names,
+            self._config.hidden,
+            widths,
+            bias=False,
+            split="outputs",
+            units=[self._config.num_heads] * len(names),
+        )
 
     def _output(self, attention: str) -> Linear:
         config = self._config
         width = config.heads.width
-        return self._read.linear([f"{attention}.o"], width, [config.hidden], bias=False)
+        return self._read.linear(
+            [f"{attention}.o"], width, [config.hidden], bias=False, split="inputs"
+        )
 
 
 def _layer_names(stack: str, layers: int) -> list[str]:
@@ -275,6 +290,7 @@ def _family(head: str) -> Family[T5]:
         is_unused=_is_unused,
         tokenizer_class="T5Tokenizer",
         kind="encoder_decoder",
+        is_divisible=True,
     )
 
 
@@ -292,6 +308,7 @@ ENCODERS: Mapping[str, Family[T5Encoder]] = {
         load=load_encoder,
         is_unused=_is_unused,
         tokenizer_class="T5Tokenizer",
+        is_divisible=True,
     )
     for name in ("T5EncoderModel", "MT5EncoderModel")
 }

@@ -16,7 +16,7 @@ from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.output import record_output
 from varlen.models.blocks.residual import RmsResidualStream
 from varlen.models.blocks.seq2seq_layers import DecoderLayer, EncoderLayer
-from varlen.models.checkpoint.layers import Linear, Norm
+from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 
 if TYPE_CHECKING:
@@ -32,13 +32,12 @@ class T5Encoder:
     """The encoder of a T5 or mT5 in one dtype.
 
     Attributes:
-        token_table: `[vocabulary, hidden]`.
         bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
         norm: norm after the last layer.
         attention_heads: heads of all layers.
     """
 
-    token_table: Tensor
+    token_table: TokenTable
     layers: tuple[EncoderLayer, ...]
     bias: Tensor
     norm: Norm
@@ -48,7 +47,7 @@ class T5Encoder:
     @property
     def vocab_size(self) -> int:
         """Token ids below this are valid."""
-        return self.token_table.shape[0]
+        return self.token_table.vocab_size
 
     @property
     def type_vocab_size(self) -> int:
@@ -82,7 +81,7 @@ class T5:
 
     Attributes:
         encoder: reads the source.
-        target_table: `[vocabulary, hidden]`, embeddings of the decoder.
+        target_table: embeddings of the decoder.
         decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
         decoder_norm: decoder norm after the last layer; includes the scale before the output layer.
         output: `[hidden, vocabulary]`.
@@ -90,7 +89,7 @@ class T5:
     """
 
     encoder: T5Encoder
-    target_table: Tensor
+    target_table: TokenTable
     decoder_layers: tuple[DecoderLayer, ...]
     decoder_bias: Tensor
     decoder_norm: Norm
@@ -106,7 +105,7 @@ class T5:
     @property
     def vocab_size(self) -> int:
         """Token ids of targets below this are valid."""
-        return self.target_table.shape[0]
+        return self.target_table.vocab_size
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         """Record the encoder, and storing its keys and values for each layer of the decoder."""
@@ -132,12 +131,12 @@ class T5:
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
-        return record_output(ops, self.output, hidden)
+        return record_output(ops, self.output, hidden, self.vocab_size)
 
 
 def _residual_stream(
     ops: Recorder,
-    table: Tensor,
+    table: TokenTable,
     layers: Sequence[EncoderLayer] | Sequence[DecoderLayer],
     last_norm: Norm,
     *,
@@ -145,5 +144,5 @@ def _residual_stream(
 ) -> RmsResidualStream:
     """Record the embeddings and return the residual stream of a stack."""
     norms = chain.from_iterable(layer.norms for layer in layers)
-    embedded = ops.embed(inputs.token_ids(ops), table)
+    embedded = table.record(ops, inputs.token_ids(ops))
     return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=eps)

@@ -16,12 +16,20 @@ class Rank:
     size: int = 1
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """Return the first of `total` things that it holds, and the one after the last.
+        """Return the first of `total` rows or columns that it holds, and the one after the last.
 
         Parts are equal, except that the last ones may be shorter or empty.
         """
         part = -(-total // self.size)
         return min(self.number * part, total), min((self.number + 1) * part, total)
+
+    def share(self, units: int) -> tuple[int, int]:
+        """Return the first of some heads that it holds, and the one after the last.
+
+        Parts are equal. Where there are fewer heads than ranks, several ranks hold the same one.
+        """
+        first = self.number * units // self.size
+        return first, first + max(1, units // self.size)
 
 
 ALONE = Rank()

@@ -8,8 +8,10 @@ from torch import Tensor
 from varlen.memory.usage import Size
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Operand, State, Value
+from varlen.program.rank import ALONE, RANKS, Rank
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
+from varlen_kernels.rank_memory import rank_words
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
@@ -27,6 +29,7 @@ class Recorder(Recording):
         for_gpu: bool = False,
         approximate_gelu: bool = False,
         has_key_lengths: bool = False,
+        rank: Rank = ALONE,
     ) -> None:
         """Start a recording.
 
@@ -36,8 +39,10 @@ class Recorder(Recording):
             approximate_gelu: whether a GPU computes the exact GELU by its tanh form, in the matrix product.
             has_key_lengths: whether sequences may end with tokens that no token reads. If so, each batch brings the
                 input `key_lengths`.
+            rank: the rank whose part of a model is recorded.
         """
         super().__init__()
+        self._rank = rank
         self._for_gpu = for_gpu
         self._approximate_gelu = approximate_gelu and for_gpu
         self._has_key_lengths = has_key_lengths
@@ -85,6 +90,35 @@ class Recorder(Recording):
 
     def linear(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
         return self._call("linear", (x, weight, bias), (x.shape[0], weight.shape[1]), x.dtype)
+
+    def all_reduce(self, x: Value) -> Value:
+        """Record the sum over all ranks; nothing where there is one."""
+        if self._rank == ALONE:
+            return x
+        return self._meet("all_reduce", x, x.shape)
+
+    def gather_columns(self, x: Value, width: int) -> Value:
+        """Record the columns of all ranks on rank 0; nothing where there is one."""
+        if self._rank == ALONE:
+            return x
+        return self._meet("gather_columns", x, (x.shape[0], width), width=width)
+
+    def local_ids(self, token_ids: Value, *, first: int, count: int) -> Value:
+        """Record the rows of tokens in this rank's table; nothing where there is one rank."""
+        if self._rank == ALONE:
+            return token_ids
+        return self._call(
+            "local_ids", (token_ids,), token_ids.shape, token_ids.dtype, first=first, count=count
+        )
+
+    def _meet(self, kernel: str, x: Value, shape: Axes, **attributes: Attribute) -> Value:
+        """Record an op in which all ranks meet."""
+        ranks = self.state(RANKS, (rank_words(self._rank.size),), torch.int64)
+        attributes |= {"rank": self._rank.number, "size": self._rank.size}
+        (result,) = self.call(
+            kernel, (x, ranks), [(shape, x.dtype)], writes=(ranks,), attributes=attributes
+        )
+        return result
 
     def activate(self, x: Value, *, kind: Activation) -> Value:
         return self._call("activate", (x, None), x.shape, x.dtype, kind=kind)

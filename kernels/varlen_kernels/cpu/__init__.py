@@ -34,10 +34,13 @@ from varlen_kernels.cpu.panel_ops import (
 )
 from varlen_kernels.cpu.widened import linear_widened
 from varlen_kernels.reference import (
+    all_reduce,
     attention_tiles,
     concat,
     embed,
     first_tokens,
+    gather_columns,
+    local_ids,
     norm_heads,
     normalize_rows,
     paged_tiles,

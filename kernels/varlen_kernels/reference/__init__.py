@@ -36,6 +36,7 @@ from varlen_kernels.reference.paged import (
     paged_tiles,
 )
 from varlen_kernels.reference.pooling import first_tokens, pool, select_rows, to_fp32
+from varlen_kernels.reference.ranks import all_reduce, gather_columns, local_ids
 from varlen_kernels.reference.sampling import sample_tokens
 from varlen_kernels.reference.vocabulary import term_weights, top_terms
 from varlen_kernels.vector_ops import concat, normalize_rows

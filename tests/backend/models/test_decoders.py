@@ -202,8 +202,8 @@ def test_a_tied_output_is_a_view_of_the_embeddings(make_checkpoint, case):
 
     decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
 
-    assert decoder.output.weight.data_ptr() == decoder.token_table.data_ptr()
-    assert decoder.output.weight.shape == decoder.token_table.t().shape
+    assert decoder.output.weight.data_ptr() == decoder.token_table.weight.data_ptr()
+    assert decoder.output.weight.shape == decoder.token_table.weight.t().shape
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3"])

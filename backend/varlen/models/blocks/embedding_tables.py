@@ -13,27 +13,23 @@ from varlen.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from varlen.models.checkpoint.layers import LayerReader
+    from varlen.models.checkpoint.layers import LayerReader, TokenTable
     from varlen.models.checkpoint.table_names import TableNames
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables of a model; equal ones share memory.
+    """The tables of a model; equal ones share memory."""
 
-    Attributes:
-        source, target, output: `[vocabulary, hidden]`.
-    """
-
-    source: Tensor
-    target: Tensor
-    output: Tensor
+    source: TokenTable
+    target: TokenTable
+    output: TokenTable
 
     @property
     def output_weight(self) -> Tensor:
         """The output matrix as `[hidden, vocabulary]`: a view if it is an embedding table too."""
-        is_shared = self.output is self.source or self.output is self.target
-        return self.output.t() if is_shared else self.output.t().contiguous()
+        rows, shared = self.output.rows, (self.source, self.target)
+        return rows.t() if any(self.output is each for each in shared) else rows.t().contiguous()
 
 
 def read_tables(
@@ -50,14 +46,14 @@ def read_tables(
     Raises:
         CheckpointError: see `LayerReader`.
     """
-    tables: dict[str, Tensor] = {}
+    tables: dict[str, TokenTable] = {}
 
-    def table(name: str, rows: int) -> Tensor:
+    def table(name: str, rows: int) -> TokenTable:
         if name not in tables:
-            found = read.tensor(name, rows, hidden)
+            found = read.token_table(name, rows, hidden)
             known = list(tables.values())
             tables[name] = read.computed(
-                lambda: next((each for each in known if each.equal(found)), found)
+                lambda: next((each for each in known if each.is_equal(found)), found)
             )
         return tables[name]
 
@@ -66,19 +62,19 @@ def read_tables(
     )
 
 
-def check_tied(read: LayerReader, name: str, table: Tensor, *shape: int) -> None:
+def check_tied(read: LayerReader, name: str, table: TokenTable, *shape: int) -> None:
     """Raise CheckpointError if a matrix that config.json ties to the embedding table is another one.
 
     Args:
         read: reader of the checkpoint.
         name: name of the matrix, which the checkpoint may lack.
-        table: `shape`, the embedding of each token.
+        table: the embedding of each token.
         shape: shape of both.
     """
     if name not in read:
         return
-    stored = read.tensor(name, *shape)
-    if read.computed(lambda: not stored.equal(table)):
+    stored = read.token_table(name, *shape)
+    if read.computed(lambda: not stored.is_equal(table)):
         raise CheckpointError(
             f'config.json has tie_word_embeddings true, but the tensor "{name}" is not the embedding table;'
             " set tie_word_embeddings to false"

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
 from varlen.models.blocks.embedding_tables import check_tied
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.request.request import MAX_TOP_K
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
     from varlen.models.checkpoint.sparse import SpladeConfig
     from varlen.program.program import Value
@@ -53,13 +51,13 @@ class MaskedLM:
         return ops.term_weights(rows, weight, bias, bounds, mode=splade.pooling, logs=splade.logs)
 
 
-def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: Tensor) -> MaskedLM:
+def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: TokenTable) -> MaskedLM:
     """Return the head of a checkpoint.
 
     Args:
         read: reader of the checkpoint.
         layout: layout of the head.
-        table: `[vocabulary, features]`, the embedding of each token.
+        table: the embedding of each token.
 
     Raises:
         CheckpointError: see `LayerReader`; or the checkpoint has another table than the embeddings, though it says that
@@ -72,7 +70,7 @@ def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: Tensor) -> 
     if layout.is_tied:
         check_tied(read, weight, table, *shape)
     else:
-        table = read.tensor(weight, *shape)
+        table = read.token_table(weight, *shape)
     name = layout.bias_name(read)
     bias = read.tensor(name, layout.vocabulary) if name else None
     return MaskedLM(
@@ -80,5 +78,5 @@ def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: Tensor) -> 
         activation=layout.activation,
         norm=norm,
         norm_eps=layout.norm_eps,
-        output=read.computed(lambda: Linear(table.t(), bias)),
+        output=read.computed(lambda: Linear(table.rows.t(), bias)),
     )

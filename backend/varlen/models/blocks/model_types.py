@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from varlen.models.blocks.attention import Attention, CrossAttention
     from varlen.models.blocks.heads import Heads
+    from varlen.models.checkpoint.layers import TokenTable
     from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
@@ -26,8 +25,8 @@ class EncoderModel(Protocol):
         """Token types below this are valid."""
 
     @property
-    def token_table(self) -> Tensor:
-        """The embedding of each token, `[vocabulary, features]`."""
+    def token_table(self) -> TokenTable:
+        """The embedding of each token."""
 
     @property
     def heads(self) -> Heads:
@@ -53,8 +52,8 @@ class DecoderModel(Protocol):
         """Token ids below this are valid."""
 
     @property
-    def token_table(self) -> Tensor:
-        """The embedding of each token, `[vocabulary, features]`."""
+    def token_table(self) -> TokenTable:
+        """The embedding of each token."""
 
     @property
     def heads(self) -> Heads:

@@ -7,21 +7,19 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks.embedding_tables import check_tied
-from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
 
 
-def read_output(read: LayerReader, table: Tensor, *shape: int, is_tied: bool) -> Linear:
+def read_output(read: LayerReader, table: TokenTable, *shape: int, is_tied: bool) -> Linear:
     """Return the output layer, `[hidden, vocabulary]`, a view of the embedding table if they are tied.
 
     Args:
         read: reader of the checkpoint.
-        table: `shape`, the embedding of each token.
+        table: the embedding of each token.
         shape: vocabulary and hidden features.
         is_tied: whether config.json ties the two.
 
@@ -30,24 +28,33 @@ def read_output(read: LayerReader, table: Tensor, *shape: int, is_tied: bool) ->
     """
     vocabulary, hidden = shape
     if not is_tied:
-        return read.linear(["lm_head"], hidden, [vocabulary], bias=False)
+        return read.output("lm_head", hidden, vocabulary)
     check_tied(read, "lm_head.weight", table, *shape)
-    return read.computed(lambda: Linear(table.t(), None))
+    return read.computed(lambda: Linear(table.rows.t(), None))
 
 
-def suppress_tokens(output: Linear, tokens: Sequence[int]) -> Linear:
-    """Return the output layer with logits of -inf for these tokens."""
-    if not tokens:
+def suppress_tokens(output: Linear, tokens: Sequence[int], first: int = 0) -> Linear:
+    """Return the output layer with logits of -inf for these tokens.
+
+    Args:
+        output: the layer.
+        tokens: the tokens.
+        first: the first token of the layer, which may have a rank's part of them.
+    """
+    count = output.weight.shape[1]
+    places = [token - first for token in tokens if 0 <= token - first < count]
+    if not places:
         return output
-    bias = output.weight.new_zeros(output.weight.shape[1]) if output.bias is None else output.bias
+    bias = output.weight.new_zeros(count) if output.bias is None else output.bias
     bias = bias.clone()
-    bias[list(tokens)] = -inf
+    bias[places] = -inf
     return Linear(output.weight, bias)
 
 
-def record_output(ops: Recorder, output: Linear, hidden: Value) -> Value:
-    """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+def record_output(ops: Recorder, output: Linear, hidden: Value, vocab_size: int) -> Value:
+    """Record the output layer and return fp32 logits, `[rows, vocab_size]`; rank 0 has those of all ranks."""
     import torch
 
     logits = output.record(ops, hidden)
-    return logits if logits.dtype == torch.float32 else ops.to_fp32(logits)
+    logits = logits if logits.dtype == torch.float32 else ops.to_fp32(logits)
+    return ops.gather_columns(logits, vocab_size)

@@ -69,6 +69,7 @@ class Family(Generic[Model_co]):
         has_token_types: whether its models tell the two texts of a pair apart by token types.
         masked_lm: returns the head of its masked language models; None if it is not served.
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
+        is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
     """
 
     architectures: Mapping[str, Task]
@@ -82,6 +83,7 @@ class Family(Generic[Model_co]):
     has_token_types: bool = False
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
     may_have_unattended_tokens: bool = True
+    is_divisible: bool = False
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.weights import TensorHeader, check_tensor, check_unused
 
 # Stands for a tensor that is not read.
@@ -41,12 +41,38 @@ class HeaderReader(LayerReader):
         """Check a tensor."""
         self.tensor(name, *shape)
 
+    def head_columns(self, name: str, rows: int, heads: int) -> Any:
+        """Check a tensor."""
+        self.tensor(name, rows, heads)
+
+    def token_table(self, name: str, *shape: int) -> TokenTable:
+        """Check a tensor."""
+        self.tensor(name, *shape)
+        return TokenTable(NOTHING, shape[0])
+
+    def vocabulary_bias(self, name: str, *shape: int) -> Any:
+        """Check a tensor."""
+        self.tensor(name, *shape)
+
+    def output(self, name: str, hidden: int, vocabulary: int) -> Linear:
+        """Check the tensor of an output layer."""
+        self.tensor(f"{name}.weight", vocabulary, hidden)
+        return Linear(NOTHING, NOTHING)
+
     def linear(
-        self, names: Sequence[str], fan_in: int, fan_outs: Sequence[int], *, bias: bool = True
+        self,
+        names: Sequence[str],
+        fan_in: int,
+        fan_outs: Sequence[int],
+        *,
+        bias: bool = True,
+        is_saved_by_input: bool = False,
+        **_: object,
     ) -> Linear:
         """Check the tensors of linear layers."""
         for name, fan_out in zip(names, fan_outs, strict=True):
-            self.tensor(f"{name}.weight", fan_out, fan_in)
+            shape = (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in)
+            self.tensor(f"{name}.weight", *shape)
             if bias:
                 self.tensor(f"{name}.bias", fan_out)
         return Linear(NOTHING, NOTHING)

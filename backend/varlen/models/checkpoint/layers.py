@@ -1,42 +1,107 @@
-"""The layers that families are made of: how each is read and recorded."""
+"""The layers that families are made of: how each is read and recorded.
+
+Several ranks may hold a model. Then each linear layer of a transformer layer is divided by its outputs, or by its
+inputs, whose partial sums all ranks add up; so two layers, one after the other, need one sum. Source: Shoeybi et al.
+2019, arXiv:1909.08053.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+from varlen.errors import ConfigError
+from varlen.program.rank import ALONE, Rank
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from varlen.models.checkpoint.weights import CheckpointWeights
+    from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
     from varlen_kernels import Activation
 
 _T = TypeVar("_T")
 
+# How ranks divide a linear layer: each has all of it, some outputs, or the weights of some inputs.
+Split: TypeAlias = Literal["none", "outputs", "inputs"]
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer.
+    """A linear layer, or a rank's part of it.
 
     Attributes:
         weight: `[in, out]`, contiguous; see `varlen_kernels.reference.linear`.
         bias: `[out]`, if it has one.
+        is_partial: whether it has some of the inputs, so that all ranks together have the result.
     """
 
     weight: Tensor
     bias: Tensor | None
+    is_partial: bool = False
 
     def record(self, ops: Recorder, x: Value) -> Value:
         """Record x @ weight + bias, `[rows, out]`."""
-        return ops.linear(x, self.weight, self.bias)
+        y = ops.linear(x, self.weight, self.bias)
+        return ops.all_reduce(y) if self.is_partial else y
 
     def record_activated(self, ops: Recorder, x: Value, kind: Activation) -> Value:
         """Record the activation of x @ weight + bias, `[rows, out]`."""
+        assert not self.is_partial
         return ops.linear_activate(x, self.weight, self.bias, kind=kind)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The embeddings of tokens, or a rank's part of them.
+
+    Attributes:
+        weight: `[tokens, features]`; of a part, a row of zeros follows, which stands for all other tokens.
+        vocab_size: tokens of all ranks.
+        rank: the rank whose part it is.
+    """
+
+    weight: Tensor
+    vocab_size: int
+    rank: Rank = ALONE
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embeddings."""
+        return self.weight.device
+
+    @property
+    def rows(self) -> Tensor:
+        """The embeddings of the tokens that it has, `[tokens, features]`."""
+        first, last = self.rank.bounds(self.vocab_size)
+        return self.weight[: last - first]
+
+    def is_equal(self, other: TokenTable) -> bool:
+        """Return whether it is the same part of an equal table."""
+        return self.vocab_size == other.vocab_size and self.weight.equal(other.weight)
+
+    def record(
+        self,
+        ops: Recorder,
+        token_ids: Value,
+        position_ids: Value | None = None,
+        position_table: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> Value:
+        """Record the embeddings of tokens, times `scale`, plus those of positions, `[tokens, features]`."""
+        if self.rank.number:
+            # one rank adds them
+            position_ids = position_table = None
+        first, last = self.rank.bounds(self.vocab_size)
+        rows = ops.local_ids(token_ids, first=first, count=last - first)
+        return ops.all_reduce(
+            ops.embed(rows, self.weight, position_ids, position_table, scale=scale)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +122,12 @@ class LayerReader(Container[str]):
 
     A family's `load` runs with it, and as the check of a checkpoint with a `HeaderReader`, which reads no weight.
     Either raises CheckpointError for a tensor that is missing, has another shape, or is quantized.
+
+    Attributes:
+        rank: the rank whose parts it reads.
     """
+
+    rank = ALONE
 
     def __init__(
         self,
@@ -65,6 +135,7 @@ class LayerReader(Container[str]):
         dtype: torch.dtype,
         device: torch.device,
         last_dtype: torch.dtype | None = None,
+        rank: Rank = ALONE,
     ) -> None:
         """Read from mapped files.
 
@@ -72,11 +143,13 @@ class LayerReader(Container[str]):
             weights: the files.
             dtype, device: dtype and device of the layers.
             last_dtype: dtype of the layers that `last` reads; None for `dtype`.
+            rank: the rank whose parts it reads.
         """
         self._weights = weights
         self._dtype = dtype
         self._device = device
         self._last_dtype = last_dtype or dtype
+        self.rank = rank
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -86,12 +159,26 @@ class LayerReader(Container[str]):
         """A reader of it in fp32."""
         import torch
 
-        return LayerReader(self._weights, torch.float32, self._device)
+        return LayerReader(self._weights, torch.float32, self._device, rank=self.rank)
 
     @property
     def last(self) -> LayerReader:
         """A reader of it in the dtype of the last norm and of the head."""
-        return LayerReader(self._weights, self._last_dtype, self._device)
+        return LayerReader(self._weights, self._last_dtype, self._device, rank=self.rank)
+
+    def heads(self, heads: AttentionHeads) -> AttentionHeads:
+        """Return the heads that this rank has of an attention layer.
+
+        Raises:
+            ConfigError: the ranks cannot divide them.
+        """
+        size = self.rank.size
+        if heads.queries % size or (heads.keys % size and size % heads.keys):
+            raise ConfigError(
+                f"tensor_parallel is {size}; this model has {heads.queries} query heads and {heads.keys} key heads:"
+                f" allowed are numbers that divide {heads.queries}, and divide {heads.keys} or are multiples of it"
+            )
+        return replace(heads, queries=heads.queries // size, keys=max(1, heads.keys // size))
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in the layout of its file."""
@@ -103,6 +190,26 @@ class LayerReader(Container[str]):
         # not the whole tensor in another dtype; a list of rows makes a copy
         return self._weights.read(name, *shape)[list(of)].to(self._device, self._dtype)
 
+    def head_columns(self, name: str, rows: int, heads: int) -> Tensor:
+        """Return this rank's columns of a tensor with one for each head, `[rows, heads]`."""
+        return self._part(name, rows, heads, axis=1, bounds=[self.rank.share(heads)])
+
+    def token_table(self, name: str, *shape: int) -> TokenTable:
+        """Return the embeddings of tokens, `shape`, or this rank's part of them."""
+        if self.rank == ALONE:
+            return TokenTable(self.tensor(name, *shape), shape[0])
+        import torch
+
+        rows = self._vocabulary(name, *shape)
+        table = torch.cat([rows, rows.new_zeros(1, shape[1])])
+        return TokenTable(table, shape[0], self.rank)
+
+    def vocabulary_bias(self, name: str, *shape: int) -> Tensor:
+        """Return a bias for each token, `shape`, whose other axes are 1: this rank's part, `[tokens]`."""
+        axis = max(range(len(shape)), key=shape.__getitem__)
+        bounds = [self.rank.bounds(shape[axis])]
+        return self._part(name, *shape, axis=axis, bounds=bounds).flatten()
+
     def norm(self, name: str, size: int, *, bias: bool = True) -> Norm:
         """Return a norm of `size` features."""
         return Norm(
@@ -110,8 +217,21 @@ class LayerReader(Container[str]):
             self.tensor(f"{name}.bias", size) if bias else None,
         )
 
+    def output(self, name: str, hidden: int, vocabulary: int) -> Linear:
+        """Return a layer that gives a logit for each token, or this rank's part of the tokens."""
+        return Linear(self._vocabulary(f"{name}.weight", vocabulary, hidden).t().contiguous(), None)
+
     def linear(
-        self, names: Sequence[str], fan_in: int, fan_outs: Sequence[int], *, bias: bool = True
+        self,
+        names: Sequence[str],
+        fan_in: int,
+        fan_outs: Sequence[int],
+        *,
+        bias: bool = True,
+        split: Split = "none",
+        units: Sequence[int] | None = None,
+        parts: int = 1,
+        is_saved_by_input: bool = False,
     ) -> Linear:
         """Return linear layers that read one input as one layer, their outputs side by side.
 
@@ -120,22 +240,49 @@ class LayerReader(Container[str]):
             fan_in: features of the input.
             fan_outs: features of each output.
             bias: whether they have one.
+            split: how ranks divide the layer.
+            units: numbers of heads whose features each output consists of; None where any feature may be apart.
+            parts: equal parts of the outputs of one layer that mean different things, such as queries, keys, values.
+            is_saved_by_input: whether their files have weights `[in, out]`.
+
+        Raises:
+            ConfigError: the ranks cannot divide the layer.
         """
         import torch
 
-        weight = torch.empty(fan_in, sum(fan_outs), dtype=self._dtype, device=self._device)
-        parts = torch.split(weight, list(fan_outs), dim=1)
-        for name, fan_out, part in zip(names, fan_outs, parts, strict=True):
-            stored = self._weights.read(f"{name}.weight", fan_out, fan_in).to(self._device)
-            # transposes and converts at once, on the device
-            part.copy_(stored.t())
-        if not bias:
-            return Linear(weight, None)
-        biases = [
-            self.tensor(f"{name}.bias", fan_out)
-            for name, fan_out in zip(names, fan_outs, strict=True)
+        split = "none" if self.rank == ALONE else split
+        inputs = [(0, fan_in)]
+        if split == "inputs":
+            self._check(names[0], fan_in)
+            inputs = [self.rank.bounds(fan_in)]
+        outputs = [
+            self._outputs(name, fan_out, parts, fan_out // parts if units is None else units[i])
+            if split == "outputs"
+            else [(0, fan_out)]
+            for i, (name, fan_out) in enumerate(zip(names, fan_outs, strict=True))
         ]
-        return Linear(weight, torch.cat(biases))
+        widths = [sum(last - first for first, last in bounds) for bounds in outputs]
+        rows = inputs[0][1] - inputs[0][0]
+        weight = torch.empty(rows, sum(widths), dtype=self._dtype, device=self._device)
+        places = torch.split(weight, widths, dim=1)
+        for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
+            stored = self._stored(
+                f"{name}.weight",
+                (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in),
+                bounds if split == "outputs" else inputs,
+                axis=int(is_saved_by_input) ^ int(split == "inputs"),
+                is_whole=split == "none",
+            )
+            # transposes and converts at once, on the device
+            place.copy_(stored if is_saved_by_input else stored.t())
+        is_partial = split == "inputs"
+        if not bias or (is_partial and self.rank.number):
+            return Linear(weight, None, is_partial)
+        biases = [
+            self._part(f"{name}.bias", fan_out, axis=0, bounds=bounds)
+            for name, fan_out, bounds in zip(names, fan_outs, outputs, strict=True)
+        ]
+        return Linear(weight, torch.cat(biases), is_partial)
 
     def computed(self, compute: Callable[[], _T]) -> _T:
         """Return what is computed of tensors that were read.
@@ -143,3 +290,48 @@ class LayerReader(Container[str]):
         A `HeaderReader` computes nothing.
         """
         return compute()
+
+    def _outputs(self, name: str, fan_out: int, parts: int, units: int) -> list[tuple[int, int]]:
+        """Return the bounds of this rank's outputs in each part of a layer."""
+        width = fan_out // parts
+        if units == width:
+            self._check(name, width)
+        first, last = (each * (width // units) for each in self.rank.share(units))
+        return [(part * width + first, part * width + last) for part in range(parts)]
+
+    def _check(self, name: str, features: int) -> None:
+        if features % self.rank.size:
+            raise ConfigError(
+                f'tensor_parallel is {self.rank.size}; the layer "{name}" has {features} features to divide:'
+                f" allowed are divisors of {features}"
+            )
+
+    def _vocabulary(self, name: str, *shape: int) -> Tensor:
+        """Return the rows of this rank's tokens, `[tokens, ...]`."""
+        first, last = self.rank.bounds(shape[0])
+        if first == last:
+            raise ConfigError(
+                f"tensor_parallel is {self.rank.size}; {shape[0]} tokens leave none for rank {self.rank.number}"
+            )
+        return self._part(name, *shape, axis=0, bounds=[(first, last)])
+
+    def _part(self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Return parts of a tensor, one after another, in the layout of its file."""
+        if list(bounds) == [(0, shape[axis])]:
+            return self.tensor(name, *shape)
+        parts = self._weights.read_parts(name, *shape, axis=axis, bounds=bounds)
+        return parts.to(self._device, self._dtype)
+
+    def _stored(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        bounds: Sequence[tuple[int, int]],
+        *,
+        axis: int,
+        is_whole: bool,
+    ) -> Tensor:
+        """Return a weight as its file has it, whole or in part, on the device."""
+        if is_whole:
+            return self._weights.read(name, *shape).to(self._device)
+        return self._weights.read_parts(name, *shape, axis=axis, bounds=bounds).to(self._device)

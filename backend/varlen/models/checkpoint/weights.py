@@ -5,12 +5,12 @@ tensors and without torch. Files are memory-mapped, so a tensor is read when it 
 """
 
 import json
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -162,6 +162,32 @@ class CheckpointWeights:
         header = check_tensor(self._headers, name, shape)
         tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
         return tensor
+
+    def read_parts(
+        self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]
+    ) -> "Tensor":
+        """Return parts of a tensor, one after another; nothing else of it is read.
+
+        Args:
+            name: name of the tensor.
+            shape: shape of the whole tensor.
+            axis: the axis that is cut: 0, or 1 of two.
+            bounds: first and last row of each part, or column.
+
+        Raises:
+            CheckpointError: see `check_tensor`.
+        """
+        import torch
+
+        header = check_tensor(self._headers, name, shape)
+        view = self._files[header.file].get_slice(header.stored_name)
+        return torch.cat([_cut(view, axis, *each) for each in bounds], axis)
+
+
+def _cut(view: Any, axis: int, first: int, last: int) -> "Tensor":
+    """Return some rows, or some columns, of a slice of safetensors."""
+    part: Tensor = view[first:last] if axis == 0 else view[:, first:last]
+    return part
 
 
 def shards(folder: Path) -> list[Path]:
