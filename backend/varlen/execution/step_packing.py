@@ -23,6 +23,8 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
 _NOTHING_CHOSEN = DeviceChoice()
 _NO_NUMBERS: Int64Array = np.empty(0, np.int64)
+_NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
+_NO_SOURCES: StepArrays = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,16 @@ def pack_step(
     )
 
 
-def part_of_step(inputs: StepArrays, copies: Int32Array, sources: StepArrays) -> PackedStep:
-    """Return what every rank of a model runs of a step; rank 0 alone chooses tokens."""
+def part_of_step(
+    inputs: StepArrays, copies: Int32Array = _NO_COPIES, sources: StepArrays = _NO_SOURCES
+) -> PackedStep:
+    """Return what every rank of a model runs of a step; rank 0 alone chooses tokens.
+
+    Args:
+        inputs: `step_arrays`.
+        copies: `[copies, 2]`, blocks to copy before it.
+        sources: `source_arrays`, encoded before it.
+    """
     return PackedStep(
         copies, sources, inputs, _NO_NUMBERS, np.empty((2, 0), np.int32), {}, {}, {}, {}
     )

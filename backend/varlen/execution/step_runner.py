@@ -28,7 +28,14 @@ from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_launcher import StepLauncher
 from varlen.execution.step_model import StepChoice
-from varlen.execution.step_packing import PackedStep, pack_step, tensors_of
+from varlen.execution.step_packing import (
+    PackedStep,
+    pack_step,
+    part_of_step,
+    source_arrays,
+    step_arrays,
+    tensors_of,
+)
 from varlen.execution.step_program import load_programs
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
@@ -102,6 +109,7 @@ class StepRunner:
             CheckpointError: the checkpoint is incomplete.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
+        self._link = link
         has_sources = checkpoint.translate is not None
         checkpoint.check_task("translate" if has_sources else "generate")
         self.max_sequence_tokens = generation_limit(checkpoint, config)
@@ -165,7 +173,7 @@ class StepRunner:
             self.slots = MAX_IN_FLIGHT
             self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choice), choice)
         else:
-            self.steps = CpuSteps(bound[0], self._encoder, self._copy_blocks, link)
+            self.steps = CpuSteps(bound[0])
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
@@ -220,7 +228,7 @@ class StepRunner:
                 # on a CPU, blocks are copied one after another
                 more = self.searches.follow(tensors_of(step.beams), tensors_of(step.inputs))
                 copies = np.concatenate([copies, more.numpy()])
-            logits = self.steps.run(step.inputs, copies, step.sources)
+            logits = self.run_part(part_of_step(step.inputs, copies, step.sources))
             token_ids: Sequence[int] = ()
             if step.edits:
                 self._edit(logits, step)
@@ -234,11 +242,18 @@ class StepRunner:
                 searches = choices_of(numbers, step.searches)
             return DeviceChosen(token_ids, searches)
 
-    def run_part(self, step: PackedStep) -> None:
-        """Run this rank's part of a step of rank 0, which has the logits."""
+    @torch.inference_mode()
+    def run_part(self, step: PackedStep) -> Tensor:
+        """Run what all ranks of a model run of a step on a CPU; return the logits, which rank 0 has.
+
+        They are valid until the next step.
+        """
         assert isinstance(self.steps, CpuSteps)
-        with torch.inference_mode():
-            self.steps.run(step.inputs, step.copies, step.sources)
+        with self._link.running(step):
+            self._copy_blocks(step.copies)
+            if self._encoder is not None:
+                self._encoder.run(step.sources)
+            return self.steps.run(step.inputs)
 
     @property
     def has_sources(self) -> bool:
@@ -275,6 +290,10 @@ class StepRunner:
 
     def has_nan(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the logits of a step hold NaN."""
+        if isinstance(self.steps, CpuSteps):
+            size = self.kv.block_size
+            step = part_of_step(step_arrays(chunks, size), sources=source_arrays(chunks, size))
+            return bool(self.run_part(step).isnan().any())
         with torch.inference_mode(), self.steps.stream():
             return bool(self.steps.logits(chunks).isnan().any())
 

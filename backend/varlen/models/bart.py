@@ -240,6 +240,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
     """Return the BART or relative of a checkpoint; see `Family`."""
     config = BartConfig.read(fields)
     encoder, decoder = config.encoder, config.decoder
+    encoder_heads, decoder_heads = read.heads(encoder.heads), read.heads(decoder.heads)
     parts = _BartReader(config, read)
     tables = read_tables(
         read,
@@ -256,7 +257,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
             for at in _layer_names("encoder", encoder)
         ),
         encoder_norm=parts.last_norm("encoder"),
-        encoder_heads=read.heads(encoder.heads),
+        encoder_heads=encoder_heads,
         target_embedding=parts.embedding("decoder", tables.target),
         decoder_layers=tuple(
             DecoderLayer(
@@ -265,7 +266,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
             for at in _layer_names("decoder", decoder)
         ),
         decoder_norm=parts.last_norm("decoder"),
-        attention_heads=read.heads(decoder.heads),
+        attention_heads=decoder_heads,
         output=read.computed(
             lambda: suppress_tokens(
                 Linear(tables.output_weight, _unless_zero(bias)),

@@ -136,6 +136,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
     config = Gpt2Config.read(fields)
     prefix = "transformer." if "transformer.wte.weight" in read else ""
     vocabulary, hidden, num_heads = config.vocab_size, config.hidden, config.num_heads
+    heads = read.heads(AttentionHeads(num_heads, num_heads, hidden // num_heads))
     table = read.token_table(f"{prefix}wte.weight", vocabulary, hidden)
     return Gpt2(
         token_table=table,
@@ -149,7 +150,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
             if head.architecture == "GPT2LMHeadModel"
             else None
         ),
-        attention_heads=read.heads(AttentionHeads(num_heads, num_heads, hidden // num_heads)),
+        attention_heads=heads,
         activation=config.activation,
         norm_eps=config.norm_eps,
     )

@@ -264,7 +264,7 @@ class Llama:
 def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint; see `Family`."""
     config = LlamaConfig.read(fields)
-    shape = config.vocab_size, config.hidden
+    shape, attention_heads = (config.vocab_size, config.hidden), read.heads(config.heads)
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
     table = read.token_table(table_name, *shape)
@@ -286,7 +286,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
         layers=layers,
         final_norm=final_norm,
         output=output,
-        attention_heads=read.heads(config.heads),
+        attention_heads=attention_heads,
         norm_eps=config.norm_eps,
         heads=heads,
     )

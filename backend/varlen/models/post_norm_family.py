@@ -253,7 +253,9 @@ class _Reader:
 
     def model(self, head: HeadConfig) -> PostNormEncoder:
         family, sizes, rotary = self._family, self._sizes, self._sizes.rotary
-        heads = AttentionHeads(sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
+        heads = self._read.heads(
+            AttentionHeads(sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
+        )
         tokens = self._read.token_table(self._table_name("word"), sizes.vocabulary, sizes.embedding)
         return PostNormEncoder(
             token_table=tokens,
@@ -272,7 +274,7 @@ class _Reader:
             projection=self._projection(),
             distance_bias=self._distance_bias(),
             layers=self._layers(),
-            attention_heads=self._read.heads(heads),
+            attention_heads=heads,
             activation=sizes.activation,
             norm_eps=sizes.norm_eps,
             heads=self._heads(head),

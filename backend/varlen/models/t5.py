@@ -147,7 +147,7 @@ def _table_names(present: Container[str]) -> TableNames:
 def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
     """Return the T5 or mT5 of a checkpoint; see `Family`."""
     config = T5Config.read(fields)
-    size, scale = config.vocab_size, config.output_scale
+    size, scale, heads = config.vocab_size, config.output_scale, read.heads(config.heads)
     tables = read_tables(read, _table_names(read), config.hidden, sources=size, targets=size)
     parts = _T5Reader(config, read)
     encoder = parts.encoder(tables.source)
@@ -168,7 +168,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
                 Linear(tables.output_weight, None), head.masked_tokens, read.rank.bounds(size)[0]
             )
         ),
-        attention_heads=read.heads(config.heads),
+        attention_heads=heads,
         norm_eps=config.norm_eps,
     )
 

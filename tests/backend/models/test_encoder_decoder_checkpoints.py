@@ -200,7 +200,8 @@ def test_copies_of_the_shared_table_take_no_memory(copy_of, name):
         if name == "t5"
         else (model.source_embedding.token_table, model.target_embedding.token_table)
     )
-    addresses = {table.data_ptr() for table in (*tables, model.output.weight)}
+    weights = [table.weight for table in tables]
+    addresses = {weight.data_ptr() for weight in (*weights, model.output.weight)}
     assert len(addresses) == 1
 
 

@@ -187,6 +187,8 @@ def test_the_model_is_loaded_again_if_its_host_was_killed(small_bert):
 class FakeHost:
     """Starts workers that are threads: each reads a batch and gives one answer."""
 
+    hung_after = HungAfter()
+
     def __init__(self, *answers):
         self.answers = list(answers)
 
