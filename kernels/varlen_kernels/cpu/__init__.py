@@ -34,12 +34,10 @@ from varlen_kernels.cpu.panel_ops import (
 )
 from varlen_kernels.cpu.widened import linear_widened
 from varlen_kernels.reference import (
-    all_reduce,
     attention_tiles,
     concat,
     embed,
     first_tokens,
-    gather_columns,
     local_ids,
     norm_heads,
     normalize_rows,
@@ -170,6 +168,32 @@ def copy_blocks(memory: Tensor, copies: Tensor) -> None:
     check_copies(memory, copies)
     block_bytes = memory[0, 0].nbytes
     call_each("copy_blocks", [(memory, copies)], (block_bytes, memory[0].nbytes), units=len(memory))
+
+
+def all_reduce(
+    x: Tensor, ranks: Tensor, *, rank: int, size: int, out: Tensor | None = None
+) -> Tensor:
+    """Return the sum of `x` over all ranks, see `reference.all_reduce`."""
+    out = torch.empty_like(x) if out is None else out
+    if x.dtype not in _COMPILED_DTYPES or not has_compiled_ops():
+        return reference.all_reduce(x, ranks, rank=rank, size=size, out=out)
+    from varlen_kernels.cpu.op_calls import run_op
+
+    run_op("all_reduce", (x, ranks), [out], rank=rank, size=size)
+    return out
+
+
+def gather_columns(
+    x: Tensor, ranks: Tensor, *, rank: int, size: int, width: int, out: Tensor | None = None
+) -> Tensor:
+    """Return the columns of all ranks side by side, see `reference.gather_columns`."""
+    out = x.new_empty(len(x), width) if out is None else out
+    if x.dtype not in _COMPILED_DTYPES or not has_compiled_ops():
+        return reference.gather_columns(x, ranks, rank=rank, size=size, width=width, out=out)
+    from varlen_kernels.cpu.op_calls import run_op
+
+    run_op("gather_columns", (x, ranks), [out], rank=rank, size=size)
+    return out
 
 
 def append_kv(

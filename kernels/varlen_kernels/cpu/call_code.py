@@ -8,10 +8,9 @@ from numba.core import cgutils, types
 
 from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, PARTS, UNITS
 from varlen_kernels.cpu.native import inlined, int64_vector
+from varlen_kernels.cpu.waits import TURNS, pause, yield_core
 
-# Turns of a loop that waits before it offers the core to other threads.
-_TURNS = 2000
-_SIZE, _VOID = ir.IntType(64), ir.VoidType()
+_SIZE = ir.IntType(64)
 
 
 @numba.extending.intrinsic
@@ -39,19 +38,6 @@ def _add(_context, _address, _number):
 
 
 @numba.extending.intrinsic
-def _pause(_context):
-    """Tell the core that a loop waits."""
-
-    def generate(context: Any, builder: Any, _declared: Any, _values: Any) -> Any:
-        kind = ir.FunctionType(_VOID, [])
-        pause = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
-        builder.call(pause, [])
-        return context.get_dummy_value()
-
-    return types.none(), generate
-
-
-@numba.extending.intrinsic
 def _cycles(_context):
     """Return a number that grows with time."""
 
@@ -72,9 +58,6 @@ def _byte(_context, _address):
         return builder.zext(builder.load_atomic(pointer, "monotonic", 1), _SIZE)
 
     return types.int64(types.int64), generate
-
-
-_yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 @inlined
@@ -114,10 +97,10 @@ def run_shared(table, rows, columns, counts, stay, spent):
             turns, before = 0, _cycles()
             while _add(done, 0) < parts:
                 turns += 1
-                if turns < _TURNS:
-                    _pause()
+                if turns < TURNS:
+                    pause()
                 else:
-                    _yield_core()
+                    yield_core()
             waited += _cycles() - before
     if spent != 0:
         totals = int64_vector(spent, 4)

@@ -262,6 +262,22 @@ _ATTEND_DISTANCES = CallRule(
 )
 
 
+def _one_unit(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+    rows, columns = extents[0]
+    # one thread meets the other ranks
+    return Work(1, rows * columns)
+
+
+def _meet(entry: str) -> CallRule:
+    return CallRule(
+        entry,
+        (0, 1, -1),
+        "dld",
+        _one_unit,
+        lambda attributes, _: (attributes["rank"], attributes["size"]),
+    )
+
+
 def _heads(attributes: Attributes, shapes: Shapes) -> Sequence[float]:
     rotated = attributes["num_heads"] + attributes["num_kv_heads"]
     return rotated, shapes[0][1] // (rotated + attributes["num_kv_heads"])
@@ -287,6 +303,17 @@ RULES: Mapping[str, tuple[CallRule, ...]] = {
     "select_rows": (_gather(1, 0, None, None, None, None, -1),),
     "rotary": (CallRule("rotate", (0, 1, 2, None, -1), "difdd", _rows, _heads),),
     "append_kv": (_APPEND,),
+    "all_reduce": (_meet("all_reduce"),),
+    "gather_columns": (_meet("gather_columns"),),
+    "local_ids": (
+        CallRule(
+            "local_ids",
+            (0, -1),
+            "ii",
+            _rows,
+            lambda attributes, _: (attributes["first"], attributes["count"]),
+        ),
+    ),
     "attention_paged": (_attend_blocks("attend_tokens"), _attend_blocks("attend_chunks")),
     "attention_varlen": (_ATTEND,),
     "attention_varlen with distances": (_ATTEND_DISTANCES,),

@@ -18,6 +18,8 @@ from varlen_kernels.cpu.arguments import (
     bit_rows,
     cache_of,
     codes_of,
+    columns_of,
+    count_of,
     fp32,
     fp32_number,
     fp32_numbers,
@@ -29,6 +31,7 @@ from varlen_kernels.cpu.arguments import (
     matrix_of,
     number,
     row_of,
+    rows_of,
 )
 from varlen_kernels.cpu.attention import attend_items, attend_items_with_distances
 from varlen_kernels.cpu.call_code import run_alone, run_shared
@@ -56,6 +59,7 @@ from varlen_kernels.cpu.norms import norm_some_rows
 from varlen_kernels.cpu.paged import attend_tokens
 from varlen_kernels.cpu.paged_chunks import attend_chunks
 from varlen_kernels.cpu.panels import multiply_units
+from varlen_kernels.cpu.ranks import join_columns, sum_numbers
 from varlen_kernels.cpu.sampling import sample_rows
 from varlen_kernels.cpu.target_cpu import LANES
 
@@ -404,6 +408,62 @@ def _edit_logits(arguments, first, last):
     )
 
 
+def _all_reduce(view: Any) -> Entry:
+    # x, memory of the ranks, out; rank, number of ranks; one unit
+    item_bytes = 4 if view is fp32_matrix else 2
+
+    @inlined
+    def all_reduce(arguments, first, last):
+        if first == last:
+            return 0
+        return sum_numbers(
+            view,
+            item_bytes,
+            address(arguments, 0),
+            address(arguments, 1),
+            number(arguments, 9),
+            number(arguments, 10),
+            count_of(arguments, 0),
+            address(arguments, 2),
+        )
+
+    return all_reduce
+
+
+def _gather_columns(view: Any) -> Entry:
+    # x, memory of the ranks, out; rank, number of ranks; one unit
+    item_bytes = 4 if view is fp32_matrix else 2
+
+    @inlined
+    def gather_columns(arguments, first, last):
+        if first == last:
+            return 0
+        return join_columns(
+            item_bytes,
+            address(arguments, 0),
+            address(arguments, 1),
+            number(arguments, 9),
+            number(arguments, 10),
+            rows_of(arguments, 0),
+            columns_of(arguments, 0),
+            columns_of(arguments, 2),
+            address(arguments, 2),
+        )
+
+    return gather_columns
+
+
+@inlined
+def _local_ids(arguments, first, last):
+    # ids, out; the first token of a part, the number of its tokens; a unit is a token
+    ids, out = ids_of(arguments, 0), ids_of(arguments, 1)
+    begin, count = number(arguments, 6), number(arguments, 7)
+    for i in range(first, last):
+        place = np.int64(ids[i]) - begin
+        out[i] = place if 0 <= place < count else count
+    return 0
+
+
 @inlined
 def _run_shared(table, rows, columns, counts, stay, spent):
     # see call_code.run_shared
@@ -428,6 +488,8 @@ _IN_BOTH_DTYPES: Mapping[str, Callable[[Any], Entry]] = {
     "attend_chunks": partial(_attend_blocks, attend_chunks),
     "attend": _attend,
     "attend_distances": _attend_distances,
+    "all_reduce": _all_reduce,
+    "gather_columns": _gather_columns,
     "rotate": _rotate,
 }
 # What makes the function of each name.
@@ -437,6 +499,7 @@ MAKERS: Mapping[str, Callable[[], Entry]] = {
     "multiply_int8": partial(_multiply_codes, int8_matrix),
     "multiply_int4": partial(_multiply_codes, uint8_matrix),
     "copy_blocks": lambda: _copy_blocks,
+    "local_ids": lambda: _local_ids,
     "quantize": lambda: _quantize,
     "dequantize": partial(_dequantize, fp32_matrix),
     "dequantize_int32": partial(_dequantize, int32_matrix),

@@ -35,6 +35,8 @@ _EXTERNAL = {
     "aligned_alloc",
     "free",
     "sched_yield",
+    "usleep",
+    "clock_gettime",
     "exp",
     "log",
     "sqrtf",

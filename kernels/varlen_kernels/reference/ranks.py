@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor
 
-from varlen_kernels.rank_memory import (
+from varlen_kernels.reference.rank_memory import (
     BUFFER_BYTES,
     FAILED,
     LINE_WORDS,

@@ -29,7 +29,7 @@ from varlen.execution.workers.model_process import setup_message
 from varlen.execution.workers.start import RANK
 from varlen.memory.shared import map_shared, new_shared
 from varlen.program.rank import RANKS, Rank
-from varlen_kernels.rank_memory import LONGEST_WAIT, rank_words
+from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 
 _log = logging.getLogger(__name__)
 
@@ -156,5 +156,5 @@ class RankGroup(Generic[_Work]):
 
 
 def map_rank_memory(descriptor: int) -> Tensor:
-    """Return the memory of a file descriptor in which ranks meet; see `varlen_kernels.rank_memory`."""
+    """Return the memory of a file descriptor in which ranks meet; see `varlen_kernels.reference.rank_memory`."""
     return torch.frombuffer(map_shared(descriptor), dtype=torch.int64)
