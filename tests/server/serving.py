@@ -18,7 +18,7 @@ from varlen_tools.local_server import LOOPBACK, LocalServer
 TIMEOUT_SECONDS = 300.0
 
 # Modules of the processes that run models.
-_WORKERS = {"varlen.execution.workers.host", "varlen.execution.workers.steps"}
+_WORKERS = {f"varlen.execution.workers.{name}" for name in ("host", "steps", "batches", "rank")}
 
 
 def add_model(
@@ -202,6 +202,12 @@ def step_worker(stub_pid: int) -> int:
     """Return the process id of the worker of a model that generates."""
     (worker,) = _children(stub_pid)
     return worker
+
+
+def ranks_of(stub_pid: int) -> list[int]:
+    """Return the process ids of the ranks of a model that several hold, rank 0 first."""
+    (leader,) = _children(stub_pid)
+    return [leader, *_children(leader)]
 
 
 def _children(pid: int) -> list[int]:

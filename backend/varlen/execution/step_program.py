@@ -23,7 +23,7 @@ from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
-from varlen.program.program import Program
+from varlen.program.program import Program, bytes_of
 from varlen.program.recorder import Recorder
 
 
@@ -96,7 +96,7 @@ def load_programs(
         del calibrated
     # packed weights replace those that it holds
     del model
-    weight_bytes = sum(program.weight_bytes for program in programs)
+    weight_bytes = bytes_of([weight for program in programs for weight in program.weights])
     if device.type == "cpu":
         choose = partial(
             choose_paths,

@@ -175,14 +175,8 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights that it reads; views of one tensor count once."""
-        weights = {
-            # weights in a layout of oneDNN have no address
-            id(weight) if weight.is_mkldnn else weight.data_ptr(): weight.numel()
-            * weight.dtype.itemsize
-            for weight in self.weights
-        }
-        return sum(weights.values())
+        """Bytes of all weights that it reads; see `bytes_of`."""
+        return bytes_of(self.weights)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -287,6 +281,26 @@ class Program:
             (op, [slot_of(x) for x in op.operands], [slot_of(x) for x in op.results])
             for op in self.ops
         ]
+
+
+def bytes_of(weights: Sequence[Tensor]) -> int:
+    """Return the bytes of some weights; what several of them share counts once."""
+    # weights in a layout of oneDNN have no address
+    opaque = {id(each): each.numel() * each.itemsize for each in weights if each.is_mkldnn}
+    total, end = sum(opaque.values()), 0
+    for first, last in sorted(_span(each) for each in weights if not each.is_mkldnn):
+        total += max(0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a tensor, and the one after its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.itemsize
 
 
 def _at(shape: Shape, dims: Dims) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size, Usage
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import PackedBatch
+from varlen.program.program import PackedBatch, bytes_of
 from varlen.program.recorder import Recorder
 from varlen.request.request import RequestOptions
 from varlen_kernels import reference
@@ -278,3 +278,12 @@ def test_an_op_never_writes_into_an_input():
     program.run(batch, reference, make_arena(program).allocate(THREE))
 
     assert torch.equal(inputs, before)
+
+
+def test_bytes_that_weights_share_count_once():
+    table = torch.zeros(10, 4)
+    others = [table, table.t(), table[:9].t(), table[3:7], table[:, 1:3], torch.zeros(0, 4)]
+
+    assert bytes_of(others) == table.nbytes
+    assert bytes_of([table[:2], table[5:]]) == 7 * 16
+    assert bytes_of([*others, torch.zeros(3)]) == table.nbytes + 12
