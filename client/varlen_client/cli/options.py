@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -21,17 +21,21 @@ from varlen_client.errors import InvalidUrl, VarlenClientError
 
 SHOWN_CHARACTERS = 40
 
-Url = Annotated[
-    str,
+Urls = Annotated[
+    list[str],
     typer.Option(
-        envvar="VARLEN_URL", help="grpc://host:port or http://host:port; grpcs and https use TLS."
+        "--url",
+        envvar="VARLEN_URL",
+        help="grpc://host:port or http://host:port; grpcs and https use TLS."
+        " May be repeated for replicas, in the variable with spaces between.",
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
 ]
-DEFAULT_URL = "grpc://127.0.0.1:8001"
+# A tuple, since a data class refuses a list as a default; typer knows only lists as types.
+DEFAULT_URLS = cast("list[str]", ("grpc://127.0.0.1:8001",))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from varlen_client.cli.options import DEFAULT_URL, Model, Url, exit_on_error
+from varlen_client.cli.options import DEFAULT_URLS, Model, Urls, exit_on_error
 from varlen_client.row_options import TruncationSide
 from varlen_client.sync import Client
 
@@ -23,7 +23,7 @@ from varlen_client.sync import Client
 class RequestOptions:
     """Options of a command that sends requests."""
 
-    url: Url = DEFAULT_URL
+    urls: Urls = DEFAULT_URLS
     model: Model = None
     deadline_ms: Annotated[
         float | None,
@@ -48,7 +48,7 @@ class RequestOptions:
         with (
             exit_on_error(),
             Client(
-                self.url, self.model, rows_per_request=rows_per_request, concurrency=concurrency
+                self.urls, self.model, rows_per_request=rows_per_request, concurrency=concurrency
             ) as client,
         ):
             yield client
@@ -56,7 +56,9 @@ class RequestOptions:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the client's methods; None is the default of each."""
-        return {name: value for name, value in asdict(self).items() if name not in ("url", "model")}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("urls", "model")
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

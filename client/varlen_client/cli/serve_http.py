@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
-from varlen_client.cli.options import DEFAULT_URL, print_message, usage_error
+from varlen_client.cli.options import DEFAULT_URLS, print_message, usage_error
 from varlen_client.errors import InvalidUrl
 from varlen_client.gateway import settings
 from varlen_client.transport.endpoint import Endpoint
@@ -43,7 +43,6 @@ Urls = Annotated[
         help="grpc://host:port, or grpcs with TLS; may be repeated for replicas, in the variable with spaces between.",
     ),
 ]
-DEFAULT_URLS = [DEFAULT_URL]
 
 
 def check_access(host: str, api_keys: Sequence[str] | None) -> None:

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from varlen_client.cli.options import DEFAULT_URL, Model, Url, exit_on_error
+from varlen_client.cli.options import (
+    DEFAULT_URLS,
+    Model,
+    Urls,
+    exit_on_error,
+    fail,
+    usage_error,
+)
+from varlen_client.errors import VarlenClientError
 from varlen_client.metrics import MetricsSample, fetch_metrics, rates, read_metrics
 from varlen_client.sync import Client
 from varlen_client.transport.endpoint import Endpoint
@@ -26,26 +34,50 @@ def status(
     metrics_url: Annotated[
         str | None, typer.Option(help="Default: port 8002 of the server's host, path /metrics.")
     ] = None,
-    url: Url = DEFAULT_URL,
+    urls: Urls = DEFAULT_URLS,
     model: Model = None,
 ) -> None:
-    """Print whether server and model are ready, the queue, and current rates.
+    """Print whether server and model are ready, the queue, and current rates, of each replica.
 
-    The exit code is 1 when the server or the model is not ready.
+    The exit code is 1 when no replica is ready.
     """
-    with exit_on_error(), Client(url, model) as client:
-        server_status = client.status()
-        metrics_url = metrics_url or Endpoint.parse(url).default_metrics_url
+    if metrics_url is not None and len(urls) > 1:
+        usage_error("--metrics-url belongs to one server; give one --url with it")
+    with exit_on_error():
+        endpoints = Endpoint.parse_all(urls)
+    ready = [
+        _print_replica(url, model, metrics_url or endpoint.default_metrics_url, len(urls) > 1)
+        for url, endpoint in zip(urls, endpoints, strict=True)
+    ]
+    if not any(ready):
+        raise typer.Exit(1)
 
+
+def _print_replica(url: str, model: str | None, metrics_url: str, has_others: bool) -> bool:
+    """Print the lines of one replica, and return whether it is ready.
+
+    Args:
+        has_others: a replica that does not answer is a line of the table then, not an error.
+    """
+    lines: list[tuple[str, str]]
+    try:
+        with Client(url, model) as client:
+            found = client.status()
+    except VarlenClientError as error:
+        if not has_others:
+            fail(str(error))
+        is_ready, lines = False, [("server", f"NOT READY: {url}: {error}")]
+    else:
+        is_ready = found.server_ready and found.model_ready
+        lines = [
+            *_server_lines(url, found),
+            *(_traffic_lines(metrics_url, found.model) if found.model else []),
+        ]
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in [
-        *_server_lines(url, server_status),
-        *(_traffic_lines(metrics_url, server_status.model) if server_status.model else []),
-    ]:
+    for name, value in lines:
         table.add_row(name, escape(value))
     Console().print(table)
-    if not (server_status.server_ready and server_status.model_ready):
-        raise typer.Exit(1)
+    return is_ready
 
 
 def _server_lines(url: str, status: Status) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.client.conftest import free_port
+from varlen_client import Client
 from varlen_client.cli import main as cli
 from varlen_client.cli import status as cli_status
 
@@ -162,6 +164,46 @@ def test_no_connection_is_a_one_line_error_with_exit_code_1(unused_url):
     assert result.exit_code == 1
     assert result.stderr.startswith("error: no connection to")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_takes_the_urls_of_several_replicas(varlen, server, monkeypatch, given):
+    urls = [server.url.replace("127.0.0.1", host) for host in ("127.0.0.1", "localhost")]
+    arguments = [each for url in urls for each in ("--url", url)] if given == "option" else []
+    monkeypatch.setenv("VARLEN_URL", " ".join(urls) if given == "variable" else "grpc://other")
+    clients = []
+    monkeypatch.setattr(
+        "varlen_client.cli.requests.Client",
+        lambda url, *args, **options: clients.append(url) or Client(url, *args, **options),
+    )
+
+    assert varlen("embed", "a", *arguments).exit_code == 0
+    assert list(map(list, clients)) == [urls]
+
+
+def test_a_command_does_without_a_replica_that_is_gone(varlen, server):
+    gone = f"{server.url.partition(':')[0]}://127.0.0.1:{free_port()}"
+
+    assert varlen("embed", "a", "--url", gone, "--url", server.url).exit_code == 0
+
+
+def test_status_prints_every_replica_and_fails_when_none_is_ready(varlen, server):
+    gone = f"{server.url.partition(':')[0]}://127.0.0.1:{free_port()}"
+
+    one = varlen("status", "--url", gone, "--url", server.url)
+    none = varlen("status", "--url", gone, "--url", gone)
+
+    assert (one.exit_code, none.exit_code) == (0, 1)
+    assert f"NOT READY: {gone}: no connection" in one.stdout
+    assert f"ready: fake 0.1 at {server.url}" in one.stdout
+    assert none.stdout.count("NOT READY") == 2
+
+
+def test_status_takes_one_metrics_url_for_one_server(varlen, server):
+    result = varlen("status", "--url", server.url, "--url", server.url, "--metrics-url", "http://a")
+
+    assert result.exit_code == 2
+    assert "--metrics-url belongs to one server" in result.stderr
 
 
 def test_lists_the_models_when_one_must_be_chosen(varlen, server):
