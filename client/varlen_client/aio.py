@@ -75,7 +75,7 @@ class AsyncClient:
 
     Args:
         url: `grpc://host:port`, `http://host:port`, or `grpcs://` and `https://` with TLS; or the URLs of several
-            replicas, all of one protocol, see replicas.py.
+            replicas, all of one protocol, see replicas.py. `dns+grpc://name:port` is every address of the name.
         model: the model's name; by default the only ready model of the server.
         rows_per_request: number of rows in a request; by default 32, or the model's max_batch_size if that is less.
         concurrency: maximum requests of one call in flight; by default 4, and 32 in `translate`, whose

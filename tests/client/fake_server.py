@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -283,17 +285,36 @@ class FakeServer:
     model: FakeModel
 
 
-def serve_grpc(model: FakeModel) -> Iterator[FakeServer]:
+# A certificate of the name models.test that signs itself, and its key.
+TLS = Path(__file__).parent / "tls"
+CERTIFICATE, KEY = TLS / "models.test.crt", TLS / "models.test.key"
+
+
+def serve_grpc(
+    model: FakeModel, at: str = "127.0.0.1:0", *, tls: bool = False
+) -> Iterator[FakeServer]:
     server = grpc.server(ThreadPoolExecutor(32))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(GrpcServicer(model), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls:
+        pair = KEY.read_bytes(), CERTIFICATE.read_bytes()
+        port = server.add_secure_port(at, grpc.ssl_server_credentials([pair]))
+    else:
+        port = server.add_insecure_port(at)
     server.start()
-    yield FakeServer(f"grpc://127.0.0.1:{port}", model)
+    host = at.partition(":")[0]
+    yield FakeServer(f"{'grpcs' if tls else 'grpc'}://{host}:{port}", model)
     model.stopped.set()
     server.stop(grace=0).wait()
 
 
-def serve_http(model: FakeModel) -> Iterator[FakeServer]:
+def serve_http(
+    model: FakeModel, at: str = "127.0.0.1:0", *, tls: bool = False
+) -> Iterator[FakeServer]:
+    host, _, wanted = at.partition(":")
+    context: ssl.SSLContext | None = None
+    if tls:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(CERTIFICATE, KEY)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -301,12 +322,12 @@ def serve_http(model: FakeModel) -> Iterator[FakeServer]:
     async def start() -> tuple[web.AppRunner, int]:
         runner = web.AppRunner(http_app(model), shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, int(wanted), ssl_context=context)
         await site.start()
         return runner, runner.addresses[0][1]
 
     runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
-    yield FakeServer(f"http://127.0.0.1:{port}", model)
+    yield FakeServer(f"{'https' if tls else 'http'}://{host}:{port}", model)
     model.stopped.set()
     asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
     loop.call_soon_threadsafe(loop.stop)

@@ -27,7 +27,8 @@ Urls = Annotated[
         "--url",
         envvar="VARLEN_URL",
         help="grpc://host:port or http://host:port; grpcs and https use TLS."
-        " May be repeated for replicas, in the variable with spaces between.",
+        " May be repeated for replicas, in the variable with spaces between;"
+        " dns+grpc://name:port is all addresses of a name.",
     ),
 ]
 Model = Annotated[

@@ -40,7 +40,8 @@ Urls = Annotated[
     typer.Option(
         "--url",
         envvar="VARLEN_URL",
-        help="grpc://host:port, or grpcs with TLS; may be repeated for replicas, in the variable with spaces between.",
+        help="grpc://host:port, or grpcs with TLS; may be repeated for replicas, in the variable with spaces between;"
+        " dns+grpc://name:port is all addresses of a name.",
     ),
 ]
 

@@ -1,15 +1,17 @@
-"""The server's address: protocol, host, port and TLS."""
+"""The address of a server: protocol, host, port, TLS, and how its host is resolved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
 from varlen_client.errors import InvalidUrl
 
 METRICS_PORT = 8002
+# Beginning of a URL whose host has one replica per address.
+DNS_PREFIX = "dns+"
 
 _SCHEMES: dict[str, tuple[Literal["grpc", "http"], bool, int]] = {
     # scheme: (protocol, TLS, the server's default port)
@@ -22,23 +24,30 @@ _SCHEMES: dict[str, tuple[Literal["grpc", "http"], bool, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One server address, read from a URL such as `grpc://127.0.0.1:8001`."""
+    """One server address, read from a URL such as `grpc://127.0.0.1:8001`.
+
+    Attributes:
+        resolves: whether each address of the host is a replica (`dns+grpc://`).
+        address: IP address to connect to; None leaves the choice to the transport.
+    """
 
     protocol: Literal["grpc", "http"]
     host: str
     port: int
     tls: bool
     path: str
+    resolves: bool = False
+    address: str | None = None
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
         """Return the address in `url`; a missing port is the protocol's default.
 
         Raises:
-            InvalidUrl: the scheme is not grpc, grpcs, http or https; the host is missing; the port
-                is invalid; or the URL has other parts.
+            InvalidUrl: the scheme is not grpc, grpcs, http or https, perhaps after `dns+`; the host is missing;
+                the port is invalid; or the URL has other parts.
         """
-        parts = urlsplit(url)
+        parts = urlsplit(url.removeprefix(DNS_PREFIX))
         if parts.scheme not in _SCHEMES or "://" not in url:
             raise InvalidUrl(f"url {url!r} must start with grpc://, grpcs://, http:// or https://")
         protocol, tls, default_port = _SCHEMES[parts.scheme]
@@ -57,6 +66,7 @@ class Endpoint:
             port=default_port if port is None else port,
             tls=tls,
             path=path,
+            resolves=url.startswith(DNS_PREFIX),
         )
 
     @classmethod
@@ -75,10 +85,30 @@ class Endpoint:
             )
         return endpoints
 
+    def at(self, address: str) -> Endpoint:
+        """Return the endpoint of one address of the host."""
+        return replace(self, resolves=False, address=address)
+
     @property
     def target(self) -> str:
         """host:port and the path, in the form that tritonclient expects."""
         return f"{self.host}:{self.port}{self.path}"
+
+    @property
+    def peer(self) -> str:
+        """host:port to connect to, with the IP address as host if there is one."""
+        if self.address is None:
+            return f"{self.host}:{self.port}"
+        return (
+            f"[{self.address}]:{self.port}"
+            if ":" in self.address
+            else f"{self.address}:{self.port}"
+        )
+
+    @property
+    def label(self) -> str:
+        """Name of the server in messages."""
+        return self.target if self.address is None else f"{self.peer} ({self.target})"
 
     @property
     def default_metrics_url(self) -> str:

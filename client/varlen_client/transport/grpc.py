@@ -48,12 +48,18 @@ class GrpcTransport:
     """Transport over one HTTP/2 channel; cancelling a task cancels its request at the server."""
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
-        self._target = endpoint.target
+        self._label = endpoint.label
+        options: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
+        if endpoint.address is not None:
+            # requests and certificates are of the name, not of its address
+            options.append(("grpc.default_authority", endpoint.target))
+            if endpoint.tls:
+                options.append(("grpc.ssl_target_name_override", endpoint.host))
         self._client = triton_grpc.InferenceServerClient(
-            endpoint.target,
+            endpoint.peer,
             ssl=endpoint.tls,
             root_certificates=None if ca_file is None else str(ca_file),
-            channel_args=_CHANNEL_OPTIONS,
+            channel_args=options,
         )
 
     async def server_ready(self) -> bool:
@@ -130,7 +136,7 @@ class GrpcTransport:
     def _error(self, text: str | None, status: str | None) -> VarlenClientError:
         error = server_error(text, status, _ERRORS)
         if isinstance(error, ServerUnavailable) and _is_connection_failure(str(error)):
-            return ServerUnavailable(f"no connection to grpc server {self._target}: {error}")
+            return ServerUnavailable(f"no connection to grpc server {self._label}: {error}")
         return error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
+import aiohttp.abc
 import tritonclient.http.aio as triton_http
 from tritonclient.utils import InferenceServerException
 
@@ -53,7 +55,7 @@ class HttpTransport:
     """
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
-        self._target = endpoint.target
+        self._label = endpoint.label
         context = ssl.create_default_context(cafile=ca_file) if endpoint.tls else None
         self._client = triton_http.InferenceServerClient(
             endpoint.target,
@@ -62,10 +64,18 @@ class HttpTransport:
             ssl=endpoint.tls,
             ssl_context=context,
         )
+        if endpoint.address is not None:
+            # tritonclient takes no connector
+            self._client._stub.detach()
+            self._client._stub = aiohttp.ClientSession(
+                connector=_connector(endpoint, context, limit=100),
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+            )
         # tritonclient has no call for the endpoints of generation
         self._models_url = f"{'https' if endpoint.tls else 'http'}://{endpoint.target}/v2/models"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=context or True, limit=0),
+            connector=_connector(endpoint, context, limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_LONGEST_EVENT_BYTES,
         )
@@ -145,11 +155,11 @@ class HttpTransport:
         except InferenceServerException as error:
             raise _error(error.message(), error.status()) from None
         except aiohttp.ClientSSLError as error:
-            raise ServerError(f"TLS with http server {self._target} failed: {error}") from error
+            raise ServerError(f"TLS with http server {self._label} failed: {error}") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             reason = str(error) or type(error).__name__
             raise ServerUnavailable(
-                f"no connection to http server {self._target}: {reason}"
+                f"no connection to http server {self._label}: {reason}"
             ) from error
         except aiohttp.ClientResponseError as error:
             # its repr holds the whole request
@@ -159,7 +169,41 @@ class HttpTransport:
             raise self._unexpected(repr(error)) from error
 
     def _unexpected(self, reason: str) -> ServerError:
-        return ServerError(f"http server {self._target} sent an unexpected response: {reason}")
+        return ServerError(f"http server {self._label} sent an unexpected response: {reason}")
+
+
+class _OneAddress(aiohttp.abc.AbstractResolver):
+    """Resolves each host to one IP address, so that requests and certificates keep the name."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[aiohttp.abc.ResolveResult]:
+        """Return the address for any host."""
+        del family
+        return [
+            aiohttp.abc.ResolveResult(
+                hostname=host,
+                host=self._address,
+                port=port,
+                family=socket.AF_INET6 if ":" in self._address else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+        ]
+
+    async def close(self) -> None:
+        """No resources to release."""
+
+
+def _connector(
+    endpoint: Endpoint, context: ssl.SSLContext | None, *, limit: int
+) -> aiohttp.TCPConnector:
+    """Return a pool of at most `limit` connections to one server; 0 is no limit."""
+    resolver = None if endpoint.address is None else _OneAddress(endpoint.address)
+    return aiohttp.TCPConnector(ssl=context or True, limit=limit, resolver=resolver)
 
 
 def _error(text: str | None, status: str | None) -> VarlenClientError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.probe import probe_prompt, probe_rows
+from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.transport import Transport
 from varlen_client.transport.watch import ModelWatch
@@ -88,6 +89,7 @@ class Replica:
     def __init__(self, endpoint: Endpoint, ca_file: Path | None, watch_seconds: float) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
+        self._queries = 0
         self._ca_file = ca_file
         self._watch = ModelWatch(self._probe, watch_seconds)
         self._transport: Transport | None = None
@@ -122,6 +124,20 @@ class Replica:
             self._avoided_until = -math.inf
         finally:
             self.in_flight -= 1
+
+    @contextmanager
+    def querying(self) -> Iterator[None]:
+        """Count a metadata query, which says nothing of the model's process."""
+        self._queries += 1
+        try:
+            yield
+        finally:
+            self._queries -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request and no query is in flight."""
+        return not self.in_flight and not self._queries
 
     def watching(self, info: ModelInfo) -> AbstractContextManager[None]:
         """Return a context for a wait for the model."""
@@ -166,11 +182,17 @@ class Replicas:
     """The replicas of a server; with one, requests never move on.
 
     Args:
-        replicas: one replica at least, all of one protocol.
+        discovery: endpoints of the replicas, all of one protocol.
+        new_replica: returns the replica of an endpoint.
     """
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = tuple(replicas)
+    def __init__(self, discovery: Discovery, new_replica: Callable[[Endpoint], Replica]) -> None:
+        self._discovery = discovery
+        self._new_replica = new_replica
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._replicas: tuple[Replica, ...] = ()
+        # replicas whose address has vanished, until their requests have ended
+        self._retired: list[Replica] = []
         self._budget = RetryBudget()
         self._closings = 0
         self._turns = itertools.count()
@@ -196,6 +218,7 @@ class Replicas:
             ServerUnavailable: every replica failed, or the budget does not allow another one.
             ModelProcessEnded, ModelUnloaded: every replica failed, all of them in this way.
         """
+        await self._update()
         self._budget.count_request(_now())
         failures: dict[Replica, VarlenClientError] = {}
         while True:
@@ -204,10 +227,11 @@ class Replicas:
                 with replica.requesting():
                     return await attempt(replica)
             except _MOVES_ON as error:
-                if len(self._replicas) == 1:
+                self._discovery.hurry()
+                if self._replicas == (replica,):
                     raise
                 failures[replica] = error
-            if len(failures) == len(self._replicas):
+            if not self._by_load(failures):
                 raise _failure_of_all(list(failures.values()))
             if not self._budget.spend(_now()):
                 tried = f"tried {len(failures)} of {len(self._replicas)} replicas"
@@ -217,26 +241,46 @@ class Replicas:
 
     async def ask(self, query: Callable[[Replica], Awaitable[_T]]) -> _T:
         """Return the result of a metadata query at the first replica that answers."""
+        await self._update()
         *others, last = self._by_load()
         for replica in others:
-            # an answer says nothing of the model's process, so it does not end the avoidance of a replica
             try:
-                return await query(replica)
+                with replica.querying():
+                    return await query(replica)
             except (*_MOVES_ON, RequestTimeout):
-                continue
-        return await query(last)
+                self._discovery.hurry()
+        with last.querying():
+            return await query(last)
 
     async def any_of(self, question: Callable[[Replica], Awaitable[bool]]) -> bool:
         """Return whether one replica says yes; those after it are not asked."""
+        await self._update()
         for replica in self._by_load():
-            if await question(replica):
-                return True
+            with replica.querying():
+                if await question(replica):
+                    return True
         return False
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""
         self._closings += 1
-        for replica in self._replicas:
+        await self._discovery.close()
+        for replica in (*self._replicas, *self._retired):
+            await replica.close()
+        self._retired.clear()
+
+    async def _update(self) -> None:
+        """Follow the addresses that are known, and close replicas that are no longer used."""
+        endpoints = await self._discovery.endpoints()
+        if endpoints is not self._endpoints:
+            known = {replica.endpoint: replica for replica in (*self._replicas, *self._retired)}
+            self._endpoints = endpoints
+            self._replicas = tuple(
+                known.pop(each) if each in known else self._new_replica(each) for each in endpoints
+            )
+            self._retired = list(known.values())
+        for replica in [each for each in self._retired if each.is_idle]:
+            self._retired.remove(replica)
             await replica.close()
 
     def _by_load(self, tried: Collection[Replica] = ()) -> list[Replica]:

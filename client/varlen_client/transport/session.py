@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from varlen_client.errors import RequestTimeout, ServerError, ServerUnavailable
 from varlen_client.generation import GenerateRequest, Response
+from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.replicas import Replica, Replicas
 from varlen_client.transport.retry import RetryPolicy, with_retries
@@ -70,7 +71,9 @@ class Session:
         *,
         watch_seconds: float,
     ) -> None:
-        self._replicas = Replicas([Replica(each, ca_file, watch_seconds) for each in endpoints])
+        self._replicas = Replicas(
+            Discovery(endpoints), lambda endpoint: Replica(endpoint, ca_file, watch_seconds)
+        )
         self._model = model
         self._retry = retry
         self._common = {} if tenant is None else {"tenant": tenant}
@@ -147,7 +150,11 @@ class Session:
 
     async def ready(self) -> bool:
         """Return whether a server and its model are ready; False without a connection."""
-        return await self._replicas.any_of(self._is_ready)
+        try:
+            return await self._replicas.any_of(self._is_ready)
+        except ServerUnavailable:
+            # no address is known
+            return False
 
     async def status(self) -> Status:
         """Return the state of the server and its models, without retries."""
@@ -209,7 +216,7 @@ async def _with_metadata_timeout(replica: Replica, query: Coroutine[object, obje
         return await with_timeout(query, METADATA_TIMEOUT_SECONDS)
     except TimeoutError:
         raise RequestTimeout(
-            f"{replica.endpoint.target} did not answer within {METADATA_TIMEOUT_SECONDS:g} s"
+            f"{replica.endpoint.label} did not answer within {METADATA_TIMEOUT_SECONDS:g} s"
         ) from None
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.client.gateway.asgi import run_virtual
 from varlen_client import ServerError, ServerUnavailable
+from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.replicas import (
     BUDGET_SECONDS,
@@ -22,6 +23,11 @@ def new_replicas(number):
     return [
         Replica(Endpoint.parse(f"grpc://127.0.0.1:{8001 + n}"), None, 0.0) for n in range(number)
     ]
+
+
+def replicas_of(members):
+    by_endpoint = {each.endpoint: each for each in members}
+    return Replicas(Discovery(list(by_endpoint)), by_endpoint.__getitem__)
 
 
 def moves(budget, now):
@@ -56,7 +62,7 @@ def test_moves_stay_in_the_budget_while_replicas_are_full():
         raise ServerUnavailable("queue full")
 
     async def run():
-        replicas = Replicas(new_replicas(2))
+        replicas = replicas_of(new_replicas(2))
         for _ in range(50):
             with pytest.raises(ServerUnavailable):
                 await replicas.send(attempt)
@@ -71,7 +77,7 @@ def test_the_avoidance_of_a_replica_doubles_up_to_a_bound():
 
     async def run():
         dead, works = new_replicas(2)
-        replicas = Replicas([dead, works])
+        replicas = replicas_of([dead, works])
         clock = asyncio.get_running_loop().time
         failed_at = []
 
@@ -97,7 +103,7 @@ def test_the_avoidance_of_a_replica_doubles_up_to_a_bound():
 def test_one_request_tries_whether_a_replica_works_again():
     async def run():
         broken, works = new_replicas(2)
-        replicas = Replicas([broken, works])
+        replicas = replicas_of([broken, works])
         sent = []
 
         async def attempt(replica):
@@ -123,7 +129,7 @@ def test_one_request_tries_whether_a_replica_works_again():
 
 def test_replicas_are_used_when_all_are_avoided():
     async def run():
-        replicas = Replicas(new_replicas(2))
+        replicas = replicas_of(new_replicas(2))
         answers = [ServerUnavailable("full"), ServerUnavailable("full"), None]
 
         async def attempt(replica):
@@ -142,7 +148,7 @@ def test_a_request_from_before_the_end_of_the_client_connects_no_more():
     sent = []
 
     async def run():
-        replicas = Replicas(new_replicas(2))
+        replicas = replicas_of(new_replicas(2))
 
         async def attempt(replica):
             sent.append(replica)
