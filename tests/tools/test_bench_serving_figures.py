@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from varlen_bench.harness.generator import LoadRecord, RequestRecord
 from varlen_bench.harness.rows import Provenance, bench_line
 from varlen_bench.serving import perf_analyzer, picture, report, server
 from varlen_bench.serving.figures import bench_figures, lone_figures, overload_figures
-from varlen_bench.serving.generator import LoadRecord, RequestRecord
 from varlen_bench.serving.loads import Load, max_waiting, seconds_at
 from varlen_bench.serving.rows import Row, load_row
 from varlen_bench.serving.run import is_hopeless

@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from varlen_bench.harness.generator import LoadRecord, RequestRecord
 from varlen_bench.harness.worker import last_line
-from varlen_bench.serving.generator import LoadRecord, RequestRecord
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.rows import Row, load_row
 from varlen_bench.serving.systems import INPUT

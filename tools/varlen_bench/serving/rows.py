@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from varlen_bench.harness.generator import LATE_SECONDS, LoadRecord, RequestRecord
 from varlen_bench.harness.summary import percentile_ms, ratio
-from varlen_bench.serving.generator import LATE_SECONDS, LoadRecord, RequestRecord
 from varlen_bench.serving.loads import IN_FLIGHT, WARMUP_SECONDS, Kind, Load
 
 # A sustained load has at most this p99, and at least this share of good answers.

@@ -16,8 +16,8 @@ import numpy as np
 from tritonclient.grpc import InferInput, InferRequestedOutput, aio
 from tritonclient.utils import InferenceServerException
 
+from varlen_bench.harness.generator import Outcome, offer, saturate
 from varlen_bench.harness.worker import Message, run_worker
-from varlen_bench.serving.generator import Outcome, offer, saturate
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.rows import Row, load_row
 from varlen_bench.serving.systems import INPUT, OUTPUT

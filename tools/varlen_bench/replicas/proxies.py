@@ -1,8 +1,11 @@
-"""Two replicas on loopback behind a proxy of deploy/, for tests."""
+"""Two replicas on loopback behind a proxy of deploy/, for tests and the benchmark of faults."""
 
 import contextlib
 import csv
 import json
+import os
+import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -13,10 +16,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ci.scripts import PROJECT
-from varlen_tools.local_server import LOOPBACK, LocalServer, free_port
+from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError, free_port
 
-# Longer than anything takes on a busy machine. Only a failing test waits this long.
+CONFIGURATIONS = Path(__file__).resolve().parents[3] / "deploy"
+
+# Longer than anything takes on a busy machine. Only a failure waits this long.
 TIMEOUT_SECONDS = 120.0
 
 
@@ -34,11 +38,26 @@ class Replica:
         self.server.__enter__()
         self.server.wait_ready()
 
+    @property
+    def running(self) -> LocalServer:
+        """The server, which was started."""
+        assert self.server is not None
+        return self.server
+
+    def kill(self) -> None:
+        """End the server with SIGKILL."""
+        os.kill(self.running.pid, signal.SIGKILL)
+
     def stop(self) -> None:
         """End the server with SIGTERM, if it runs."""
         if self.server is not None:
             self.server.__exit__()
             self.server = None
+
+
+def find_proxy(name: str) -> str | None:
+    """Return the path of a proxy's program, or None if it is not installed."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
 @contextmanager
@@ -95,8 +114,10 @@ class Proxy(ABC):
         """Wait until all parts of the proxy see replicas as up, or as down."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while any(self.states().get(number) != {is_up} for number in numbers):
-            assert self._process.poll() is None, "the proxy has ended"
-            assert time.monotonic() < deadline, f"{numbers}: {is_up} expected in {self.states()}"
+            if self._process.poll() is not None:
+                raise ServerError(f"{self._command} has ended")
+            if time.monotonic() > deadline:
+                raise ServerError(f"{numbers}: {is_up} expected in {self.states()}")
             time.sleep(0.1)
 
 
@@ -111,7 +132,7 @@ class Haproxy(Proxy):
             f"grpc://{LOOPBACK}:{grpc_port}",
         )
         self._socket = self._folder / "haproxy.sock"
-        config = (PROJECT / "deploy/haproxy.cfg").read_text()
+        config = (CONFIGURATIONS / "haproxy.cfg").read_text()
         for number, replica in enumerate(self._behind, 1):
             http, grpc = replica.first_port, replica.first_port + 1
             config = config.replace(
@@ -153,7 +174,7 @@ class Envoy(Proxy):
         """Write the files, set the addresses, and return the arguments of the program."""
         port, self._admin_port = free_port(), free_port()
         self.http_url, self.grpc_url = f"http://{LOOPBACK}:{port}", f"grpc://{LOOPBACK}:{port}"
-        config = (PROJECT / "deploy/envoy.yaml").read_text()
+        config = (CONFIGURATIONS / "envoy.yaml").read_text()
         config = config.replace("127.0.0.1, port_value: 8000", f"127.0.0.1, port_value: {port}")
         for number, replica in enumerate(self._behind, 1):
             http, grpc = replica.first_port, replica.first_port + 1
@@ -196,6 +217,9 @@ class Envoy(Proxy):
             pending = health.get("pending_active_hc", False)
             found.setdefault(number, set()).add(not failed and not pending)
         return found
+
+
+PROXIES: dict[str, type[Proxy]] = {"haproxy": Haproxy, "envoy": Envoy}
 
 
 def _first_of_three_ports() -> int:
