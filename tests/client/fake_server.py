@@ -29,6 +29,8 @@ STATUS = {
     "internal": (grpc.StatusCode.INTERNAL, 500),
     "python_backend": (grpc.StatusCode.INTERNAL, 500),
     "hang_up": (grpc.StatusCode.UNAVAILABLE, 0),
+    # as gRPC reports a stream that a proxy has reset
+    "reset": (grpc.StatusCode.UNKNOWN, 0),
 }
 
 
@@ -90,6 +92,8 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
                     yield service_pb2.ModelStreamInferResponse(infer_response=grpc_response(arrays))
             except Fault as fault:
                 done.set()
+                if fault.kind == "reset":
+                    context.abort(STATUS[fault.kind][0], str(fault))
                 yield service_pb2.ModelStreamInferResponse(error_message=fault.stream_message)
         done.set()
 
@@ -247,6 +251,10 @@ def generate_handler(
                 except Fault as fault:
                     if stream is None:
                         return http_fault(request, fault, event=streams)
+                    if fault.kind == "reset":
+                        assert request.transport is not None
+                        request.transport.close()
+                        return stream
                     content = {"error": fault.stream_message}
                 if not streams:
                     # the request has ended before its client reads the answer
@@ -268,7 +276,7 @@ def generate_handler(
 
 
 def http_fault(request: web.Request, fault: Fault, *, event: bool = False) -> web.Response:
-    if fault.kind == "hang_up":
+    if fault.kind in ("hang_up", "reset"):
         assert request.transport is not None
         request.transport.close()
         return web.Response()

@@ -113,6 +113,7 @@ def test_no_request_fails_when_a_replica_is_gone(server, fast_retries, vectors_o
     [
         ("unavailable", "queue full"),
         ("hang_up", "gone"),
+        ("reset", "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"),
         ("not_found", UNLOADED),
         ("python_backend", NOT_HEALTHY),
     ],
@@ -170,6 +171,18 @@ def test_a_stream_that_has_begun_is_not_repeated(generators, server, other, faul
         next(parts)
 
     assert sum(requests(server, other)) == 1
+
+
+def test_a_stream_whose_connection_is_lost_ends_with_a_clear_error(
+    generators, server, other, fault
+):
+    for each in (server, other):
+        each.model.fail_after = (1, fault("reset", "Stream removed (RST_STREAM)"))
+    parts = generators.stream("hello", max_tokens=3)
+
+    assert next(parts).text
+    with pytest.raises(ServerUnavailable, match=r"no connection to .* server 127\.0\.0\.1"):
+        next(parts)
 
 
 def test_is_unavailable_when_no_replica_runs(unused_url, fast_retries):

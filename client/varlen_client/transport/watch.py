@@ -20,7 +20,7 @@ from varlen_client.waits import cancel_all, with_timeout
 
 # Refusals in a row after which the process has ended, and seconds between two small requests.
 _REFUSALS = 3
-_PAUSE_SECONDS = 0.5
+_PAUSE_SECONDS = 0.2
 # The server refuses requests of other clients first.
 _PROBE_SECONDS = 30.0
 

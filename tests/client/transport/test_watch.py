@@ -111,7 +111,7 @@ def test_only_refusals_in_a_row_because_of_the_process_fail_a_call(answers):
 
 
 def test_a_process_that_was_paused_for_seconds_fails_no_call():
-    watch = ModelWatch(Model(ends_at=1.0, back_at=8.0).probe, SECONDS)
+    watch = ModelWatch(Model(ends_at=1.0, back_at=7.3).probe, SECONDS)
 
     assert run(watch, lambda: wait_for_answer(watch, 90)) == ("answer", 90)
 
