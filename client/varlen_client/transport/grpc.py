@@ -135,9 +135,9 @@ class GrpcTransport:
 
     def _error(self, text: str | None, status: str | None) -> VarlenClientError:
         error = server_error(text, status, _ERRORS)
-        # a proxy that loses its server resets the stream, which gRPC reports as UNKNOWN
-        is_lost = isinstance(error, ServerUnavailable) or status == "StatusCode.UNKNOWN"
-        if is_lost and _is_connection_failure(str(error)):
+        is_lost = isinstance(error, ServerUnavailable) and _is_connection_failure(str(error))
+        # gRPC reports a stream that a proxy resets as UNKNOWN or INTERNAL
+        if is_lost or str(error).startswith("Stream removed"):
             return ServerUnavailable(f"no connection to grpc server {self._label}: {error}")
         return error
 

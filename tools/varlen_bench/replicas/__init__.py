@@ -1,1 +1,1 @@
-"""The benchmark of faults: what callers of two replicas see of a killed process; see docs/operating/scaling.md."""
+"""The benchmark of faults: what callers of two replicas see of a killed process."""

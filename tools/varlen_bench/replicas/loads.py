@@ -115,7 +115,10 @@ async def send_through_fault(
 async def stream_through_fault(
     route: Route, model: str, *, streams: int, max_tokens: int, strike: Callable[[], None]
 ) -> tuple[list[RequestRecord], float, list[str]]:
-    """Return the records of streams, the time of the fault after all of them began, and the errors."""
+    """Return the records of streams, the time of the fault, and the errors.
+
+    The fault comes after the first part of every stream.
+    """
     clock = asyncio.get_running_loop().time
     begin, begun = clock(), asyncio.Semaphore(0)
     records = [RequestRecord(number, 0.0, 0.0) for number in range(streams)]

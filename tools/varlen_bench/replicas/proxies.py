@@ -1,4 +1,4 @@
-"""Two replicas on loopback behind a proxy of deploy/, for tests and the benchmark of faults."""
+"""Two replicas on loopback behind a proxy of deploy/, for tests and benchmarks."""
 
 import contextlib
 import csv
