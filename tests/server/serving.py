@@ -205,7 +205,7 @@ def step_worker(stub_pid: int) -> int:
 
 
 def ranks_of(stub_pid: int) -> list[int]:
-    """Return the process ids of the ranks of a model that several hold, rank 0 first."""
+    """Return the process ids of the ranks of a model, rank 0 first."""
     (leader,) = _children(stub_pid)
     return [leader, *_children(leader)]
 

@@ -1,4 +1,7 @@
-"""Models that several ranks hold, in the real server: a lost rank costs no answer, and none outlives its model."""
+"""Models on several ranks, in the real server.
+
+A lost rank costs no answer, and none outlives its model.
+"""
 
 import os
 import random

@@ -138,7 +138,7 @@ def usable_cores() -> int:
 
 
 def cores_of_rank(config: EngineConfig) -> int:
-    """Return the number of cores that a process of a model uses, one of its ranks."""
+    """Return the number of cores that one rank of a model uses."""
     return max(1, (config.threads or usable_cores()) // config.tensor_parallel)
 
 

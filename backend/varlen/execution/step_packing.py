@@ -102,7 +102,7 @@ def pack_step(
 def part_of_step(
     inputs: StepArrays, copies: Int32Array = _NO_COPIES, sources: StepArrays = _NO_SOURCES
 ) -> PackedStep:
-    """Return what every rank of a model runs of a step; rank 0 alone chooses tokens.
+    """Return the part of a step that every rank of a model runs.
 
     Args:
         inputs: `step_arrays`.

@@ -244,9 +244,9 @@ class StepRunner:
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:
-        """Run what all ranks of a model run of a step on a CPU; return the logits, which rank 0 has.
+        """Run this rank's part of a step on a CPU; return the logits.
 
-        They are valid until the next step.
+        Rank 0 has them, until the next step.
         """
         assert isinstance(self.steps, CpuSteps)
         with self._link.running(step):

@@ -58,7 +58,7 @@ class OneStepDecoder:
 def load_encoder(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
 ) -> EncoderModel:
-    """Return the model of a checkpoint in `dtype` on `device`, for tasks of one step; or a rank's part.
+    """Return the model of a checkpoint, or a rank's part, for tasks of one step.
 
     The last norm and a classifier are fp32. In half precision, logits of many documents would be equal; see
     docs/decisions/0039-scores-in-fp32.md.
@@ -104,7 +104,7 @@ def load_heads(
 def load_decoder(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
 ) -> DecoderModel:
-    """Return the decoder of a checkpoint, whose `is_decoder` is true, in `dtype` on `device`; or a rank's part.
+    """Return the decoder of a checkpoint whose `is_decoder` is true, or a rank's part.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
@@ -117,7 +117,7 @@ def load_decoder(
 def load_encoder_decoder(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
 ) -> EncoderDecoderModel:
-    """Return the model of a checkpoint, whose `translate` is not None, in `dtype` on `device`; or a rank's part.
+    """Return the model of a checkpoint whose `translate` is not None, or a rank's part.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.

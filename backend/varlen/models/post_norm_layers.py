@@ -92,7 +92,7 @@ class PostNormEncoder:
     def _record_embedding(
         self, ops: Recorder, second: Value, types: Value, tables: tuple[Tensor, Tensor]
     ) -> Value:
-        """Record the norm of the sum of three embeddings: of tokens, and of the rows of two tables."""
+        """Record the norm of the sum of three embeddings."""
         norm, token_ids = self.embedding_norm, inputs.token_ids(ops)
         if self.token_table.rank != ALONE:
             others = ops.embed(second, tables[0], types, tables[1])

@@ -295,7 +295,7 @@ def bytes_of(weights: Sequence[Tensor]) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor, and the one after its last."""
+    """Return the addresses of a tensor's first byte, and after its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

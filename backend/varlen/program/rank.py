@@ -16,7 +16,7 @@ class Rank:
     size: int = 1
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """Return the first of `total` rows or columns that it holds, and the one after the last.
+        """Return the bounds of its part of `total` rows or columns.
 
         Parts are equal, except that the last ones may be shorter or empty.
         """
@@ -24,7 +24,7 @@ class Rank:
         return min(self.number * part, total), min((self.number + 1) * part, total)
 
     def share(self, units: int) -> tuple[int, int]:
-        """Return the first of some heads that it holds, and the one after the last.
+        """Return the bounds of its part of some heads.
 
         Parts are equal. Where there are fewer heads than ranks, several ranks hold the same one.
         """

@@ -11,8 +11,8 @@ from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.rank import ALONE, RANKS, Rank
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
-from varlen_kernels.reference.rank_memory import rank_words
 from varlen_kernels.reference.attention import Distances
+from varlen_kernels.reference.rank_memory import rank_words
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 

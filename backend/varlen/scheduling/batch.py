@@ -144,7 +144,7 @@ class BatchResult:
         padding_tokens: number of padding tokens that ran.
         failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
             KV memory is lost, the model cannot run any more, or the step before, which this one needs, failed.
-        reason: why the model cannot run any more, if that is known.
+        reason: reason why the model cannot run any more, if it is known.
         cores: cores that it ran on, where workers have one core each.
     """
 

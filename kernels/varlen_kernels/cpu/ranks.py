@@ -144,7 +144,7 @@ def _buffer(ranks, size, rank, turn):
 
 @inlined
 def _meet(ranks, rank, size, turn, clock):
-    """Say that this rank has come to a turn; return once all have, or one is lost."""
+    """Come to a turn; return once all ranks have, or one is lost."""
     share_number(_line(ranks, rank) + 8 * rank_memory.TURNS, turn + 1)
     for other in range(size):
         waits = began = 0

@@ -11,7 +11,7 @@ from varlen_kernels.cpu.native import inlined, int64_vector
 # Turns of a loop that waits before it offers the core to others.
 TURNS = 2000
 _SIZE, _VOID = ir.IntType(64), ir.VoidType()
-# Of clock_gettime: time that nobody sets.
+# Of clock_gettime: a clock that is never set.
 _MONOTONIC = 1
 
 

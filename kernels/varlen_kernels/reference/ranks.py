@@ -1,4 +1,4 @@
-"""Ops between the ranks of a model: sums of their partial results, and joins of their columns.
+"""Ops between the ranks of a model.
 
 All ranks run the same ops on as many rows, in the same order. The memory in which they meet is described in
 `rank_memory`. Each turn moves as many numbers as a buffer holds: a rank writes its own, says so, waits for all others,
@@ -26,7 +26,7 @@ _PAUSE = 2e-5
 def all_reduce(
     x: Tensor, ranks: Tensor, *, rank: int, size: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of `x` over all ranks, equal on all of them to the last bit.
+    """Return the sum of `x` over all ranks, with equal bits on all.
 
     If a rank does not come, the result is undefined, and `failed_rank` tells which.
 
@@ -55,7 +55,9 @@ def all_reduce(
 def gather_columns(
     x: Tensor, ranks: Tensor, *, rank: int, size: int, width: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return the columns of all ranks side by side, on rank 0; on others the result is undefined.
+    """Return the columns of all ranks side by side, on rank 0.
+
+    On other ranks the result is undefined.
 
     Args:
         x: `[rows, columns]` fp32 or bf16: each rank has ceil(width / size) columns, the last ones fewer.
@@ -84,7 +86,7 @@ def gather_columns(
 
 
 def local_ids(token_ids: Tensor, *, first: int, count: int, out: Tensor | None = None) -> Tensor:
-    """Return the rows of tokens in a part of a table; `count` for those of other parts.
+    """Return the row of each token in a part of a table; `count` without one.
 
     Args:
         token_ids: `[tokens]` int32.
@@ -99,13 +101,13 @@ def local_ids(token_ids: Tensor, *, first: int, count: int, out: Tensor | None =
 
 
 def failed_rank(ranks: Tensor) -> int | None:
-    """Return the number of a rank that another one waited for too long; None if there was none."""
+    """Return the number of a rank that did not come in time, if any."""
     failed = int(ranks[FAILED])
     return failed - 1 if failed else None
 
 
 def _meet(mine: Tensor, ranks: Tensor, rank: int, size: int) -> list[Tensor]:
-    """Give numbers to all ranks; return the buffers of all ranks once they have come to this turn."""
+    """Give numbers to all ranks; return the buffers of all."""
     lines = ranks[: LINE_WORDS * (1 + size)].view(1 + size, LINE_WORDS)
     turn = int(lines[1 + rank, TURNS])
     words = BUFFER_BYTES // 8

@@ -58,7 +58,7 @@ class WorkerConnection:
 
         Args:
             connection, pid: connection and id of the process.
-            hung_after: when it counts as hung.
+            hung_after: the time after which it counts as hung.
         """
         self._connection = connection
         self.pid = pid

@@ -1,4 +1,7 @@
-"""A process that was started for a model, and its control socket: whole JSON messages, log lines and errors."""
+"""A process of a model and its control socket.
+
+The socket carries whole JSON messages, log lines and errors among them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _END_SECONDS = 10.0
 
 
 class ControlledProcess:
-    """A process of a model, as the one that started it sees it. Not for two threads at once."""
+    """A process of a model, for the process that started it. Not for two threads."""
 
     def __init__(self, module: str) -> None:
         """Start the process, or take the one that was started early.

@@ -1,4 +1,7 @@
-"""The engine's side of a process of a model: it loads a checkpoint, and is started again with the same one."""
+"""The engine's side of a process that loads a model.
+
+A process that has ended is started again, with the same checkpoint.
+"""
 
 from __future__ import annotations
 

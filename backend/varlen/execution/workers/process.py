@@ -44,7 +44,7 @@ class WorkerHost(ModelProcess[ModelInfo]):
 
     Attributes:
         share: tells workers whether their batch runs alone.
-        hung_after: when a worker counts as hung.
+        hung_after: the time after which a worker counts as hung.
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:

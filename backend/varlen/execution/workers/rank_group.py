@@ -1,7 +1,7 @@
-"""Rank 0 of a model: it starts the other ranks, decides for all of them, and ends them all if one is lost.
+"""Rank 0 of a model starts the others, and decides for all.
 
-All ranks have the keys and values of a part of the heads, so no rank can go on without the others: the process ends,
-and the engine starts all of them again.
+All ranks have the keys and values of a part of the heads, so no rank can go on without the others: if one
+is lost, the process ends, the others with it, and the engine starts all of them again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from varlen_kernels.reference.ranks import failed_rank
 
 from varlen.errors import VarlenError
 from varlen.execution.workers.child import Setup, send
@@ -30,6 +29,7 @@ from varlen.execution.workers.start import RANK
 from varlen.memory.shared import map_shared, new_shared
 from varlen.program.rank import RANKS, Rank
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
+from varlen_kernels.reference.ranks import failed_rank
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class RankGroup(Generic[_Work]):
         return value
 
     def finish_load(self) -> None:
-        """Wait until all ranks have loaded; from now on, one that keeps others waiting is lost."""
+        """Wait until all ranks have loaded. From now on, none may keep others waiting."""
         for _ in self._members:
             self._loaded.get()
         self._memory[LONGEST_WAIT] = self._wait_seconds * 10**9
@@ -119,7 +119,7 @@ class RankGroup(Generic[_Work]):
             self._members[number] = member
 
     def _watch(self) -> None:
-        """Read the control sockets of the other ranks; end all ranks if one of them ends."""
+        """Read what other ranks report; end all ranks if one ends."""
         arrivals = select.poll()
         numbers = {member.fileno(): number for number, member in self._members.items()}
         for descriptor in numbers:
@@ -148,7 +148,7 @@ class RankGroup(Generic[_Work]):
         self._end("a rank ended")
 
     def _end(self, reason: str, error: str = "EngineError") -> NoReturn:
-        """Tell the engine why, and end; the system then ends the other ranks, stopped ones too."""
+        """Tell the engine why, and end; the system then ends the others."""
         try:
             send(self._control, {"error": [error, reason]})
         finally:

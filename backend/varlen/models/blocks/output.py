@@ -52,7 +52,7 @@ def suppress_tokens(output: Linear, tokens: Sequence[int], first: int = 0) -> Li
 
 
 def record_output(ops: Recorder, output: Linear, hidden: Value, vocab_size: int) -> Value:
-    """Record the output layer and return fp32 logits, `[rows, vocab_size]`; rank 0 has those of all ranks."""
+    """Record the output layer and return fp32 logits, `[rows, vocab_size]`, on rank 0."""
     import torch
 
     logits = output.record(ops, hidden)

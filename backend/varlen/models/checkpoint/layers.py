@@ -93,7 +93,7 @@ class TokenTable:
         *,
         scale: float = 1.0,
     ) -> Value:
-        """Record the embeddings of tokens, times `scale`, plus those of positions, `[tokens, features]`."""
+        """Record the embeddings of tokens, times `scale`, plus embeddings of positions."""
         if self.rank.number:
             # one rank adds them
             position_ids = position_table = None
@@ -205,7 +205,8 @@ class LayerReader(Container[str]):
         return TokenTable(table, shape[0], self.rank)
 
     def vocabulary_bias(self, name: str, *shape: int) -> Tensor:
-        """Return a bias for each token, `shape`, whose other axes are 1: this rank's part, `[tokens]`."""
+        """Return this rank's part of a bias for each token, `[tokens]`."""
+        # the other axes are 1
         axis = max(range(len(shape)), key=shape.__getitem__)
         bounds = [self.rank.bounds(shape[axis])]
         return self._part(name, *shape, axis=axis, bounds=bounds).flatten()
@@ -218,7 +219,7 @@ class LayerReader(Container[str]):
         )
 
     def output(self, name: str, hidden: int, vocabulary: int) -> Linear:
-        """Return a layer that gives a logit for each token, or this rank's part of the tokens."""
+        """Return a layer that gives a logit for each of this rank's tokens."""
         return Linear(self._vocabulary(f"{name}.weight", vocabulary, hidden).t().contiguous(), None)
 
     def linear(
@@ -240,7 +241,7 @@ class LayerReader(Container[str]):
             fan_in: features of the input.
             fan_outs: features of each output.
             bias: whether they have one.
-            split: how ranks divide the layer.
+            split: the axis along which ranks divide the layer.
             units: numbers of heads whose features each output consists of; None where any feature may be apart.
             parts: equal parts of the outputs of one layer that mean different things, such as queries, keys, values.
             is_saved_by_input: whether their files have weights `[in, out]`.

@@ -1,4 +1,4 @@
-"""Models that several ranks hold: answers as of one process, and faults that cost no token."""
+"""Models on several ranks: answers as of one process; faults cost no token."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def prompt_of(length):
 
 
 def answers(model):
-    """Return the tokens of requests that run at the same time, and beginnings that come twice."""
+    """Return the tokens of requests that run at the same time."""
     requests = [
         (prompt_of(length), {**options, "ignore_eos": "num_beams" not in options})
         for length in LENGTHS
