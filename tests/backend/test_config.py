@@ -65,6 +65,8 @@ def test_every_setting_can_be_spelt_out():
         "ignore_request_timeout": "true",
         "response_cache_seconds": "9",
         "threads": "6",
+        "tensor_parallel": "2",
+        "rank_timeout_seconds": "5",
         "warmup_seconds": "13",
         "cache_folder": "/somewhere",
         "max_running_sequences": "14",
@@ -127,7 +129,7 @@ def test_a_cache_folder_has_a_name():
 
 
 def test_a_key_like_none_gets_the_list_without_a_hint():
-    with refused('unknown parameter "zzz". Allowed: task, device, dtype, threads, execution'):
+    with refused('unknown parameter "zzz". Allowed: task, device, dtype, threads, tensor_parallel'):
         EngineConfig.from_parameters({"zzz": "8"})
 
 
