@@ -121,15 +121,18 @@ class WorkerConnection:
             SkippedStepError: the step before failed.
             EngineError: the batch failed.
         """
+        reason = ""
         try:
             limit = self._hung_after
-            if not self._connection.poll(max(limit.seconds, limit.factor * seconds)):
-                _log.error("worker process %d hangs; it is ended", self.pid)
+            longest = max(limit.seconds, limit.factor * seconds)
+            if not self._connection.poll(longest):
+                reason = f"worker process {self.pid} did not answer within {longest:.0f} s"
+                _log.error("%s; it is ended", reason)
                 os.kill(self.pid, signal.SIGKILL)
             answers = receive_answers(self._connection)
         except (EOFError, OSError):
             self._connection.close()
-            raise WorkerEndedError from None
+            raise WorkerEndedError(reason) from None
         except BaseException:
             # an answer that was not read would be taken for the answer of the next batch
             self._connection.close()

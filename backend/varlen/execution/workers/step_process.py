@@ -167,8 +167,8 @@ class StepProcess(ModelProcess[StepInfo]):
             raise WorkerEndedError
         try:
             answers = self._worker.receive(seconds=seconds)
-        except WorkerEndedError:
-            self._restart()
+        except WorkerEndedError as error:
+            self._restart(str(error))
             raise
         return chosen_of(answers)
 
@@ -214,15 +214,18 @@ class StepProcess(ModelProcess[StepInfo]):
             os.close(descriptor)
         return connection
 
-    def _restart(self) -> None:
+    def _restart(self, reason: str) -> None:
         """Start the next process.
+
+        Args:
+            reason: reason of the end of this one, if it is known.
 
         Raises:
             EngineError: there were too many, or it cannot be started.
         """
-        ended, reason = self.pid, self._process.last_words()
+        # of a model that several ranks hold, it is the end of one of them
+        ended, reason = self.pid, self._process.last_words() or reason
         self._end()
-        # of a model that several ranks hold, it is the reason of one of them
         why = reason or f"worker process {ended} ended with code {self._process.code}"
         # until the next one runs
         self._is_lost = True

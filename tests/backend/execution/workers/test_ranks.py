@@ -36,6 +36,11 @@ DECODERS = {
     "gpt2": ("GPT2LMHeadModel", {"n_head": 4, "n_embd": 40}),
     "llama": ("LlamaForCausalLM", LLAMA),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 10}),
+    "marian": (
+        "MarianMTModel",
+        {"d_model": 40, "encoder_attention_heads": 2, "decoder_attention_heads": 4},
+    ),
+    "t5": ("T5ForConditionalGeneration", {"num_heads": 4}),
 }
 OPTIONS = (
     {"temperature": 0.0, "max_tokens": 30},
@@ -102,6 +107,25 @@ def test_tokens_are_those_of_one_process(make, ranks, name, blocks):
 
     assert found == expected
     assert preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["marian", "t5"])
+def test_translations_are_those_of_one_process(make, name):
+    def translations(model):
+        requests = [
+            (prompt_of(length), {"num_beams": beams, "max_tokens": 20, **penalty})
+            for length in (1, 9, 30)
+            for beams in (1, 4)
+            for penalty in ({}, {"repetition_penalty": 1.3})
+        ]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            running = [pool.submit(model.generate, [ids], **options) for ids, options in requests]
+        return [one.result()[0].token_ids for one in running]
+
+    with generator(make(name)) as alone:
+        expected = translations(alone)
+    with generator(make(name), 2) as model:
+        assert translations(model) == expected
 
 
 def ranks_of(model):
