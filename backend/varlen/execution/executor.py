@@ -28,7 +28,7 @@ Outputs: TypeAlias = Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
 
 
 class WorkerEndedError(Exception):
-    """The worker process of a batch ended before it answered; its text is the reason, if known."""
+    """The worker process of a batch ended before it answered; says why, if known."""
 
 
 class SkippedStepError(Exception):
