@@ -67,14 +67,27 @@ class ControlledProcess:
             VarlenError: the error that it reports.
         """
         while True:
-            message, descriptors = self._next()
-            if "log" in message:
-                _log.log(*message["log"])
-            elif "error" in message:
-                name, text = message["error"]
-                raise getattr(errors, name)(text)
-            else:
-                return message, descriptors
+            received = self.receive_one()
+            if received is not None:
+                return received
+
+    def receive_one(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Return the next message and its file descriptors; None if it is a log line.
+
+        Raises:
+            EOFError, OSError, VarlenError: see `receive`.
+        """
+        data, descriptors, *_ = socket.recv_fds(self._control, MAX_MESSAGE, MOST_DESCRIPTORS)
+        if not data:
+            raise EOFError
+        message = json.loads(data)
+        if "log" in message:
+            _log.log(*message["log"])
+            return None
+        if "error" in message:
+            name, text = message["error"]
+            raise getattr(errors, name)(text)
+        return message, descriptors
 
     def last_words(self) -> str:
         """Return the error that a process has reported before it ended; empty without one."""
@@ -95,9 +108,3 @@ class ControlledProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _next(self) -> tuple[dict[str, Any], list[int]]:
-        data, descriptors, *_ = socket.recv_fds(self._control, MAX_MESSAGE, MOST_DESCRIPTORS)
-        if not data:
-            raise EOFError
-        return json.loads(data), descriptors

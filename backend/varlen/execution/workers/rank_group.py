@@ -113,7 +113,7 @@ class RankGroup(Generic[_Work]):
             member = ControlledProcess(RANK)
             message = setup_message(setup.folder, setup.config)
             # their log lines would all come several times
-            message |= {"log_level": "WARNING", "rank": number, "parent": os.getpid()}
+            message |= {"log_level": "WARNING", "rank": number}
             member.send(message, [theirs.fileno(), memory])
             self._connections.append(Connection(ours.detach()))
             self._members[number] = member
@@ -127,15 +127,20 @@ class RankGroup(Generic[_Work]):
         while True:
             for descriptor, _ in arrivals.poll():
                 number = numbers[descriptor]
-                try:
-                    self._members[number].receive()
-                except VarlenError as error:
-                    self._end(f"{self._name(number)}: {error}", type(error).__name__)
-                except (EOFError, OSError):
-                    name = self._name(number)
-                    self._members[number].end()
-                    self._end(f"{name} ended with code {self._members[number].code}")
+                self._read(number)
+
+    def _read(self, number: int) -> None:
+        """Read one message of another rank."""
+        member = self._members[number]
+        try:
+            # the only message without a log line or an error says that it has loaded
+            if member.receive_one() is not None:
                 self._loaded.put(number)
+        except VarlenError as error:
+            self._end(f"{self._name(number)}: {error}", type(error).__name__)
+        except (EOFError, OSError):
+            member.end()
+            self._end(f"{self._name(number)} ended with code {member.code}")
 
     def _name(self, number: int) -> str:
         if not number:
