@@ -8,7 +8,7 @@ from numba.core import cgutils, types
 
 from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, PARTS, UNITS
 from varlen_kernels.cpu.native import inlined, int64_vector
-from varlen_kernels.cpu.waits import TURNS, pause, yield_core
+from varlen_kernels.cpu.waits import SPINS, pause, yield_core
 
 _SIZE = ir.IntType(64)
 
@@ -97,7 +97,7 @@ def run_shared(table, rows, columns, counts, stay, spent):
             turns, before = 0, _cycles()
             while _add(done, 0) < parts:
                 turns += 1
-                if turns < TURNS:
+                if turns < SPINS:
                     pause()
                 else:
                     yield_core()

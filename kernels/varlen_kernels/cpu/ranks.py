@@ -13,7 +13,7 @@ from varlen_kernels.cpu.native import (
 )
 from varlen_kernels.cpu.target_cpu import LANES
 from varlen_kernels.cpu.waits import (
-    TURNS,
+    SPINS,
     nanoseconds,
     pause,
     share_number,
@@ -21,8 +21,13 @@ from varlen_kernels.cpu.waits import (
     sleep,
     yield_core,
 )
-from varlen_kernels.reference import rank_memory
-from varlen_kernels.reference.rank_memory import BUFFER_BYTES, FAILED, LINE_WORDS, LONGEST_WAIT
+from varlen_kernels.reference.rank_memory import (
+    BUFFER_BYTES,
+    FAILED,
+    LINE_WORDS,
+    LONGEST_WAIT,
+    TURNS,
+)
 
 # Times that a rank offers its core to others before it sleeps, and for how long it does, in microseconds.
 _OFFERS, _SLEEP = 2000, 50
@@ -133,7 +138,7 @@ def _line(ranks, rank):
 @inlined
 def _turn(ranks, rank):
     """Return the number of turns that a rank has come to."""
-    return shared_number(_line(ranks, rank) + 8 * rank_memory.TURNS)
+    return shared_number(_line(ranks, rank) + 8 * TURNS)
 
 
 @inlined
@@ -144,15 +149,15 @@ def _buffer(ranks, size, rank, turn):
 
 @inlined
 def _meet(ranks, rank, size, turn, clock):
-    """Come to a turn; return once all ranks have, or one is lost."""
-    share_number(_line(ranks, rank) + 8 * rank_memory.TURNS, turn + 1)
+    """Say that this rank has come to a turn; wait for all others."""
+    share_number(_line(ranks, rank) + 8 * TURNS, turn + 1)
     for other in range(size):
         waits = began = 0
         while _turn(ranks, other) <= turn and shared_number(ranks + 8 * FAILED) == 0:
             waits += 1
-            if waits < TURNS:
+            if waits < SPINS:
                 pause()
-            elif waits < TURNS + _OFFERS:
+            elif waits < SPINS + _OFFERS:
                 yield_core()
             else:
                 now = nanoseconds(clock)

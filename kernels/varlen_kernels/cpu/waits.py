@@ -8,10 +8,10 @@ from numba.core import cgutils, types
 
 from varlen_kernels.cpu.native import inlined, int64_vector
 
-# Turns of a loop that waits before it offers the core to others.
-TURNS = 2000
+# Looks of a waiting thread before it offers its core to others.
+SPINS = 2000
 _SIZE, _VOID = ir.IntType(64), ir.VoidType()
-# Of clock_gettime: a clock that is never set.
+# Clock of clock_gettime that no program can set.
 _MONOTONIC = 1
 
 

@@ -1,6 +1,6 @@
-"""The memory in which the ranks of a model exchange numbers.
+"""The shared memory through which the ranks of a model exchange numbers.
 
-All ranks map it. It is a tensor of int64, all 0 at first: a line for the group, a line for each rank, then two buffers for each rank.
+It is a tensor of int64, all 0 at first: a line for the group, a line for each rank, then two buffers for each rank.
 An exchange that needs more than a buffer is done in several turns, so the memory does not grow with a batch.
 """
 

@@ -1,9 +1,9 @@
-"""Ops between the ranks of a model.
+"""Ops between the ranks of a model: sums, and joins of columns.
 
-All ranks run the same ops on as many rows, in the same order. The memory in which they meet is described in
-`rank_memory`. Each turn moves as many numbers as a buffer holds: a rank writes its own, says so, waits for all others,
-and reads what they wrote. Two buffers of each rank take turns: by the time that a rank writes one again, all others
-have come to the turn between, so they have read it.
+All ranks run the same ops on as many rows, in the same order. They exchange numbers through the memory that
+`rank_memory` describes. Each turn moves as many numbers as a buffer holds: a rank writes its own, says so,
+waits for all others, and reads what they wrote. Two buffers of each rank take turns: by the time that a rank
+writes one again, all others have come to the turn between, so they have read it.
 """
 
 import time
@@ -26,9 +26,10 @@ _PAUSE = 2e-5
 def all_reduce(
     x: Tensor, ranks: Tensor, *, rank: int, size: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of `x` over all ranks, with equal bits on all.
+    """Return the sum of `x` over all ranks.
 
-    If a rank does not come, the result is undefined, and `failed_rank` tells which.
+    All ranks get the same bits: they add in the order of ranks, in fp32, and round once. If a rank does
+    not come, the result is undefined, and `failed_rank` names the rank.
 
     Args:
         x: `[rows, columns]` fp32 or bf16, a part of the sum.
@@ -42,10 +43,10 @@ def all_reduce(
     room = BUFFER_BYTES // x.element_size()
     for first in range(0, given.numel(), room):
         part = given[first : first + room]
-        buffers = _meet(part, ranks, rank, size)
-        total = torch.zeros(part.shape, dtype=torch.float32)
-        for buffer in buffers:
-            total += buffer[: len(part)]
+        total, *others = (buffer[: len(part)].float() for buffer in _meet(part, ranks, rank, size))
+        for other in others:
+            # not in place: in fp32, `total` is the buffer of rank 0
+            total = total + other
         result[first : first + room] = total
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.view(out.shape))
@@ -55,9 +56,9 @@ def all_reduce(
 def gather_columns(
     x: Tensor, ranks: Tensor, *, rank: int, size: int, width: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return the columns of all ranks side by side, on rank 0.
+    """Return the columns of all ranks side by side.
 
-    On other ranks the result is undefined.
+    Only the result of rank 0 is defined.
 
     Args:
         x: `[rows, columns]` fp32 or bf16: each rank has ceil(width / size) columns, the last ones fewer.
@@ -86,7 +87,9 @@ def gather_columns(
 
 
 def local_ids(token_ids: Tensor, *, first: int, count: int, out: Tensor | None = None) -> Tensor:
-    """Return the row of each token in a part of a table; `count` without one.
+    """Return the rows of tokens in a part of a table.
+
+    Tokens of other parts have the row `count`.
 
     Args:
         token_ids: `[tokens]` int32.
@@ -101,13 +104,13 @@ def local_ids(token_ids: Tensor, *, first: int, count: int, out: Tensor | None =
 
 
 def failed_rank(ranks: Tensor) -> int | None:
-    """Return the number of a rank that did not come in time, if any."""
+    """Return the number of a rank that did not come in time, or None."""
     failed = int(ranks[FAILED])
     return failed - 1 if failed else None
 
 
 def _meet(mine: Tensor, ranks: Tensor, rank: int, size: int) -> list[Tensor]:
-    """Give numbers to all ranks; return the buffers of all."""
+    """Write this rank's numbers; return the buffers of all ranks once all have come."""
     lines = ranks[: LINE_WORDS * (1 + size)].view(1 + size, LINE_WORDS)
     turn = int(lines[1 + rank, TURNS])
     words = BUFFER_BYTES // 8
@@ -115,9 +118,10 @@ def _meet(mine: Tensor, ranks: Tensor, rank: int, size: int) -> list[Tensor]:
     buffers = buffers.view(mine.dtype)
     buffers[rank, : len(mine)] = mine
     lines[1 + rank, TURNS] = turn + 1
-    limit, began = int(ranks[LONGEST_WAIT]), time.monotonic_ns()
     for number in range(size):
+        began = time.monotonic_ns()
         while int(lines[1 + number, TURNS]) <= turn and not int(ranks[FAILED]):
+            limit = int(ranks[LONGEST_WAIT])
             if limit and time.monotonic_ns() - began > limit:
                 ranks[FAILED] = 1 + number
             time.sleep(_PAUSE)
