@@ -10,6 +10,7 @@ from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
 from varlen_kernels.reference.logit_edits import EditLists, EditState
+from varlen_kernels.reference.rank_memory import rank_words
 
 # Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
@@ -57,7 +58,7 @@ def calls():
         rows = ops.append_kv(qkv, slots, *copies, positions, rand(9, 8, seed=3), **heads)
         return torch.cat([each.flatten() for each in (rows, *copies)])
 
-    x = rand(4, 2048)
+    x, alone = rand(4, 2048), {"rank": 0, "size": 1}
 
     def edit(ops):
         copy, ids = logits.clone(), torch.zeros(2, dtype=torch.int32)
@@ -75,6 +76,10 @@ def calls():
         ),
         "attention_paged": lambda ops: ops.attention_paged(*paged, **heads, scale=0.3),
         "append_kv": append,
+        "all_reduce": lambda ops: ops.all_reduce(x, torch.zeros(rank_words(1)).long(), **alone),
+        "gather_columns": lambda ops: ops.gather_columns(
+            x, torch.zeros(rank_words(1)).long(), **alone, width=2048
+        ),
         "sample_tokens": lambda ops: ops.sample_tokens(
             logits, half, zero, half, 0 * half, half.double()
         ),
