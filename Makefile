@@ -35,7 +35,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo serve examples test test-kernels test-gpu gpu-report campaign check docs
-.PHONY: bench-beam bench-encoder bench-generate bench-memory bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
+.PHONY: bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machi
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
 	$(BIN)/python -m varlen_bench.memory $(BENCH)
 
+bench-ranks: setup ## Measure what it costs that several processes hold one model; appends to docs/benchmarks
+	$(BIN)/python -m varlen_bench.ranks $(BENCH)
+
 # Engines that need packages in other versions than varlen, each with its requirements. torchvision and its like are
 # not used, and their builds for a GPU fail beside a torch for a CPU. The benchmark runs without them too.
 $(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
@@ -161,10 +164,6 @@ bench-serving: setup ## Load real servers, ours and plain ones, until they canno
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
 	$(BIN)/python -m varlen_bench.serving $(BENCH)
-
-# haproxy and envoy are measured where they are on PATH.
-bench-replicas: setup ## Kill processes of two replicas under load, behind proxies and without; appends to docs/benchmarks
-	$(BIN)/python -m varlen_bench.replicas $(BENCH)
 
 bench-kernels: $(GPU_SETUP) ## Compare every kernel with its peers on this GPU; appends to docs/benchmarks
 	$(ON_GPU) -m varlen_bench.kernels $(BENCH)

@@ -1,0 +1,1 @@
+"""What it costs that several processes hold one model: `make bench-ranks`."""
