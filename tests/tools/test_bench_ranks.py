@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="exchanges of ste
 def test_a_run_writes_a_row_for_each_shape_and_system(ranks, tmp_path, monkeypatch):
     output = tmp_path / "rows.csv"
     monkeypatch.setattr(run, "SHAPES", ((1, 7), (3, 33)))
-    options = ["--quick", "--ranks", str(ranks), "--output", str(output)]
+    options = ["--quick", "--only", "all_reduce", "--ranks", str(ranks), "--output", str(output)]
 
     result = CliRunner().invoke(app, options)
 

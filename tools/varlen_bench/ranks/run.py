@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, rounded
 from varlen_bench.harness.worker import WorkerProcess
+from varlen_bench.ranks import models
 
 Row: TypeAlias = dict[str, Cell]
+_System = TypeVar("_System")
 
 COLUMNS = (
     "measurement", "case", "system", "ranks", "unit", "median", "p20", "p80", "least", "samples",
@@ -27,6 +30,8 @@ SHAPES = ((1, 768), (32, 768), (512, 768))
 # How ranks add: inside a step, as an op that Python calls, and by PyTorch's own library for CPUs.
 SYSTEMS = ("step", "op", "gloo")
 _SAMPLES_OF_ROUND, _EXCHANGES = 20, 50
+# Fewer than a socket holds: nothing reads them meanwhile.
+_MESSAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +64,84 @@ def measure_sums(settings: Settings) -> Iterator[Row]:
                 for system in SYSTEMS[first:] + SYSTEMS[:first]:
                     seconds[system] += _ask(pool, workers, system, rows, columns)
             for system, found in seconds.items():
-                row = row_of("all_reduce", f"{rows}x{columns} fp32", system, settings.ranks, found)
+                case, times = f"{rows}x{columns} fp32", [1e6 * each for each in found]
+                row = row_of("all_reduce", case, system, settings.ranks, times)
                 settings.progress(f"{row['case']} {system}: {row['median']} us")
                 yield row | {"load": rounded(load, 2)}
 
 
+def measure_control(settings: Settings) -> Iterator[Row]:
+    """Measure what rank 0 does for the other ranks before each step."""
+    for sequences in (1, 32):
+        load = os.getloadavg()[0]
+        found = models.control_seconds(sequences, settings.rounds * _SAMPLES_OF_ROUND, _MESSAGES)
+        case = f"{sequences} sequences"
+        times = [1e6 * each for each in found]
+        row = row_of("control", case, "pack and send", settings.ranks, times)
+        settings.progress(f"control of {case}: {row['median']} us")
+        yield row | {"load": rounded(load, 2)}
+
+
+def measure_decode(settings: Settings) -> Iterator[Row]:
+    """Measure decode steps of a GPT-2-small, and the memory of its processes."""
+    for dtype in models.DTYPES:
+        with models.generators(settings.scratch, settings.ranks, dtype) as compared:
+            for sequences in models.SEQUENCES:
+                case = f"gpt2-small {dtype}, {sequences} sequences"
+                ask = partial(models.step_seconds, sequences=sequences)
+                yield from _in_turns(settings, "decode", case, compared, ask)
+            for system, generator in compared.items():
+                mebibytes = models.rank_mebibytes(generator)
+                settings.progress(f"largest process of {system}: {mebibytes} MiB")
+                yield {
+                    **row_of("memory", f"gpt2-small {dtype}", system, settings.ranks, [mebibytes]),
+                    "unit": "MiB",
+                    "load": rounded(os.getloadavg()[0], 2),
+                }
+
+
+def measure_encoder(settings: Settings) -> Iterator[Row]:
+    """Measure lone texts of a BERT-base."""
+    with models.encoders(settings.scratch, settings.ranks) as compared:
+        for length in models.LENGTHS:
+            case = f"bert-base fp32, one text of {length} tokens"
+            ask = partial(models.text_seconds, length=length)
+            yield from _in_turns(settings, "encoder", case, compared, ask)
+
+
 # What the command measures, by name.
-MEASUREMENTS: Mapping[str, Callable[[Settings], Iterator[Row]]] = {"all_reduce": measure_sums}
+MEASUREMENTS: Mapping[str, Callable[[Settings], Iterator[Row]]] = {
+    "all_reduce": measure_sums,
+    "control": measure_control,
+    "decode": measure_decode,
+    "encoder": measure_encoder,
+}
 
 
-def row_of(measurement: str, case: str, system: str, ranks: int, seconds: list[float]) -> Row:
-    """Return the row of some times, in microseconds, without the load."""
-    microseconds = [1e6 * each for each in seconds]
-    spread = Spread.of(microseconds)
+def _in_turns(
+    settings: Settings,
+    measurement: str,
+    case: str,
+    compared: Mapping[str, _System],
+    ask: Callable[[_System], list[float]],
+) -> Iterator[Row]:
+    """Yield the rows of systems that take turns, after one round that does not count."""
+    load, seconds = os.getloadavg()[0], {system: list[float]() for system in compared}
+    for number in range(settings.rounds + 1):
+        names = list(compared)
+        for system in names if number % 2 else names[::-1]:
+            found = ask(compared[system])
+            if number:
+                seconds[system] += found
+    for system, found in seconds.items():
+        row = row_of(measurement, case, system, settings.ranks, [1e6 * each for each in found])
+        settings.progress(f"{measurement} {case}, {system}: {row['median']} us")
+        yield row | {"load": rounded(load, 2)}
+
+
+def row_of(measurement: str, case: str, system: str, ranks: int, found: list[float]) -> Row:
+    """Return the row of some times in microseconds, without the load."""
+    spread = Spread.of(found)
     return {
         "measurement": measurement,
         "case": case,
@@ -81,7 +151,7 @@ def row_of(measurement: str, case: str, system: str, ranks: int, seconds: list[f
         "median": rounded(spread.median, 2),
         "p20": rounded(spread.p20, 2),
         "p80": rounded(spread.p80, 2),
-        "least": rounded(min(microseconds), 2),
+        "least": rounded(min(found), 2),
         "samples": spread.count,
     }
 

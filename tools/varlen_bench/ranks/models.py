@@ -1,0 +1,152 @@
+"""Models that ranks hold, beside the same model in one process with as many threads.
+
+Both have processes of their own, as on a server, and take turns in rounds. A figure of a step is the time between two
+tokens of the first sequence, with the engine and its messages.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from varlen_bench.harness.resident import MIB, resident_bytes
+from varlen_bench.peers.checkpoints import (
+    BERT_BASE,
+    GPT2_SMALL,
+    save_random_checkpoint,
+    save_random_decoder,
+)
+
+if TYPE_CHECKING:
+    from varlen import Encoder
+    from varlen.config import DType
+    from varlen.in_process.generator import Generator
+
+# Sequences of a step, tokens of each prompt and of each answer.
+SEQUENCES = (1, 4, 16)
+_PROMPT, _ANSWER = 32, 40
+# Steps before the first one that counts.
+_FIRST_STEPS = 5
+DTYPES: tuple[DType, ...] = ("fp32", "bf16")
+# Tokens of a lone text.
+LENGTHS = (32, 512)
+_TEXTS = 5
+# Tokens of context of a sequence in a message, and of a KV block.
+_CONTEXT, _BLOCK = 500, 64
+
+
+def control_seconds(sequences: int, samples: int, messages: int) -> list[float]:
+    """Return the seconds in which rank 0 packs a decode step and sends it, one figure per sample."""
+    from varlen.execution.step_packing import part_of_step
+    from varlen.execution.workers.step_messages import step_message
+
+    blocks = -(-_CONTEXT // _BLOCK)
+    ones = np.ones(sequences, np.int32)
+    inputs = {
+        "token_ids": ones,
+        "position_ids": ones * (_CONTEXT - 1),
+        "slots": np.arange(sequences, dtype=np.int64),
+        "cu_seqlens": np.arange(sequences + 1, dtype=np.int32),
+        "context_lens": ones * _CONTEXT,
+        "block_ids": np.arange(sequences * blocks, dtype=np.int32),
+        "cu_blocks": np.arange(sequences + 1, dtype=np.int32) * blocks,
+        "logit_rows": np.arange(sequences, dtype=np.int32),
+    }
+    left, right = (Connection(each.detach()) for each in socket.socketpair())
+    found = []
+    for _ in range(samples):
+        began = time.perf_counter()
+        for _ in range(messages):
+            left.send_bytes(step_message(part_of_step(inputs)))
+        found.append((time.perf_counter() - began) / messages)
+        for _ in range(messages):
+            right.recv_bytes()
+    return found
+
+
+@contextmanager
+def generators(scratch: Path, ranks: int, dtype: DType) -> Iterator[Mapping[str, Generator]]:
+    """Yield a GPT-2-small in one process, and the same in ranks."""
+    from varlen.config import EngineConfig
+    from varlen.in_process.generator import Generator
+    from varlen.service.generation import GenerationService
+    from varlen.telemetry.metrics import Stats
+
+    folder = scratch / GPT2_SMALL.name
+    if not folder.exists():
+        save_random_decoder(GPT2_SMALL, folder)
+
+    def load(count: int) -> Generator:
+        config = EngineConfig(device="cpu", dtype=dtype, threads=ranks, tensor_parallel=count)
+        return Generator(GenerationService.load(folder, config, Stats(), isolated=True))
+
+    with load(1) as one, load(ranks) as several:
+        yield {"one process": one, "ranks": several}
+
+
+def step_seconds(generator: Generator, sequences: int) -> list[float]:
+    """Return the seconds of steps that decode some sequences."""
+    from varlen.request.generation import GenerationOptions
+
+    options = GenerationOptions(temperature=0.0, max_tokens=_ANSWER, ignore_eos=True)
+    times: list[float] = []
+    answers = [
+        generator.submit(
+            np.random.default_rng(number).integers(1, GPT2_SMALL.vocabulary, _PROMPT),
+            options,
+            (lambda *_: times.append(time.perf_counter())) if not number else None,
+        )
+        for number in range(sequences)
+    ]
+    for answer in answers:
+        answer.result()
+    return [after - before for before, after in pairwise(times)][_FIRST_STEPS:]
+
+
+def rank_mebibytes(generator: Generator) -> float:
+    """Return the resident memory of the largest process of a model, in MiB."""
+    from varlen.execution.workers.step_process import StepProcess
+
+    model = generator._service.runner
+    assert isinstance(model, StepProcess)
+    leader = model.pid
+    children = Path(f"/proc/{leader}/task/{leader}/children").read_text(encoding="ascii").split()
+    return max(resident_bytes(pid) for pid in (leader, *map(int, children))) / MIB
+
+
+@contextmanager
+def encoders(scratch: Path, ranks: int) -> Iterator[Mapping[str, Encoder]]:
+    """Yield a BERT-base in one worker per core, and the same in ranks."""
+    from varlen import Encoder
+    from varlen.config import EngineConfig
+    from varlen.service.service import Service
+    from varlen.telemetry.metrics import Stats
+
+    folder = scratch / BERT_BASE.name
+    save_random_checkpoint(BERT_BASE, folder, max(LENGTHS))
+
+    def load(count: int) -> Encoder:
+        config = EngineConfig(device="cpu", dtype="fp32", threads=ranks, tensor_parallel=count)
+        return Encoder(Service.load(folder, config, Stats(), isolated=True))
+
+    with load(1) as one, load(ranks) as several:
+        yield {"one process": one, "ranks": several}
+
+
+def text_seconds(encoder: Encoder, length: int) -> list[float]:
+    """Return the seconds of lone texts, one after another."""
+    ids = np.random.default_rng(length).integers(1, BERT_BASE.vocabulary, length).tolist()
+    found = []
+    for _ in range(_TEXTS):
+        began = time.perf_counter()
+        encoder.embed([ids])
+        found.append(time.perf_counter() - began)
+    return found
