@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,8 +26,8 @@ from varlen_bench.peers.checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from varlen import Encoder
     from varlen.config import DType
+    from varlen.execution.workers.workers import Workers
     from varlen.in_process.generator import Generator
 
 # Sequences of a step, tokens of each prompt and of each answer.
@@ -123,30 +123,41 @@ def rank_mebibytes(generator: Generator) -> float:
 
 
 @contextmanager
-def encoders(scratch: Path, ranks: int) -> Iterator[Mapping[str, Encoder]]:
+def encoders(scratch: Path, ranks: int) -> Iterator[Mapping[str, Workers]]:
     """Yield a BERT-base in one worker per core, and the same in ranks."""
-    from varlen import Encoder
     from varlen.config import EngineConfig
-    from varlen.service.service import Service
+    from varlen.execution.workers.workers import load_workers
+    from varlen.models.checkpoint_folder import Checkpoint
     from varlen.telemetry.metrics import Stats
 
     folder = scratch / BERT_BASE.name
     save_random_checkpoint(BERT_BASE, folder, max(LENGTHS))
+    checkpoint = Checkpoint.open(folder)
+    with ExitStack() as stack:
 
-    def load(count: int) -> Encoder:
-        config = EngineConfig(device="cpu", dtype="fp32", threads=ranks, tensor_parallel=count)
-        return Encoder(Service.load(folder, config, Stats(), isolated=True))
+        def load(count: int) -> Workers:
+            config = EngineConfig(device="cpu", dtype="fp32", threads=ranks, tensor_parallel=count)
+            workers = load_workers(checkpoint, config, Stats(), gpu=0, isolated=True)
+            stack.callback(workers.close)
+            # a lone batch has the cores of all workers
+            workers.use_all_cores()
+            assert workers.share is not None
+            workers.share.set_alone(True)
+            return workers
 
-    with load(1) as one, load(ranks) as several:
-        yield {"one process": one, "ranks": several}
+        yield {"one process": load(1), "ranks": load(ranks)}
 
 
-def text_seconds(encoder: Encoder, length: int) -> list[float]:
+def text_seconds(workers: Workers, length: int) -> list[float]:
     """Return the seconds of lone texts, one after another."""
-    ids = np.random.default_rng(length).integers(1, BERT_BASE.vocabulary, length).tolist()
-    found = []
+    from varlen.execution.workers.process import WorkerProcess
+    from varlen.request.request import DEFAULT_OPTIONS, Prompt
+
+    ids = np.random.default_rng(length).integers(1, BERT_BASE.vocabulary, length, dtype=np.int32)
+    runner, found = workers.runners[0], []
+    assert isinstance(runner, WorkerProcess)
     for _ in range(_TEXTS):
         began = time.perf_counter()
-        encoder.embed([ids])
+        runner.run([Prompt(ids)], [DEFAULT_OPTIONS])
         found.append(time.perf_counter() - began)
     return found
