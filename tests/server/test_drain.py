@@ -1,7 +1,5 @@
 """`varlen drain`: a server is ended, and no request that it took is lost."""
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ import pytest
 from varlen.server.draining import marker_of
 from varlen_tools.local_server import LocalServer
 
-from .serving import add_model, http_call, metrics, wait_until
+from .serving import add_model, http_call, metrics, start_drain, wait_until
 
 ROW = {"name": "input_ids", "datatype": "INT64", "shape": [1, 4], "data": [2, 3, 4, 5]}
 SENDERS = 4
@@ -34,15 +32,6 @@ def infer(server: LocalServer, **parameters: Any) -> tuple[int, str]:
     body = {"inputs": [ROW], "parameters": parameters}
     status, answer = http_call(server, "POST", "/v2/models/slow/infer", body)
     return status, answer.get("error", "")
-
-
-def start_drain(server: LocalServer, *options: str) -> subprocess.Popen[str]:
-    """Start the command for one server."""
-    command = [
-        *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={server.pid}"),
-        *(f"--metrics-url={server.metrics_url}", *options),
-    ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_drained_server_ends_without_losing_a_request(server: LocalServer) -> None:
