@@ -29,6 +29,7 @@ OTHERS = {
     *(
         "curl",
         "docker",
+        "helm",
         "pip",
         "printf",
         "tritonserver",
