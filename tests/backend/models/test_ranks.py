@@ -1,4 +1,7 @@
-"""Families that ranks divide: parts are the whole, and N ranks give what one process gives."""
+"""Families that ranks divide.
+
+The parts are the whole, and N ranks give what one process gives.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -44,7 +44,7 @@ _CONTEXT, _BLOCK = 500, 64
 
 
 def control_seconds(sequences: int, samples: int, messages: int) -> list[float]:
-    """Return the seconds in which rank 0 packs a decode step and sends it, one figure per sample."""
+    """Return samples of the seconds to pack a decode step and send it."""
     from varlen.execution.step_packing import part_of_step
     from varlen.execution.workers.step_messages import step_message
 
