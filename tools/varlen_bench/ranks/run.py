@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from varlen_bench.harness.command import Progress
+from varlen_bench.harness.neighbour import half_a_busy_core
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, rounded
 from varlen_bench.harness.worker import WorkerProcess
@@ -100,6 +101,17 @@ def measure_decode(settings: Settings) -> Iterator[Row]:
                 }
 
 
+def measure_beside(settings: Settings) -> Iterator[Row]:
+    """Measure decode steps of a GPT-2-small while other work keeps half a core busy."""
+    for dtype in models.DTYPES:
+        with models.generators(settings.scratch, settings.ranks, dtype) as compared:
+            for sequences in models.SEQUENCES:
+                case = f"gpt2-small {dtype}, {sequences} sequences, half a core busy"
+                ask = partial(models.step_seconds, sequences=sequences)
+                with half_a_busy_core():
+                    yield from _in_turns(settings, "decode", case, compared, ask)
+
+
 def measure_encoder(settings: Settings) -> Iterator[Row]:
     """Measure lone texts of a BERT-base."""
     with models.encoders(settings.scratch, settings.ranks) as compared:
@@ -114,6 +126,7 @@ MEASUREMENTS: Mapping[str, Callable[[Settings], Iterator[Row]]] = {
     "all_reduce": measure_sums,
     "control": measure_control,
     "decode": measure_decode,
+    "beside": measure_beside,
     "encoder": measure_encoder,
 }
 
