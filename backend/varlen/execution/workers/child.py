@@ -6,6 +6,7 @@ log lines and then the model's description, or an error. When the engine closes 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -38,6 +39,8 @@ _log = logging.getLogger("varlen")
 MAX_MESSAGE = 1 << 16
 # Of a log line or an error, which JSON may make six times as long.
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
+# Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+_SET_PARENT_DEATH_SIGNAL = 1
 # File descriptors of a message at most.
 MOST_DESCRIPTORS = 2
 # Seconds between two trims of a worker's heap.
@@ -155,6 +158,14 @@ def answer_batches(
     finally:
         # without cleanup: everything but the connection may belong to the process that forked this one
         os._exit(status)
+
+
+def end_with_parent() -> None:
+    """Have the system end this process with the thread that started it.
+
+    A control socket tells of that end too, but not a process that is stopped, or that waits for another one.
+    """
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def send(

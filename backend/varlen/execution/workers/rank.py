@@ -8,17 +8,21 @@ the memory in which the ranks meet. The process ends with rank 0's.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeVar
 
-from varlen.execution.workers.child import IDLE_SECONDS, LoadedModel, Setup, run_model
+from varlen.execution.workers.child import (
+    IDLE_SECONDS,
+    LoadedModel,
+    Setup,
+    end_with_parent,
+    run_model,
+)
 from varlen.memory.heap import trim_heap
 from varlen.program.rank import RANKS, Rank
 
@@ -31,9 +35,6 @@ if TYPE_CHECKING:
     from varlen.models.checkpoint_folder import Checkpoint
 
 _T = TypeVar("_T")
-
-# Of prctl, on Linux: which signal a process gets when the thread that started it ends.
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class RankMember:
@@ -93,8 +94,7 @@ class _Part:
 
 def main() -> None:
     """Load a part of a model, then run what rank 0 runs."""
-    # rank 0 may be stopped, or killed, and then closes nothing; before it has sent anything, its socket tells
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent()
     run_model(_load, _follow)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from varlen.errors import VarlenError
-from varlen.execution.workers.child import Setup, send
+from varlen.execution.workers.child import Setup, end_with_parent, send
 from varlen.execution.workers.controlled import ControlledProcess
 from varlen.execution.workers.model_process import setup_message
 from varlen.execution.workers.start import RANK
@@ -52,6 +52,8 @@ class RankGroup(Generic[_Work]):
             setup: the setup of this process.
             message_of: returns some work as a message to the other ranks.
         """
+        # the others end with this process: the engine's thread that starts it ends after its last step
+        end_with_parent()
         self.rank = Rank(0, setup.config.tensor_parallel)
         self._control = setup.control
         self._message_of = message_of
