@@ -200,8 +200,9 @@ class LayerReader(Container[str]):
             return TokenTable(self.tensor(name, *shape), shape[0])
         import torch
 
-        rows = self._vocabulary(name, *shape)
-        table = torch.cat([rows, rows.new_zeros(1, shape[1])])
+        stored = self._stored(name, shape, 0, [self._vocabulary(shape[0])])
+        table = torch.zeros(len(stored) + 1, shape[1], dtype=self._dtype, device=self._device)
+        table[:-1] = stored
         return TokenTable(table, shape[0], self.rank)
 
     def vocabulary_bias(self, name: str, *shape: int) -> Tensor:
@@ -220,7 +221,11 @@ class LayerReader(Container[str]):
 
     def output(self, name: str, hidden: int, vocabulary: int) -> Linear:
         """Return a layer that gives a logit for each of this rank's tokens."""
-        return Linear(self._vocabulary(f"{name}.weight", vocabulary, hidden).t().contiguous(), None)
+        bounds = self._vocabulary(vocabulary)
+        stored = self._stored(f"{name}.weight", (vocabulary, hidden), 0, [bounds])
+        weight = stored.new_empty(hidden, len(stored), dtype=self._dtype)
+        # transposes and converts at once
+        return Linear(weight.copy_(stored.t()), None)
 
     def linear(
         self,
@@ -270,9 +275,8 @@ class LayerReader(Container[str]):
             stored = self._stored(
                 f"{name}.weight",
                 (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in),
-                bounds if split == "outputs" else inputs,
-                axis=int(is_saved_by_input) ^ int(split == "inputs"),
-                is_whole=split == "none",
+                int(is_saved_by_input) ^ int(split == "inputs"),
+                inputs if split == "inputs" else bounds,
             )
             # transposes and converts at once, on the device
             place.copy_(stored if is_saved_by_input else stored.t())
@@ -307,32 +311,25 @@ class LayerReader(Container[str]):
                 f" allowed are divisors of {features}"
             )
 
-    def _vocabulary(self, name: str, *shape: int) -> Tensor:
-        """Return the rows of this rank's tokens, `[tokens, ...]`."""
-        first, last = self.rank.bounds(shape[0])
+    def _vocabulary(self, tokens: int) -> tuple[int, int]:
+        """Return the bounds of this rank's tokens."""
+        first, last = self.rank.bounds(tokens)
         if first == last:
             raise ConfigError(
-                f"tensor_parallel is {self.rank.size}; {shape[0]} tokens leave none for rank {self.rank.number}"
+                f"tensor_parallel is {self.rank.size}; {tokens} tokens leave none for rank {self.rank.number}"
             )
-        return self._part(name, *shape, axis=0, bounds=[(first, last)])
+        return first, last
 
     def _part(self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return parts of a tensor, one after another, in the layout of its file."""
-        if list(bounds) == [(0, shape[axis])]:
-            return self.tensor(name, *shape)
-        parts = self._weights.read_parts(name, *shape, axis=axis, bounds=bounds)
-        return parts.to(self._device, self._dtype)
+        # a copy in any case, as of `tensor`
+        return self._stored(name, shape, axis, bounds).to(self._dtype, copy=True)
 
     def _stored(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        bounds: Sequence[tuple[int, int]],
-        *,
-        axis: int,
-        is_whole: bool,
+        self, name: str, shape: tuple[int, ...], axis: int, bounds: Sequence[tuple[int, int]]
     ) -> Tensor:
-        """Return a weight as its file has it, whole or in part, on the device."""
-        if is_whole:
+        """Return parts of a tensor as its file has them, perhaps as a view."""
+        if list(bounds) == [(0, shape[axis])]:
             return self._weights.read(name, *shape).to(self._device)
-        return self._weights.read_parts(name, *shape, axis=axis, bounds=bounds).to(self._device)
+        parts = self._weights.read_parts(name, *shape, axis=axis, bounds=bounds)
+        return parts.to(self._device)
