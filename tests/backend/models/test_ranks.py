@@ -6,7 +6,7 @@ The parts are the whole, and N ranks give what one process gives.
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from threading import Barrier
 
 import numpy as np
@@ -156,6 +156,24 @@ def test_ranks_of_an_encoder_give_what_one_process_gives(make_checkpoint, rng, k
     for answers in on_ranks(2, run):
         for found, one in zip(answers, expected, strict=True):
             assert_close(found, one, roundings=encoder_roundings(folder))
+
+
+def test_ranks_round_sums_in_bf16_as_one_process_does(make_checkpoint, rng):
+    folder = make_checkpoint("BertModel", **HEADS)
+    checkpoint, config = Checkpoint.open(folder), replace(CONFIG, dtype="bf16")
+    prompts = [Prompt(rng.integers(5, 40, n, dtype=np.int32)) for n in (9, 30)]
+    options = [DEFAULT_OPTIONS] * len(prompts)
+    expected = Runner(checkpoint, CONFIG).run(prompts, options)
+
+    first, second = on_ranks(
+        2, lambda link: Runner(checkpoint, config, link=link).run(prompts, options)
+    )
+
+    # each partial sum is rounded too, which doubles the roundings at most
+    roundings = 2 * encoder_roundings(folder, torch.bfloat16)
+    for found, other, one in zip(first, second, expected, strict=True):
+        np.testing.assert_array_equal(found, other)
+        assert_close(found, one, roundings=roundings, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind, size", [*((kind, 2) for kind in TRANSLATORS), ("MarianMTModel", 4)])

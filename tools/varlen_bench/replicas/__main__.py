@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -181,37 +182,31 @@ class _Study:
         self._proxy = proxy
         self._bodies = bodies
         self._rate = rate
-        self._due = next_poisson_times(len(bodies), rate, seed)
+        self._seed = seed
 
     def rows(self) -> Iterator[Row]:
         """Yield the row of each load."""
         yield self._unary("none", None)
+        # it takes longer than the other loads
+        yield self._unary("rolling restart", self._restart_all, repeats=3)
         for event, fault in FAULTS.items():
             # proxies do not replay the error of a dead stub: its probes take the replica out of service
             if event != "stub" or self._proxy is None:
-                yield self._unary(event, fault)
+                yield self._unary(event, partial(self._strike, fault))
                 self._wait_until_up()
         for event, name in _STREAM_FAULTS.items():
             if name != "stub" or self._proxy is None:
                 yield self._streams(event, FAULTS[name])
                 self._wait_until_up()
 
-    def _unary(self, event: str, fault: Fault | None) -> Row:
-        def strike() -> None:
-            assert fault is not None
-            fault.strike(self._servers[0], _EMBEDDER)
-            if fault.repair_after is not None:
-                time.sleep(fault.repair_after)
-                self._replace()
-
-        before = self._counts()
+    def _unary(self, event: str, strike: Callable[[], None] | None, *, repeats: int = 1) -> Row:
+        before, bodies = self._counts(), [*self._bodies] * repeats
+        due = next_poisson_times(len(bodies), self._rate, self._seed)
         record, struck_at = asyncio.run(
-            send_through_fault(
-                self._route, _EMBEDDER, self._bodies, self._due, None if fault is None else strike
-            )
+            send_through_fault(self._route, _EMBEDDER, bodies, due, strike)
         )
         spread = None
-        if fault is None:
+        if strike is None:
             ran = [after - count for after, count in zip(self._counts(), before, strict=True)]
             spread = ran[0] / sum(ran)
         return load_row(
@@ -223,6 +218,20 @@ class _Study:
             offered=self._rate,
             spread=spread,
         )
+
+    def _strike(self, fault: Fault) -> None:
+        fault.strike(self._servers[0], _EMBEDDER)
+        if fault.repair_after is not None:
+            time.sleep(fault.repair_after)
+            self._replace()
+
+    def _restart_all(self) -> None:
+        """Drain, end and start one server after the other."""
+        for server in self._servers:
+            server.drain()
+            server.stop()
+            server.start()
+            self._wait_until_up()
 
     def _streams(self, event: str, fault: Fault) -> Row:
         records, struck_at, reasons = asyncio.run(

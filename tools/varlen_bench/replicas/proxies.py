@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
@@ -47,6 +48,16 @@ class Replica:
     def kill(self) -> None:
         """End the server with SIGKILL."""
         os.kill(self.running.pid, signal.SIGKILL)
+
+    def drain(self) -> None:
+        """Take the server out of service, as before its end.
+
+        Raises:
+            CalledProcessError: it cannot be drained.
+        """
+        command = [sys.executable, "-m", "varlen_tools.drain"]
+        command += [f"--server-pid={self.running.pid}", f"--metrics-url={self.running.metrics_url}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def stop(self) -> None:
         """End the server with SIGTERM, if it runs."""
