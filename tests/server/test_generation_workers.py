@@ -79,14 +79,15 @@ def test_streams_go_on_when_their_worker_is_killed_and_fail_when_two_are(
             return list(client.generate(prompt, **SEARCH).token_ids)
 
         expected, found = [stream(options) for options in STREAMS], search()
+        # so long that it does not end before its reader gets to the kill
+        whole = stream(STREAMS[0], max_tokens=1000)
         killed = step_worker(stub)
 
-        running = [
-            pool.submit(stream, options, kills=int(number == 0))
-            for number, options in enumerate(STREAMS)
-        ]
+        losing = pool.submit(stream, STREAMS[0], kills=1, max_tokens=1000)
+        running = [pool.submit(stream, options) for options in STREAMS]
         searching = pool.submit(search)
 
+        assert losing.result() == whole
         assert [each.result() for each in running] == expected
         assert searching.result() == found
         assert stub_of(server, WRITER) == stub
