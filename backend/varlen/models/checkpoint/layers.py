@@ -322,8 +322,9 @@ class LayerReader(Container[str]):
 
     def _part(self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return parts of a tensor, one after another, in the layout of its file."""
-        # a copy in any case, as of `tensor`
-        return self._stored(name, shape, axis, bounds).to(self._dtype, copy=True)
+        if list(bounds) == [(0, shape[axis])]:
+            return self.tensor(name, *shape)
+        return self._stored(name, shape, axis, bounds).to(self._dtype)
 
     def _stored(
         self, name: str, shape: tuple[int, ...], axis: int, bounds: Sequence[tuple[int, int]]
