@@ -328,7 +328,7 @@ class _Reader:
     def _layer(self, at: str) -> PostNormLayer:
         hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
 
-        def outputs(features: int, count: int, *parts: str, units: int) -> Linear:
+        def outputs(features: int, count: int, *parts: str, heads: int | None = None) -> Linear:
             """Return `count` outputs of as many features, in one tensor or more."""
             each = count // len(parts)
             return self._read.linear(
@@ -337,7 +337,7 @@ class _Reader:
                 [each * features] * len(parts),
                 bias=names.has_bias(parts[0]),
                 split="outputs",
-                units=[units] * len(parts),
+                units=None if heads is None else [heads] * len(parts),
                 parts=each,
             )
 
@@ -345,10 +345,10 @@ class _Reader:
             bias = names.has_bias(part)
             return self._read.linear([f"{at}.{part}"], fan_in, [hidden], bias=bias, split="inputs")
 
-        qkv = outputs(hidden, 3, *names.qkv, units=self._sizes.heads)
+        qkv = outputs(hidden, 3, *names.qkv, heads=self._sizes.heads)
         attention_output = sums(hidden, names.attention_output)
         attention_norm = self._read.norm(f"{at}.{names.attention_norm}", hidden)
-        up = outputs(inner, 1 + names.is_gated, *names.up, units=inner)
+        up = outputs(inner, 1 + names.is_gated, *names.up)
         return PostNormLayer(
             qkv=qkv,
             attention_output=attention_output,

@@ -262,7 +262,7 @@ class LayerReader(Container[str]):
             self._check(names[0], fan_in)
             inputs = [self.rank.bounds(fan_in)]
         outputs = [
-            self._outputs(name, fan_out, parts, fan_out // parts if units is None else units[i])
+            self._outputs(name, fan_out, parts, None if units is None else units[i])
             if split == "outputs"
             else [(0, fan_out)]
             for i, (name, fan_out) in enumerate(zip(names, fan_outs, strict=True))
@@ -296,11 +296,14 @@ class LayerReader(Container[str]):
         """
         return compute()
 
-    def _outputs(self, name: str, fan_out: int, parts: int, units: int) -> list[tuple[int, int]]:
+    def _outputs(
+        self, name: str, fan_out: int, parts: int, units: int | None
+    ) -> list[tuple[int, int]]:
         """Return the bounds of this rank's outputs in each part of a layer."""
         width = fan_out // parts
-        if units == width:
+        if units is None:
             self._check(name, width)
+            units = width
         first, last = (each * (width // units) for each in self.rank.share(units))
         return [(part * width + first, part * width + last) for part in range(parts)]
 
