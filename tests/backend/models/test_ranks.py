@@ -23,6 +23,7 @@ from varlen.execution.step_packing import part_of_step, source_arrays, step_arra
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import _choosing, _chunk
 from varlen.models.checkpoint.layers import Linear, TokenTable
+from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
 from varlen.models.registry import FAMILIES
@@ -32,17 +33,22 @@ from varlen_kernels.reference.rank_memory import rank_words
 
 CPU = torch.device("cpu")
 UNDIVIDED = {"ModernBert", "DebertaV2"}
-# Fields that give a small model four heads.
+# Fields that give a small model four heads; a decoder eight, and two of keys, which four ranks hold twice.
 HEADS = {"num_attention_heads": 4}
+KEY_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 48}
 BART = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 ENCODERS = {
     **{f"{name}Model": HEADS for name in ("Bert", *SMALL_ENCODERS) if name not in UNDIVIDED},
     "DistilBertModel": {"n_heads": 4},
     "T5EncoderModel": {"num_heads": 4},
     "BertForSequenceClassification": HEADS,
+    # decoders that read whole sequences in one step
+    "GPT2Model": {"n_head": 4},
+    "LlamaForSequenceClassification": KEY_HEADS,
+    "Qwen3Model": KEY_HEADS,
 }
 DECODERS = {
-    **{f"{name}ForCausalLM": {} for name in SMALL_DECODERS if name != "GPT2"},
+    **{f"{name}ForCausalLM": KEY_HEADS for name in SMALL_DECODERS if name != "GPT2"},
     "GPT2LMHeadModel": {"n_head": 4},
 }
 TRANSLATORS = {
@@ -53,6 +59,7 @@ TRANSLATORS = {
     "T5ForConditionalGeneration": {"num_heads": 4},
     "MT5ForConditionalGeneration": {"num_heads": 4},
 }
+TYPES = "embeddings.token_type_embeddings.weight"
 MODELS = {**ENCODERS, **DECODERS, **TRANSLATORS}
 CONFIG = EngineConfig(device="cpu", dtype="fp32", warmup_seconds=0, max_running_sequences=4)
 
@@ -115,8 +122,7 @@ def rows_of(*matrices):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", MODELS)
 def test_parts_of_all_ranks_are_the_whole(make_checkpoint, kind, size):
-    more = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 48}
-    checkpoint = Checkpoint.open(make_checkpoint(kind, **(MODELS[kind] or more)))
+    checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))
 
     whole = list(parts_of(load(checkpoint, Rank())))
     ranks = [list(parts_of(load(checkpoint, Rank(number, size)))) for number in range(size)]
@@ -140,6 +146,32 @@ def test_parts_of_all_ranks_are_the_whole(make_checkpoint, kind, size):
                 np.testing.assert_array_equal(rows_of(*biases), rows_of(one.bias[:, None]))
         divided += parts[0].weight.numel() < one.weight.numel()
     assert divided >= len(whole) - 3
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("BertModel", {"embeddings.position_embeddings.weight", TYPES}),
+        ("GPT2LMHeadModel", {"transformer.wpe.weight"}),
+        ("Qwen3ForCausalLM", set()),
+        ("T5ForConditionalGeneration", set()),
+    ],
+)
+def test_a_rank_reads_no_whole_matrix_but_tables_without_tokens(
+    make_checkpoint, monkeypatch, kind, expected
+):
+    checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))
+    read, whole = CheckpointWeights.read, set()
+
+    def recorded(weights, name, *shape):
+        if len(shape) > 1:
+            whole.add(name)
+        return read(weights, name, *shape)
+
+    monkeypatch.setattr(CheckpointWeights, "read", recorded)
+    load(checkpoint, Rank(1, 2))
+
+    assert whole == expected
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -176,14 +208,20 @@ def test_ranks_round_sums_in_bf16_as_one_process_does(make_checkpoint, rng):
         assert_close(found, one, roundings=roundings, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind, size", [*((kind, 2) for kind in TRANSLATORS), ("MarianMTModel", 4)])
-def test_ranks_of_a_translator_give_the_logits_of_one_process(make_checkpoint, kind, size):
-    checkpoint = Checkpoint.open(make_checkpoint(kind, **TRANSLATORS[kind]))
+@pytest.mark.parametrize(
+    "kind, size",
+    [
+        *((kind, 2) for kind in (*DECODERS, *TRANSLATORS)),
+        *((kind, 4) for kind in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MarianMTModel")),
+    ],
+)
+def test_ranks_of_a_generator_give_the_logits_of_one_process(make_checkpoint, kind, size):
+    checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))
 
     def logits(runner):
-        chunk = _choosing(_chunk(runner, 5, 7))._replace(
-            token_ids=(2, 9, 4, 7, 5), encodes=(9, 8, 30, 12, 11, 40, 2)
-        )
+        chunk = _choosing(_chunk(runner, 5, 7))._replace(token_ids=(2, 9, 4, 7, 5))
+        if runner.has_sources:
+            chunk = chunk._replace(encodes=(9, 8, 30, 12, 11, 40, 2))
         chunk = chunk._replace(samples=(chunk.sequence,))
         inputs = (arrays([chunk], runner.kv.block_size) for arrays in (step_arrays, source_arrays))
         step = part_of_step(next(inputs), sources=next(inputs))
