@@ -65,10 +65,7 @@ def measure_sums(settings: Settings) -> Iterator[Row]:
                 for system in SYSTEMS[first:] + SYSTEMS[:first]:
                     seconds[system] += _ask(pool, workers, system, rows, columns)
             for system, found in seconds.items():
-                case, times = f"{rows}x{columns} fp32", [1e6 * each for each in found]
-                row = row_of("all_reduce", case, system, settings.ranks, times)
-                settings.progress(f"{row['case']} {system}: {row['median']} us")
-                yield row | {"load": rounded(load, 2)}
+                yield _timed(settings, "all_reduce", f"{rows}x{columns} fp32", system, found, load)
 
 
 def measure_control(settings: Settings) -> Iterator[Row]:
@@ -76,11 +73,7 @@ def measure_control(settings: Settings) -> Iterator[Row]:
     for sequences in (1, 32):
         load = os.getloadavg()[0]
         found = models.control_seconds(sequences, settings.rounds * _SAMPLES_OF_ROUND, _MESSAGES)
-        case = f"{sequences} sequences"
-        times = [1e6 * each for each in found]
-        row = row_of("control", case, "pack and send", settings.ranks, times)
-        settings.progress(f"control of {case}: {row['median']} us")
-        yield row | {"load": rounded(load, 2)}
+        yield _timed(settings, "control", f"{sequences} sequences", "pack and send", found, load)
 
 
 def measure_decode(settings: Settings) -> Iterator[Row]:
@@ -147,9 +140,17 @@ def _in_turns(
             if number:
                 seconds[system] += found
     for system, found in seconds.items():
-        row = row_of(measurement, case, system, settings.ranks, [1e6 * each for each in found])
-        settings.progress(f"{measurement} {case}, {system}: {row['median']} us")
-        yield row | {"load": rounded(load, 2)}
+        yield _timed(settings, measurement, case, system, found, load)
+
+
+def _timed(
+    settings: Settings, measurement: str, case: str, system: str, seconds: list[float], load: float
+) -> Row:
+    """Return the row of some times, and report it."""
+    times = [1e6 * each for each in seconds]
+    row = row_of(measurement, case, system, settings.ranks, times)
+    settings.progress(f"{measurement} {case}, {system}: {row['median']} us")
+    return row | {"load": rounded(load, 2)}
 
 
 def row_of(measurement: str, case: str, system: str, ranks: int, found: list[float]) -> Row:

@@ -40,7 +40,7 @@ def hung_after(config: EngineConfig) -> HungAfter:
     """Return when a worker of a model counts as hung."""
     if config.tensor_parallel == 1:
         return HungAfter()
-    # the ranks notice among themselves who is late; this is for rank 0
+    # a rank that waits notices which one is late; this limit is for rank 0
     return HungAfter(config.rank_timeout_seconds + _RANK_SECONDS, _RANK_FACTOR)
 
 

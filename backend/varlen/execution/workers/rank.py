@@ -41,7 +41,7 @@ class RankMember:
     """The link of a rank other than 0: a `RankLink`.
 
     Attributes:
-        rank: its place.
+        rank: the place of this process among the ranks.
         states: the memory in which the ranks meet.
         connection: connection to rank 0.
     """
