@@ -68,8 +68,10 @@ def test_a_row_has_the_same_bits_on_any_number_of_cores(rows):
 
     def results(cores):
         with using_cores(cores):
-            yield cpu.linear_panels(x, panels, bias)
-            yield cpu.linear_panels_activate(x, panels, bias, kind="gelu")
+            return [
+                cpu.linear_panels(x, panels, bias),
+                cpu.linear_panels_activate(x, panels, bias, kind="gelu"),
+            ]
 
     for one, several in zip(results(1), results(3), strict=True):
         assert torch.equal(one, several)
