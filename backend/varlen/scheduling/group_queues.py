@@ -10,14 +10,14 @@ What a step in flight runs is not preempted: the next step has to wait for its e
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from copy import copy
 
 from sortedcontainers import SortedKeyList
 
 from varlen.scheduling.fair_share import RANK_UNIT
 from varlen.scheduling.group_memory import GroupMemory
-from varlen.scheduling.groups import Group, groups_of_step
+from varlen.scheduling.groups import Group
 from varlen.scheduling.places import Places
 from varlen.scheduling.step_size import StepSize
 
@@ -78,7 +78,7 @@ class GroupQueues:
 
         Args:
             step: size of the next step.
-            held: groups that a step in flight runs.
+            held: groups that steps in flight run.
 
         Raises:
             HeldByStepError: one would take the place of a held group; those before it have started.
@@ -98,20 +98,20 @@ class GroupQueues:
         if self._waiting and lacks_places:
             self._start_short(step)
 
-    def extend_running(self, step: StepSize, held: Set[Group]) -> bool:
+    def extend_running(self, groups: Iterable[Group], held: Set[Group]) -> bool:
         """Allocate the blocks of tokens to generate; return whether no group was preempted.
 
         If no block is available, the last groups are preempted, perhaps the one that needs it.
 
         Args:
-            step: size of the next step.
-            held: groups that a step in flight runs.
+            groups: running groups that the next step may run.
+            held: groups that steps in flight run.
 
         Raises:
             HeldByStepError: the last group is held.
         """
         before = self.memory_preemptions
-        for group in groups_of_step(self.running, step.tokens):
+        for group in groups:
             # one before it may have preempted it
             if group.remaining > 1 or not group.is_encoded:
                 continue
@@ -202,7 +202,10 @@ class GroupQueues:
         return True
 
     def _free_tokens(self, step: StepSize) -> int:
-        """Return how many tokens of a step no running group needs."""
+        """Return how many tokens of a step no running group needs.
+
+        One step has enough tokens for all of them, though the steps of a pipeline divide them.
+        """
         used: int = sum(group.least_tokens for group in self.running)
         return step.tokens - used
 

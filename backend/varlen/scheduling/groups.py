@@ -1,8 +1,7 @@
-"""Groups of sequences that are computed as one, and the groups of a step."""
+"""Groups of sequences that are computed as one, and how they divide a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from varlen.scheduling.beam_blocks import BeamBlocks
@@ -30,6 +29,7 @@ class Group:
         is_encoded: whether these are stored; also without a source text.
         reserved: blocks that are reserved for it and not used yet.
         has_started: whether it has run before.
+        skipped: number of steps that did not run it since it last ran or started, while no step in flight ran it.
     """
 
     order: tuple[int, int, int]
@@ -45,6 +45,7 @@ class Group:
     is_encoded: bool = field(init=False)
     reserved: int = 0
     has_started: bool = False
+    skipped: int = 0
 
     def __post_init__(self) -> None:
         self.first = self.sequences[0]
@@ -118,25 +119,12 @@ class Group:
         Samples keep their tokens; a search begins anew with its prompt.
         """
         self.is_encoded = not self.source_tokens
+        self.skipped = 0
         first = self.first
         first.num_computed = 0
         if self.has_beams:
             first.num_unknown = 0
             first.sampler_state = None
-
-
-def groups_of_step(running: Iterable[Group], step_tokens: int) -> list[Group]:
-    """Return the groups that go on and fit into a step; the first always fits."""
-    groups: list[Group] = []
-    tokens = 0
-    for group in running:
-        if group.is_ending:
-            continue
-        tokens += group.least_tokens
-        if groups and tokens > step_tokens:
-            break
-        groups.append(group)
-    return groups
 
 
 def divide_step(groups: list[Group], step_tokens: int) -> list[int]:

@@ -20,6 +20,12 @@ The steps are the ones that would run without this, so where that is not certain
 of a prompt, and before anything is preempted that runs. Steps run in their order, so what a sequence no longer needs is
 free at once.
 
+A model may be divided into stages, which run one after another. Then as many steps are in flight as there are stages,
+each with its share of the running groups (`step_groups`), so that no stage is idle. A group is in one step at a time,
+and its tokens are known when its next step is scheduled. All steps share blocks and places. If a step fails, the other
+steps go on, unless KV memory is lost. The seconds of a step are the time between the ends of two steps. A sequence runs
+in one of `stages` steps, so `admit` expects too short a run time for a sequence that waits for other steps.
+
 The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call.
 
 Source: Orca (Yu et al. 2022, OSDI), algorithm 1; chunks of prompts beside sequences that generate follow
@@ -29,7 +35,7 @@ Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption follows vLLM (Kwon et al. 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count, islice
@@ -56,11 +62,12 @@ from varlen.scheduling.claims import Claims
 from varlen.scheduling.generation_counts import GenerationCounts
 from varlen.scheduling.group_memory import GroupMemory
 from varlen.scheduling.group_queues import GroupQueues, HeldByStepError
-from varlen.scheduling.groups import Group, groups_of_step
+from varlen.scheduling.groups import Group
 from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 from varlen.scheduling.step_budget import tokens_of_step
 from varlen.scheduling.step_cost import StepCost
-from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT, StepInFlight
+from varlen.scheduling.step_groups import StepGroups, first_groups
+from varlen.scheduling.step_in_flight import StepInFlight, StepsInFlight
 from varlen.scheduling.step_limits import StepLimits, check_fits
 from varlen.scheduling.step_size import StepSize
 
@@ -93,11 +100,13 @@ class IterationScheduler:
         """
         self._limits = limits
         places = limits.new_places()
-        self._max_running = places.count
+        # steps of a pipeline divide the running sequences
+        self._sequences_per_step = max(1, places.count // limits.stages)
         self._blocks = blocks
         self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
         self._admission = admission
         self._queues = GroupQueues(self._memory, places)
+        self._step_groups = StepGroups(limits.stages)
         self._claims = Claims()
         self._cost = StepCost()
         self._step_size = StepSize(limits.max_step_tokens)
@@ -105,9 +114,8 @@ class IterationScheduler:
         self._numbers = count()
         # groups of each request that have not run yet
         self._new: Counter[RequestState] = Counter()
-        self._in_flight: deque[StepInFlight] = deque()
-        self._step_numbers = count()
-        # whether the last try found that the next step needs the end of the one in flight
+        self._in_flight = StepsInFlight(limits.stages)
+        # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
         self._prefill_tokens = self._decode_tokens = 0
 
@@ -137,7 +145,7 @@ class IterationScheduler:
         forecast = self._cost.forecast(
             request,
             max_step_tokens=self._limits.max_step_tokens,
-            max_running_sequences=self._max_running,
+            max_running_sequences=self._sequences_per_step,
             part_before=self._claims.part_before(request),
         )
         self._admission.enter(request, forecast, now)
@@ -169,33 +177,28 @@ class IterationScheduler:
     @property
     def _has_to_wait(self) -> bool:
         """Whether the next step has to wait for the end of one in flight."""
-        return self._is_blocked or len(self._in_flight) == MAX_IN_FLIGHT
+        return self._is_blocked or self._in_flight.is_full
 
     def schedule(self, now: float) -> StepBatch | None:
         """Return the next step and mark its sequences as running; None if there is none."""
         if self._has_to_wait:
             return None
-        before = self._in_flight[-1] if self._in_flight else None
-        if before is not None and before.is_void:
-            before = None
-        chunks = self._next_chunks(before)
+        chunks = self._next_chunks()
         if chunks:
-            copies, after = self._memory.copies.start(), None if before is None else before.number
-            step = StepInFlight(next(self._step_numbers), after, chunks, copies)
-            self._in_flight.append(step)
-            return self._start(step, now)
-        self._is_blocked = bool(self._in_flight)
+            copies = self._memory.copies.start(chunks.values())
+            return self._start(self._in_flight.start(chunks, copies), now)
+        self._is_blocked = bool(self._in_flight.steps)
         return None
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
         self._admission.end(batch)
-        step = self._in_flight[-1]
+        step = self._in_flight.steps[-1]
         for group in [group for group in step.chunks if group.is_finished]:
             del step.chunks[group]
         if step.chunks:
             return self._start(step, now)
-        self._in_flight.pop()
+        self._in_flight.steps.pop()
         self._memory.copies.take_back(step.copies)
         self._is_blocked = False
         return None
@@ -203,11 +206,15 @@ class IterationScheduler:
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the new tokens of a step that has run, or its failures."""
         self._admission.end(batch)
-        step = self._in_flight.popleft()
         self._is_blocked = False
-        if step.number != cast(StepBatch, batch).number:
+        number = cast(StepBatch, batch).number
+        step = self._in_flight.end(number)
+        if step is None:
+            # a fault kept a later step from starting, which ended first; all requests have failed
+            return []
+        if step.number != number:
             # a fault kept it from starting, and its requests have failed
-            self._undo(step)
+            self._undo(step, "batch")
             return self.update(batch, result)
         if result.failure is not None:
             return self._fail_step(step, batch.shape.tokens, result.failure)
@@ -245,23 +252,21 @@ class IterationScheduler:
     def drain(self) -> None:
         """Do nothing: no step waits for more requests."""
 
-    def _next_chunks(self, before: StepInFlight | None) -> dict[Group, Chunk]:
-        """Return what runs of each group in the next step.
-
-        Args:
-            before: the step in flight.
-        """
-        queues, size = self._queues, self._step_size
-        held = frozenset(() if before is None else before.groups)
-        if any(not (group.can_follow or group.is_ending) for group in held):
+    def _next_chunks(self) -> dict[Group, Chunk]:
+        """Return what runs of each group in the next step."""
+        queues, size, chooser = self._queues, self._step_size, self._step_groups
+        held, before = self._in_flight.groups, self._in_flight.followed
+        if before is not None and not before.can_be_followed:
             return {}
+        # only a step that follows can run groups in flight
+        busy = held if before is None else frozenset[Group]()
         with suppress(HeldByStepError):
-            if queues.extend_running(size, held):
+            candidates = chooser.candidates(queues.running, busy)
+            if queues.extend_running(first_groups(candidates, size.tokens), held):
                 queues.start_waiting(size, held)
-            groups = groups_of_step(queues.running, size.tokens)
-            tokens = tokens_of_step(
-                groups, size.tokens, self._cost, self._limits.inter_token_latency_seconds
-            )
+            groups = chooser.take(queues.running, busy, size.tokens)
+            latency = self._limits.step_latency_seconds
+            tokens = tokens_of_step(groups, size.tokens, self._cost, latency, beside=busy)
             logit_rows = {} if before is None else before.logit_rows()
             return self._memory.next_chunks(groups, tokens, logit_rows)
         return {}
@@ -296,7 +301,11 @@ class IterationScheduler:
         if step.is_void:
             return []
         present = step.groups
-        self._undo(step)
+        if failure == "worker":
+            # steps that do not follow it ran at the same time, in other stages
+            others = [each for each in self._in_flight.steps if each.after is None]
+            present += [group for each in others for group in each.groups]
+        self._undo(step, failure)
         if failure == "memory" and (
             len(step.chunks) > 1 or next(iter(step.chunks)).least_tokens < tokens
         ):
@@ -308,20 +317,20 @@ class IterationScheduler:
         error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
         return [SequenceFailure(group.first, error) for group in present]
 
-    def _undo(self, step: StepInFlight) -> None:
-        """Let a step that has not run, and the steps after it, run again."""
+    def _undo(self, step: StepInFlight, failure: Failure) -> None:
+        """Let a failed step run again, and the steps that are lost with it."""
         # the last one first: it was scheduled last
-        for each in (*reversed(self._in_flight), step):
+        for each in (*reversed(self._in_flight.lost_after(failure)), step):
             for group in each.groups:
                 self._memory.undo(group, each.chunks[group])
             each.is_void = True
-        self._memory.copies.repeat()
+            self._memory.copies.take_back(each.copies)
 
     def _restart_all(self, present: list[Group]) -> list[Event]:
         """Let all running groups start again, after their worker ended; return the failures.
 
         Args:
-            present: groups of the step that it ran.
+            present: groups of the steps that ran then.
         """
         requests = {group.first.request: group.first for group in present}
         self._queues.preempt_all()
@@ -342,7 +351,7 @@ class IterationScheduler:
         if is_pending:
             # the last token runs again for its logits; until then its block is not shared
             self._memory.undo(group, chunk, tokens=1)
-            for step in self._in_flight:
+            for step in self._in_flight.steps:
                 step.ignored.add(group)
         elif not group.has_beams:
             for sample in chunk.samples:

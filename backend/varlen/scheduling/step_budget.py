@@ -10,7 +10,8 @@ Source: chunks of prompts that keep the time between tokens within a target foll
 OSDI), which chooses a constant number of tokens in advance.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import chain
 
 from varlen.scheduling.groups import Group
 from varlen.scheduling.step_cost import StepCost
@@ -20,7 +21,12 @@ PROMPT_PART = 0.25
 
 
 def tokens_of_step(
-    groups: Collection[Group], max_tokens: int, cost: StepCost, latency_seconds: float
+    groups: Collection[Group],
+    max_tokens: int,
+    cost: StepCost,
+    latency_seconds: float,
+    *,
+    beside: Iterable[Group] = (),
 ) -> int:
     """Return the number of tokens of the next step, unless its groups need more.
 
@@ -28,9 +34,11 @@ def tokens_of_step(
         groups: groups of the step.
         max_tokens: largest step.
         cost: expected cost of steps.
-        latency_seconds: target of the inter-token latency; 0 is no target.
+        latency_seconds: target of the seconds of a step; 0 is no target.
+        beside: groups of other steps of a pipeline, whose next tokens wait for this step too.
     """
-    if not latency_seconds or not any(group.is_streaming for group in groups):
+    is_streaming = any(group.is_streaming for group in chain(groups, beside))
+    if not latency_seconds or not is_streaming:
         return max_tokens
     least = sum(group.least_tokens for group in groups)
     factor = 1 / (1 - PROMPT_PART)

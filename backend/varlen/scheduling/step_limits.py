@@ -20,6 +20,7 @@ class StepLimits:
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
         short_places: places beside them for short sequences.
         short_tokens: tokens of the longest short one, prompt and generated tokens together.
+        stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
     """
 
     max_step_tokens: int
@@ -28,10 +29,19 @@ class StepLimits:
     max_sequence_tokens: int
     short_places: int
     short_tokens: int
+    stages: int = 1
+
+    @property
+    def step_latency_seconds(self) -> float:
+        """Target of the seconds between the ends of two steps.
+
+        A sequence runs once in `stages` steps.
+        """
+        return self.inter_token_latency_seconds / self.stages
 
     def new_places(self) -> Places:
         """Return the places of running sequences, all free."""
-        # each running sequence has a token in every step
+        # each running sequence has a token in every step; in a pipeline, one step may be the only one in flight
         places = min(self.max_running_sequences, self.max_step_tokens)
         short_places = min(self.short_places, self.max_step_tokens - places)
         return Places(places, short_places, self.short_tokens)

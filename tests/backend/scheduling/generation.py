@@ -8,6 +8,7 @@ is used again too early gives wrong tokens.
 import random
 from collections import Counter, defaultdict
 from hashlib import blake2b
+from itertools import permutations
 
 import numpy as np
 
@@ -105,6 +106,7 @@ class KvExecutor(HeldExecutor):
         steps: all that have run or failed.
         skipped: steps that did not run, because the one before failed.
         has_failed: whether one has failed; steps are smaller for some time.
+        ended_in: the step in which a worker has ended, until the scheduler knows it; in a pipeline, others start.
         is_pending: returns whether a sequence gets no token in this step.
         seconds: returns the run time of a step.
     """
@@ -124,6 +126,7 @@ class KvExecutor(HeldExecutor):
         self.chosen = {}
         self.tables = {}
         self.has_failed = False
+        self.ended_in = None
         self.is_pending = lambda _: False
         self.seconds = lambda _: 1.0
 
@@ -131,12 +134,10 @@ class KvExecutor(HeldExecutor):
         if batch.after is not None and batch.after == self.last_failed:
             self.skipped.append(batch)
             self.last_failed = batch.number
-            # what has started with it is not new in the next one
-            self.bench.note_running()
             return BatchResult([], 0.0, failure="skipped")
         self.bench.check_step(batch)
         self.steps.append(batch)
-        failure = self.failures.pop(0) if self.failures else None
+        failure = self._next_failure()
         if failure is None or failure.endswith("late"):
             copied = {to: dict(self._block(source)) for source, to in batch.copies}
             self.memory.update(copied)
@@ -154,6 +155,8 @@ class KvExecutor(HeldExecutor):
                 self.chosen.clear()
                 self.tables.clear()
                 self.has_lost_worker = True
+                # what runs ahead waits for the result of this one
+                self.ended_in = self.ended_in or (batch if self.bench.limits.stages > 1 else None)
             return BatchResult([], self.seconds(batch), failure=failure.split()[0])
         for chunk in batch.chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
@@ -170,6 +173,17 @@ class KvExecutor(HeldExecutor):
                 of_rows += outputs[len(outputs) - len(chunk.samples) :]
         self.outputs = of_rows
         return BatchResult(outputs, self.seconds(batch))
+
+    def _next_failure(self):
+        """Return the failure of a step that starts, or None."""
+        if self.ended_in is not None:
+            return "worker"
+        return self.failures.pop(0) if self.failures else None
+
+    def complete(self, index=0):
+        if self.in_flight[index][0] is self.ended_in:
+            self.ended_in = None
+        super().complete(index)
 
     def _rows(self, chunk):
         """Return the block table and the tokens of each row of a chunk."""
@@ -276,6 +290,21 @@ def lengths_of(chunk):
     return [1] * chunk.beams or [len(chunk.token_ids)]
 
 
+def written_blocks(chunk, block_size):
+    """Return the blocks that a chunk writes to, and the host knows."""
+    begin = chunk.start // block_size
+    if not chunk.beams:
+        return list(chunk.block_ids[begin:])
+    # of each table the last one, unless only the device knows it
+    written = chunk.block_ids[begin :: begin + 1]
+    return [block for block in written if any(written)]
+
+
+def blocks_of_chunk(chunk):
+    """Return the blocks that a chunk reads or writes, and the host knows."""
+    return {*chunk.block_ids, *chunk.source_block_ids} - ({0} if chunk.beams else set())
+
+
 def prompt_of_chunk(chunk):
     """Return what tells a prompt from the others of a step."""
     return prompt_of_sequence(chunk.sequence)
@@ -309,6 +338,7 @@ class Bench:
         short_places=0,
         short_tokens=0,
         slots=1,
+        stages=1,
     ):
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
@@ -320,19 +350,32 @@ class Bench:
             max_sequence_tokens=longest,
             short_places=short_places,
             short_tokens=short_tokens,
+            stages=stages,
         )
         self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
-        self.executor = KvExecutor(self, slots)
+        # one more than a pipeline needs: the scheduler keeps to its stages
+        self.executor = KvExecutor(self, slots if stages == 1 else stages + 1)
         self.clock = Clock()
         self.scheduler.add = self._add
+        self.scheduler.schedule = self._schedule
         self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock, Writer)
         # every sequence, in order of arrival
         self.sequences = []
-        self.running_before = set()
+        # groups that go before others in the step that was scheduled last
+        self.overdue = set()
 
     def _add(self, request):
         self.sequences += request.sequences
         IterationScheduler.add(self.scheduler, request)
+
+    def _schedule(self, now):
+        stages = self.limits.stages
+        groups = self.scheduler._queues.running
+        self.overdue = {group for group in groups if stages > 1 and group.skipped >= stages}
+        before = set(groups)
+        step = IterationScheduler.schedule(self.scheduler, now)
+        self._check_started(set(groups) - before)
+        return step
 
     def submit(
         self,
@@ -410,7 +453,7 @@ class Bench:
         # a step with a source that fills it has no place for others
         groups = self.scheduler._queues.running
         going_on = {prompt_of_sequence(group.first) for group in groups if not group.is_ending}
-        if not is_alone and not self.executor.has_failed:
+        if self.limits.stages == 1 and not is_alone and not self.executor.has_failed:
             assert going_on <= prompts <= set(map(prompt_of_sequence, running))
         for chunk in step.chunks:
             self._check_chunk(chunk)
@@ -428,12 +471,8 @@ class Bench:
         # a source is encoded in one piece, when its target starts
         assert list(chunk.encodes) == (source if chunk.start == 0 else [])
         assert len(chunk.source_block_ids) == self.pool.blocks_of(len(source))
-        size = self.pool.block_size
-        written = chunk.block_ids[chunk.start // size :]
+        written = written_blocks(chunk, self.pool.block_size)
         if chunk.beams:
-            # of each table the last one, unless only the device knows it
-            written = chunk.block_ids[chunk.start // size :: chunk.start // size + 1]
-            written = [block for block in written if any(written)]
             assert len(set(written)) in {0, chunk.beams}
         assert not any(map(self.pool.is_shared, written))
 
@@ -446,24 +485,24 @@ class Bench:
     def _check_order(self, step):
         groups = sorted(set(self.scheduler._group_of.values()), key=lambda group: group.order)
         running = [group for group in groups if group.first.status == "running"]
+        if self.limits.stages > 1:
+            *others, _ = self.scheduler._in_flight.steps
+            busy = {group for other in others for group in other.groups}
+            running = [group for group in running if group not in busy]
+            running.sort(key=lambda group: group not in self.overdue)
         running = [g for g in running if g.first in step.sequences or not g.is_ending]
         runs = [group.first in step.sequences for group in running]
         # the first ones of those that have started
         assert sorted(runs, reverse=True) == runs
-        started = [g for g in running if not self.running_before.intersection(g.sequences)]
-        waiting = [group for group in groups if group.first.status == "waiting"]
-        # short ones pass all but each other
+
+    def _check_started(self, started):
+        """Check that groups have started in order; short ones pass all but each other."""
+        waiting = self.scheduler._queues._waiting
         for group in started:
             passed = (
                 filter(self._is_short_group, waiting) if self._is_short_group(group) else waiting
             )
             assert all(group.order < other.order for other in passed)
-        self.note_running()
-
-    def note_running(self):
-        """Remember the sequences that run, when a step starts."""
-        groups = self.scheduler._queues.running
-        self.running_before = {sequence for group in groups for sequence in group.sequences}
 
     def is_short(self, sequence):
         """Return whether a sequence may run in a place for short ones."""
@@ -503,11 +542,29 @@ class Bench:
         assert not any(each.block_ids for each in self.sequences if each not in branches)
         for each in (copies.next, *copies.in_flight):
             assert each.keys() <= holders.keys()
-        for step in self.scheduler._in_flight:
+        for step in self.scheduler._in_flight.steps:
             for chunk in map(step.chunks.get, step.groups):
-                blocks = {*chunk.block_ids, *chunk.source_block_ids}
-                assert blocks - ({0} if chunk.beams else set()) <= holders.keys()
+                assert blocks_of_chunk(chunk) <= holders.keys()
+        if self.limits.stages > 1:
+            self._check_pipeline()
         self._check_reservations(groups)
+
+    def _check_pipeline(self):
+        """Check that steps in flight are independent, and that no group waits for long."""
+        steps, size = self.scheduler._in_flight.steps, self.pool.block_size
+        assert len(steps) <= self.limits.stages
+        assert all(batch.after is None for batch, *_ in self.executor.in_flight)
+        chunks = [[step.chunks[group] for group in step.groups] for step in steps]
+        sequences = [chunk.sequence for step in chunks for chunk in step]
+        assert len(set(sequences)) == len(sequences)
+        for step, other in permutations(chunks, 2):
+            written = {block for chunk in step for block in written_blocks(chunk, size)}
+            assert all(written.isdisjoint(blocks_of_chunk(chunk)) for chunk in other)
+        # see `step_groups`
+        if not self.executor.has_failed:
+            assert all(
+                group.skipped < 2 * self.limits.stages for group in self.scheduler._queues.running
+            )
 
     def _check_reservations(self, groups):
         assert self.pool.counts().reserved == sum(group.reserved for group in groups)

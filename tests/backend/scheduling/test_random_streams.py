@@ -50,9 +50,13 @@ def random_request(rng):
 
 @pytest.mark.parametrize("policy", _POLICIES)
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-@pytest.mark.parametrize("slots", [1, 2], ids=["one by one", "ahead"])
+@pytest.mark.parametrize(
+    "mode",
+    [{"slots": 1}, {"slots": 2}, {"stages": 2}, {"stages": 3}],
+    ids=["one by one", "ahead", "two stages", "three stages"],
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cache, slots, seed):
+def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cache, mode, seed):
     rng = random.Random(seed)
     bench = Bench(
         num_blocks=rng.randint(14, 18),
@@ -63,7 +67,7 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
         running=6,
         short_places=rng.randint(0, 2),
         short_tokens=14,
-        slots=slots,
+        **mode,
     )
     bench.executor.seconds = lambda step: 1.0 + 0.5 * step.shape.tokens
     asked = []
@@ -83,7 +87,9 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
     assert [reply.end for reply, _ in asked] == ["finished"] * len(asked)
     assert [list(map(tokens_of(r).get, range(len(e)))) for r, e in asked] == [e for _, e in asked]
     assert any(step.copies for step in bench.executor.steps)
-    assert any(step.after is not None for step in bench.executor.steps) == (slots == 2)
+    assert any(step.after is not None for step in bench.executor.steps) == (
+        "slots" in mode and mode["slots"] == 2
+    )
     counts = bench.scheduler.snapshot()
     assert counts.preemptions > 0 or policy == "reserve"
     assert (counts.blocks.prefix_hit_tokens > 0) == prefix_cache
@@ -155,6 +161,7 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     short_places=st.integers(0, 2),
     short_tokens=st.integers(0, 16),
     slots=st.sampled_from([1, 2]),
+    stages=st.sampled_from([1, 2, 3]),
     pending=st.sampled_from([0.0, 0.0, 0.3]),
     seed=st.integers(0, 100),
 )
