@@ -252,18 +252,17 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
     bias = parts.output_bias()
     return Bart(
         source_embedding=parts.embedding("encoder", tables.source),
-        encoder_layers=tuple(
-            EncoderLayer(parts.attention(at, encoder), parts.mlp(at, encoder))
-            for at in _layer_names("encoder", encoder)
+        encoder_layers=read.layers(
+            encoder.num_layers,
+            lambda reader, index: _BartReader(config, reader).encoder_layer(index),
+            is_for_first_stage=True,
         ),
         encoder_norm=parts.last_norm("encoder"),
         encoder_heads=encoder_heads,
         target_embedding=parts.embedding("decoder", tables.target),
-        decoder_layers=tuple(
-            DecoderLayer(
-                parts.attention(at, decoder), parts.source_attention(at), parts.mlp(at, decoder)
-            )
-            for at in _layer_names("decoder", decoder)
+        decoder_layers=read.layers(
+            decoder.num_layers,
+            lambda reader, index: _BartReader(config, reader).decoder_layer(index),
         ),
         decoder_norm=parts.last_norm("decoder"),
         attention_heads=decoder_heads,
@@ -294,6 +293,15 @@ class _BartReader:
             scale=config.hidden**0.5 if config.scales_embedding else 1.0,
             norm=self._read.norm(name, config.hidden) if has_norm else None,
         )
+
+    def encoder_layer(self, index: int) -> EncoderLayer:
+        at, stack = f"model.encoder.layers.{index}", self._config.encoder
+        return EncoderLayer(self.attention(at, stack), self.mlp(at, stack))
+
+    def decoder_layer(self, index: int) -> DecoderLayer:
+        at, stack = f"model.decoder.layers.{index}", self._config.decoder
+        attention, source = self.attention(at, stack), self.source_attention(at)
+        return DecoderLayer(attention, source, self.mlp(at, stack))
 
     def attention(self, layer: str, stack: StackConfig) -> SelfAttention:
         name = f"{layer}.self_attn"
@@ -360,10 +368,6 @@ class _BartReader:
 
 def _unless_zero(bias: Tensor | None) -> Tensor | None:
     return bias if bias is not None and bool(bias.any()) else None
-
-
-def _layer_names(stack: str, config: StackConfig) -> list[str]:
-    return [f"model.{stack}.layers.{index}" for index in range(config.num_layers)]
 
 
 # Tables of computed positions, which old releases saved.

@@ -141,8 +141,9 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
     return Gpt2(
         token_table=table,
         position_table=read.tensor(f"{prefix}wpe.weight", config.positions, hidden),
-        layers=tuple(
-            _read_layer(read, config, f"{prefix}h.{index}") for index in range(config.num_layers)
+        layers=read.layers(
+            config.num_layers,
+            lambda reader, index: _read_layer(reader, config, f"{prefix}h.{index}"),
         ),
         final_norm=read.last.norm(f"{prefix}ln_f", hidden),
         output=(

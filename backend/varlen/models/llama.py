@@ -268,9 +268,11 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
     table = read.token_table(table_name, *shape)
-    layers = tuple(
-        _read_layer(read, config, f"{prefix}layers.{index}", window)
-        for index, window in enumerate(config.windows)
+    layers = read.layers(
+        len(config.windows),
+        lambda reader, index: _read_layer(
+            reader, config, f"{prefix}layers.{index}", config.windows[index]
+        ),
     )
     final_norm = read.last.tensor(f"{prefix}norm.weight", config.hidden)
     output = None

@@ -11,6 +11,7 @@ from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.layers import LayerReader, TokenTable
+from varlen.models.checkpoint.stage_layers import StageLayers
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import FAMILIES
@@ -56,9 +57,13 @@ class OneStepDecoder:
 
 
 def load_encoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: Rank = ALONE,
+    stage: StageLayers | None = None,
 ) -> EncoderModel:
-    """Return the model of a checkpoint, or a rank's part, for tasks of one step.
+    """Return the model of a checkpoint, or a part, for tasks of one step.
 
     The last norm and a classifier are fp32. In half precision, logits of many documents would be equal; see
     docs/decisions/0039-scores-in-fp32.md.
@@ -68,8 +73,8 @@ def load_encoder(
     """
     last_dtype = torch.float32 if checkpoint.num_labels else dtype
     if checkpoint.is_decoder:
-        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype, rank))
-    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank)
+        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype, rank, stage))
+    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank, stage)
     return model
 
 
@@ -102,28 +107,36 @@ def load_heads(
 
 
 def load_decoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: Rank = ALONE,
+    stage: StageLayers | None = None,
 ) -> DecoderModel:
-    """Return the decoder of a checkpoint whose `is_decoder` is true, or a rank's part.
+    """Return the decoder of a checkpoint whose `is_decoder` is true, or a part.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
-    model: DecoderModel = _load(checkpoint, dtype, device, dtype, rank)
+    model: DecoderModel = _load(checkpoint, dtype, device, dtype, rank, stage)
     return model
 
 
 def load_encoder_decoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: Rank = ALONE,
+    stage: StageLayers | None = None,
 ) -> EncoderDecoderModel:
-    """Return the model of a checkpoint whose `translate` is not None, or a rank's part.
+    """Return the model of a checkpoint whose `translate` is not None, or a part.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
-    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype, rank)
+    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype, rank, stage)
     return model
 
 
@@ -133,13 +146,17 @@ def _load(
     device: torch.device,
     last_dtype: torch.dtype,
     rank: Rank,
+    stage: StageLayers | None,
 ) -> Any:
-    if rank != ALONE and not checkpoint.family.is_divisible:
+    if (rank != ALONE or stage is not None) and not checkpoint.family.is_divisible:
         names = sorted(name for name, family in FAMILIES.items() if family.is_divisible)
+        setting = (
+            "pipeline_parallel is above 1" if rank == ALONE else f"tensor_parallel is {rank.size}"
+        )
         raise ConfigError(
-            f"tensor_parallel is {rank.size}; the model_type {checkpoint.config['model_type']} runs in one process;"
+            f"{setting}; the model_type {checkpoint.config['model_type']} runs in one process;"
             f" allowed are {', '.join(names)}"
         )
     with CheckpointWeights(checkpoint.folder) as weights:
-        read = LayerReader(weights, dtype, device, last_dtype, rank)
+        read = LayerReader(weights, dtype, device, last_dtype, rank, stage)
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

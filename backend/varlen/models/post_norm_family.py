@@ -317,16 +317,21 @@ class _Reader:
         """Return the layers; layers of one name share their weights."""
         family, sizes = self._family, self._sizes
         names = [family.layer.name.format(index) for index in range(sizes.layers)]
-        by_name = {name: self._layer(f"{self._prefix}{name}") for name in dict.fromkeys(names)}
-        layers = [by_name[name] for name in names]
+        own = list(dict.fromkeys(names))
+        read = self._read.layers(
+            len(own),
+            lambda reader, index: _Reader(family, sizes, reader)._layer(own[index]),
+        )
+        layers = [read[own.index(name)] for name in names]
         if layers:
             # not of a shared layer's other uses
             name = f"{self._prefix}{names[-1]}.{family.layer.output_norm}"
             layers[-1] = replace(layers[-1], output_norm=self._read.last.norm(name, sizes.hidden))
         return tuple(layers)
 
-    def _layer(self, at: str) -> PostNormLayer:
+    def _layer(self, name: str) -> PostNormLayer:
         hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
+        at = f"{self._prefix}{name}"
 
         def outputs(features: int, count: int, *parts: str, heads: int | None = None) -> Linear:
             """Return `count` outputs of as many features, in one tensor or more."""

@@ -150,11 +150,11 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
     size, scale, heads = config.vocab_size, config.output_scale, read.heads(config.heads)
     tables = read_tables(read, _table_names(read), config.hidden, sources=size, targets=size)
     parts = _T5Reader(config, read)
-    encoder = parts.encoder(tables.source)
+    encoder = parts.encoder(tables.source, has_decoder=True)
     decoder_bias = parts.bias("decoder", is_causal=True)
-    decoder_layers = tuple(
-        DecoderLayer(parts.attention(at), parts.source_attention(at), parts.mlp(f"{at}.2"))
-        for at in _layer_names("decoder", config.decoder_layers)
+    decoder_layers = read.layers(
+        config.decoder_layers,
+        lambda reader, index: _T5Reader(config, reader).decoder_layer(index),
     )
     norm = parts.norm("decoder.final_layer_norm")
     return T5(
@@ -177,7 +177,7 @@ def load_encoder(read: LayerReader, fields: Json, head: HeadConfig) -> T5Encoder
     """Return the encoder of a checkpoint without a decoder; see `Family`."""
     config = T5Config.read(fields)
     table = read.token_table(_table_names(read).source, config.vocab_size, config.hidden)
-    return _T5Reader(config, read).encoder(table)
+    return _T5Reader(config, read).encoder(table, has_decoder=False)
 
 
 class _T5Reader:
@@ -187,19 +187,28 @@ class _T5Reader:
         self._config = config
         self._read = read
 
-    def encoder(self, table: TokenTable) -> T5Encoder:
+    def encoder(self, table: TokenTable, *, has_decoder: bool) -> T5Encoder:
         config = self._config
         return T5Encoder(
             token_table=table,
             bias=self.bias("encoder", is_causal=False),
-            layers=tuple(
-                EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
-                for at in _layer_names("encoder", config.encoder_layers)
+            layers=self._read.layers(
+                config.encoder_layers,
+                lambda reader, index: _T5Reader(config, reader).encoder_layer(index),
+                is_for_first_stage=has_decoder,
             ),
             norm=self.norm("encoder.final_layer_norm"),
             attention_heads=self._read.heads(config.heads),
             norm_eps=config.norm_eps,
         )
+
+    def encoder_layer(self, index: int) -> EncoderLayer:
+        at = f"encoder.block.{index}.layer"
+        return EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
+
+    def decoder_layer(self, index: int) -> DecoderLayer:
+        at = f"decoder.block.{index}.layer"
+        return DecoderLayer(self.attention(at), self.source_attention(at), self.mlp(f"{at}.2"))
 
     def attention(self, layer: str) -> SelfAttention:
         name = f"{layer}.0.SelfAttention"
@@ -260,10 +269,6 @@ class _T5Reader:
         return self._read.linear(
             [f"{attention}.o"], width, [config.hidden], bias=False, split="inputs"
         )
-
-
-def _layer_names(stack: str, layers: int) -> list[str]:
-    return [f"{stack}.block.{index}.layer" for index in range(layers)]
 
 
 def _is_unused(name: str, stored: Container[str]) -> bool:  # noqa: ARG001

@@ -100,6 +100,12 @@ class Op:
         return tuple(operand for operand in self.operands if isinstance(operand, Value))
 
     @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weights among its operands."""
+        groups = [each if isinstance(each, tuple) else (each,) for each in self.operands]
+        return tuple(each for group in groups for each in group if isinstance(each, Tensor))
+
+    @property
     def is_by_token(self) -> bool:
         """Whether it treats each token by itself: nothing tells it where sequences begin."""
         values = (*self.reads, *self.results)
@@ -181,9 +187,7 @@ class Program:
     @property
     def weights(self) -> list[Tensor]:
         """The weights that each op reads, in order."""
-        operands = [operand for op in self.ops for operand in op.operands]
-        groups = [each if isinstance(each, tuple) else (each,) for each in operands]
-        return [each for group in groups for each in group if isinstance(each, Tensor)]
+        return [weight for op in self.ops for weight in op.weights]
 
     def run(
         self,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from varlen.models.checkpoint.stage_layers import StageLayers
     from varlen.models.checkpoint.weights import CheckpointWeights
     from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
@@ -128,6 +129,7 @@ class LayerReader(Container[str]):
     """
 
     rank = ALONE
+    _stage: StageLayers | None = None
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class LayerReader(Container[str]):
         device: torch.device,
         last_dtype: torch.dtype | None = None,
         rank: Rank = ALONE,
+        stage: StageLayers | None = None,
     ) -> None:
         """Read from mapped files.
 
@@ -144,12 +147,14 @@ class LayerReader(Container[str]):
             dtype, device: dtype and device of the layers.
             last_dtype: dtype of the layers that `last` reads; None for `dtype`.
             rank: the rank whose parts it reads.
+            stage: the stage whose layers it reads; None for all layers.
         """
         self._weights = weights
         self._dtype = dtype
         self._device = device
         self._last_dtype = last_dtype or dtype
         self.rank = rank
+        self._stage = stage
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -165,6 +170,39 @@ class LayerReader(Container[str]):
     def last(self) -> LayerReader:
         """A reader of it in the dtype of the last norm and of the head."""
         return LayerReader(self._weights, self._last_dtype, self._device, rank=self.rank)
+
+    def layers(
+        self,
+        count: int,
+        read: Callable[[LayerReader, int], _T],
+        *,
+        is_for_first_stage: bool = False,
+    ) -> tuple[_T, ...]:
+        """Return the layers of a stack.
+
+        Layers of other stages have weights without memory.
+
+        Args:
+            count: number of the layers.
+            read: reads one of them, given its number.
+            is_for_first_stage: whether the first stage has the whole stack, as it has the encoder of a decoder.
+        """
+        stage = self._stage
+        if stage is None:
+            return tuple(read(self, number) for number in range(count))
+        import torch
+
+        outside = LayerReader(
+            self._weights, self._dtype, torch.device("meta"), self._last_dtype, self.rank
+        )
+        if is_for_first_stage:
+            reader = self if stage.is_first else outside
+            return tuple(read(reader, number) for number in range(count))
+        layers = tuple(
+            read(self if stage.has(number) else outside, number) for number in range(count)
+        )
+        stage.add(layers)
+        return layers
 
     def heads(self, heads: AttentionHeads) -> AttentionHeads:
         """Return the heads that this rank has of an attention layer.
@@ -283,11 +321,12 @@ class LayerReader(Container[str]):
         is_partial = split == "inputs"
         if not bias or (is_partial and self.rank.number):
             return Linear(weight, None, is_partial)
-        biases = [
-            self._part(f"{name}.bias", fan_out, axis=0, bounds=bounds)
-            for name, fan_out, bounds in zip(names, fan_outs, outputs, strict=True)
-        ]
-        return Linear(weight, torch.cat(biases), is_partial)
+        # torch.cat would import a second of Python for layers of other stages
+        joined = weight.new_empty(sum(widths))
+        places = torch.split(joined, widths)
+        for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
+            place.copy_(self._part(f"{name}.bias", fan_out, axis=0, bounds=bounds))
+        return Linear(weight, joined, is_partial)
 
     def computed(self, compute: Callable[[], _T]) -> _T:
         """Return what is computed of tensors that were read.
