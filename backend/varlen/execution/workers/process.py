@@ -5,7 +5,10 @@ A process contains faults: a worker that is killed, or crashes, costs one retry 
 
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +43,7 @@ _ATTEMPTS = 2
 class WorkerHost(ModelProcess[ModelInfo]):
     """The process that loads a model and forks its workers. Any thread may call `fork`.
 
-    Of a model that several ranks hold, it is rank 0, and its own only worker.
+    Of a model that several processes hold, it is the leader, and its own only worker.
 
     Attributes:
         share: tells workers whether their batch runs alone.
@@ -56,7 +59,7 @@ class WorkerHost(ModelProcess[ModelInfo]):
         """
         self._lock = Lock()
         self.hung_after = hung_after(config)
-        module = HOST if config.tensor_parallel == 1 else BATCHES
+        module = HOST if config.num_processes == 1 else BATCHES
         super().__init__(module, folder, config, new_info=ModelInfo, limits_of=_limits)
         # after the load, which may be refused
         self.share = CoreShare()
@@ -103,19 +106,50 @@ class WorkerHost(ModelProcess[ModelInfo]):
             return Connection(ours.detach()), answer["pid"]
 
 
-class WorkerProcess:
-    """Runs batches in one worker process at a time. Not for two threads at once."""
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A batch in flight.
 
-    def __init__(self, host: WorkerHost, restarted: Callable[[], None]) -> None:
+    Attributes:
+        send: sends it.
+        seconds: expected run time.
+        is_sent: whether the worker has it.
+        attempts: workers that have ended while it was the first of their batches.
+        answer: returns its answers, or raises; None until they are known.
+    """
+
+    send: Callable[[Connection], None]
+    seconds: float
+    is_sent: bool = False
+    attempts: int = 0
+    answer: Callable[[], Sequence[Float32Array]] | None = None
+
+
+class WorkerProcess:
+    """Runs batches in one worker process at a time.
+
+    The last stage of a pipeline takes the next batch before it has run the first.
+
+    One thread may launch batches, and another one ask for their answers, in their order.
+
+    Attributes:
+        slots: batches that may be in flight.
+    """
+
+    def __init__(self, host: WorkerHost, restarted: Callable[[], None], slots: int = 1) -> None:
         """Start the worker.
 
         Args:
             host: host of the model.
             restarted: called after the worker ended and another one has started.
+            slots: batches that may be in flight.
         """
         self._host = host
         self._restarted = restarted
+        self.slots = slots
         self._worker = WorkerConnection(*host.fork(), host.hung_after)
+        self._in_flight: deque[_Sent] = deque()
+        self._sending = Lock()
 
     @property
     def pid(self) -> int:
@@ -124,29 +158,84 @@ class WorkerProcess:
 
     def run_batch(self, batch: Batch) -> Sequence[Float32Array]:
         """Return the answer of each sequence of a batch; see `Runner.run`."""
-        return self.run(batch.prompts, batch.options, seconds=batch.seconds)
+        return self.launch_batch(batch)()
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions], *, seconds: float = 0.0
     ) -> Sequence[Float32Array]:
-        """Return the answer of each sequence; see `Runner.run`.
+        """Return the answer of each sequence; see `launch`."""
+        return self.launch(prompts, options, seconds=seconds)()
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Float32Array]]:
+        """Send a batch; return a function that waits for its answers; see `launch`."""
+        return self.launch(batch.prompts, batch.options, seconds=batch.seconds)
+
+    def launch(
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions], *, seconds: float = 0.0
+    ) -> Callable[[], Sequence[Float32Array]]:
+        """Send a batch; return a function that waits for the answer of each sequence.
+
+        See `Runner.run` for the answers. The function raises:
+            MemoryError: the worker has too little memory.
+            EngineError: the batch failed, or ended two workers.
 
         Args:
             prompts, options: prompts and options of the batch.
             seconds: expected run time.
-
-        Raises:
-            MemoryError: the worker has too little memory.
-            EngineError: the batch failed, or ended two workers.
         """
-        send = partial(send_batch, prompts=prompts, options=options)
-        for _ in range(_ATTEMPTS):
-            try:
-                return self._worker.run(send, seconds=seconds)
-            except WorkerEndedError:
-                self._worker.replace(*self._host.fork(self.pid))
-                self._restarted()
-        raise EngineError(f"{_ATTEMPTS} worker processes ended while they ran this batch")
+        sent = _Sent(partial(send_batch, prompts=prompts, options=options), seconds)
+        with self._sending:
+            # after a worker has ended, each batch runs alone until none is left that may have ended it
+            if all(each.is_sent for each in self._in_flight):
+                self._send(sent)
+            self._in_flight.append(sent)
+        return partial(self._answers, sent)
+
+    def _answers(self, sent: _Sent) -> Sequence[Float32Array]:
+        """Return the answers of a batch, after the answers of the batches before it."""
+        while sent.answer is None:
+            first = self._in_flight[0]
+            first.answer = self._answer(first)
+            if first.answer is not None:
+                with self._sending:
+                    self._in_flight.popleft()
+        return sent.answer()
+
+    def _answer(self, first: _Sent) -> Callable[[], Sequence[Float32Array]] | None:
+        """Wait for the first batch in flight; return None if it has to run again."""
+        try:
+            with self._sending:
+                if not first.is_sent:
+                    self._send(first)
+            rows = self._worker.receive(seconds=first.seconds)
+        except WorkerEndedError:
+            return self._start_next(first)
+        except Exception as error:
+            return partial(_raise, error)
+        return lambda: rows
+
+    def _start_next(self, first: _Sent) -> Callable[[], Sequence[Float32Array]] | None:
+        """Start the next worker, which has no batch yet; see `_answer`."""
+        first.attempts += 1
+        with self._sending:
+            for each in self._in_flight:
+                each.is_sent = False
+        try:
+            self._worker.replace(*self._host.fork(self.pid))
+        except Exception as error:
+            return partial(_raise, error)
+        self._restarted()
+        if first.attempts < _ATTEMPTS:
+            return None
+        return partial(
+            _raise, EngineError(f"{_ATTEMPTS} worker processes ended while they ran this batch")
+        )
+
+    def _send(self, sent: _Sent) -> None:
+        """Send a batch; whether the worker has ended, `_answer` finds out."""
+        with suppress(WorkerEndedError):
+            self._worker.send(sent.send)
+        sent.is_sent = True
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -168,3 +257,7 @@ class WorkerProcess:
 def _limits(info: ModelInfo) -> tuple[object, ...]:
     """Return the facts that the engine relies on."""
     return info.dtype, info.max_sequence_tokens, info.max_batch_tokens, info.workers
+
+
+def _raise(error: Exception) -> Sequence[Float32Array]:
+    raise error

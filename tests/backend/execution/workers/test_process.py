@@ -185,21 +185,32 @@ def test_the_model_is_loaded_again_if_its_host_was_killed(small_bert):
 
 
 class FakeHost:
-    """Starts workers that are threads: each reads a batch and gives one answer."""
+    """Starts workers that are threads.
+
+    Each has a list of its answers: it reads a batch before each of them, and ends at a None or after the last one.
+
+    Attributes:
+        received: lengths of the prompts of each batch, for each worker.
+    """
 
     hung_after = HungAfter()
 
     def __init__(self, *answers):
-        self.answers = list(answers)
+        self.answers = [each if isinstance(each, list) else [each] for each in answers]
+        self.received = []
 
     def fork(self, ended=None):
         del ended
         ours, theirs = Pipe()
-        answer = self.answers.pop(0)
+        answers = self.answers.pop(0)
+        self.received.append([])
 
-        def work():
-            receive_batch(theirs)
-            if answer is not None:
+        def work(received=self.received[-1]):
+            for answer in answers:
+                prompts, _ = receive_batch(theirs)
+                received.append([prompt.num_tokens for prompt in prompts])
+                if answer is None:
+                    break
                 send_answers(theirs, answer)
             theirs.close()
 
@@ -219,6 +230,53 @@ def test_a_batch_that_ends_two_workers_fails_and_the_next_one_runs():
 
     assert len(worker.run(*batch(3))) == 1
     assert restarts == [1, 1]
+
+
+def answers_of(*numbers):
+    return [Answers([np.full(3, number, np.float32)], MemoryUse()) for number in numbers]
+
+
+def test_batches_in_flight_are_answered_in_their_order():
+    host = FakeHost(answers_of(1, 2, 3))
+    worker = WorkerProcess(host, lambda: None, slots=3)
+
+    waits = [worker.launch(*batch(length)) for length in (5, 6, 7)]
+
+    # the second one is asked for first
+    assert [waits[i]()[0][0] for i in (1, 0, 2)] == [2, 1, 3]
+    assert host.received == [[[5], [6], [7]]]
+
+
+def test_batches_that_a_worker_has_lost_run_again_one_by_one():
+    # the second batch ends two workers; the others are answered, each once
+    host = FakeHost([*answers_of(1), None], [None], answers_of(3, 4, 5))
+    restarts = []
+    worker = WorkerProcess(host, lambda: restarts.append(1), slots=3)
+    waits = [worker.launch(*batch(length)) for length in (5, 6, 7)]
+
+    assert waits[0]()[0][0] == 1
+    later = worker.launch(*batch(8))
+    with pytest.raises(EngineError, match="2 worker processes ended"):
+        waits[1]()
+    assert [wait()[0][0] for wait in (waits[2], later)] == [3, 4]
+    assert worker.run(*batch(9))[0][0] == 5
+
+    # nothing was sent to a worker beside a batch that may end it
+    assert host.received == [[[5], [6]], [[6]], [[7], [8], [9]]]
+    assert restarts == [1, 1]
+
+
+def test_a_check_keeps_the_answers_of_batches_in_flight():
+    host = FakeHost([*answers_of(1), Answers((), MemoryUse(), "error", "trace"), *answers_of(3, 4)])
+    worker = WorkerProcess(host, lambda: None, slots=3)
+    waits = [worker.launch(*batch(length)) for length in (5, 6, 7)]
+    assert waits[0]()[0][0] == 1
+
+    with pytest.raises(EngineError, match="trace"):
+        waits[1]()
+    worker.check()
+
+    assert waits[2]()[0][0] == 3
 
 
 def test_too_little_memory_in_a_worker_is_a_memory_error():
