@@ -80,10 +80,20 @@ class EngineConfig:
         lowest=1,
         highest=64,
     )
+    pipeline_parallel: int = parameter_field(
+        1,
+        "Stages, processes that each hold some of the model's layers and have an equal part of the cores. As many"
+        " batches run at the same time, each in another stage. Needs a CPU, a server, and a dtype of fp32 or bf16. Not"
+        " together with `tensor_parallel`.",
+        when="Leave it on a machine with few cores, where stages are slower than one process. Set it where one process"
+        " may not hold the whole model, and many sequences run at a time.",
+        lowest=1,
+        highest=64,
+    )
     rank_timeout_seconds: int = parameter_field(
         10,
-        "Longest time that a rank waits for another one, in seconds. After that the other one counts as lost, and all"
-        " ranks are started again.",
+        "Longest time that a rank or a stage waits for another one, in seconds. After that the other one counts as"
+        " lost, and all of them are started again.",
         when="Raise it on a machine whose cores are taken for seconds, such as one with more ranks than cores.",
         lowest=1,
         highest=3600,
@@ -376,11 +386,26 @@ class EngineConfig:
                 f'dtype is "{self.dtype}", whose rows have to be whole, and tensor_parallel is'
                 f" {self.tensor_parallel}; allowed with ranks: auto, fp32, bf16"
             )
+        if self.pipeline_parallel > 1 and self.dtype in ("int8", "int4"):
+            raise ConfigError(
+                f'dtype is "{self.dtype}", whose scales need the whole model, and pipeline_parallel is'
+                f" {self.pipeline_parallel}; allowed with stages: auto, fp32, bf16"
+            )
+        if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"pipeline_parallel is {self.pipeline_parallel} and tensor_parallel is {self.tensor_parallel};"
+                " one of them must be 1"
+            )
         if 0 < self.max_step_tokens < self.max_running_sequences:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
                 f" {self.max_running_sequences} running sequences (max_running_sequences)"
             )
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that hold a part of the model each: ranks or stages."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:

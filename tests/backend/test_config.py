@@ -66,6 +66,7 @@ def test_every_setting_can_be_spelt_out():
         "response_cache_seconds": "9",
         "threads": "6",
         "tensor_parallel": "2",
+        "pipeline_parallel": "1",
         "rank_timeout_seconds": "5",
         "warmup_seconds": "13",
         "cache_folder": "/somewhere",

@@ -215,8 +215,8 @@ def step_worker(stub_pid: int) -> int:
     return worker
 
 
-def ranks_of(stub_pid: int) -> list[int]:
-    """Return the process ids of the ranks of a model, rank 0 first."""
+def holders_of(stub_pid: int) -> list[int]:
+    """Return the process ids of the ranks or stages of a model, the leader first."""
     (leader,) = _children(stub_pid)
     return [leader, *_children(leader)]
 

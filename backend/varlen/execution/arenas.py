@@ -15,20 +15,36 @@ from varlen.program.program import Program
 
 
 def batch_arena(
-    program: Program, config: EngineConfig, device: torch.device, workers: int
+    program: Program,
+    config: EngineConfig,
+    device: torch.device,
+    workers: int,
+    stages: Sequence[Program],
 ) -> Arena:
     """Return an arena for the largest batch that the settings allow each worker.
+
+    Args:
+        program: the program that uses it.
+        config: the settings.
+        device: its device.
+        workers: number of workers of the model.
+        stages: the programs of all stages, which run the same batches; only this one without stages.
 
     Raises:
         ConfigError: the arena cannot hold one token, or the device has too little memory.
     """
     layout = Layout(program.buffers, alignment_of(device))
-    workers *= config.tensor_parallel
+    workers *= config.num_processes
     allowed = config.arena_limit(memory_of(device)) // workers
     # a graph has room for as many sequences as a batch may have, and no more
     max_sequences = most_sequences(config) if device.type == "cuda" else None
     largest = partial(largest_dims, max_sequences=max_sequences)
-    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest)
+    most = min(
+        Layout(stage.buffers, alignment_of(device)).max_tokens_that_fit(
+            allowed, config.max_batch_tokens, largest
+        )
+        for stage in stages
+    )
     if not most:
         needed = layout.plan(largest(1)).footprint
         raise ConfigError(
@@ -54,7 +70,7 @@ def step_arenas(
     # each sequence of a step has a token
     rows = min(config.max_running_sequences + config.short_places, max_step_tokens)
     largest = {"tokens": max_step_tokens, "sequences": rows, "logit_rows": rows}
-    allowed = config.arena_limit(memory_of(device)) // config.tensor_parallel
+    allowed = config.arena_limit(memory_of(device)) // config.num_processes
     needed = sum(layout.plan(largest).footprint for layout in layouts)
     if needed > allowed:
         raise ConfigError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from varlen.execution.cpu.compiled_program import CompiledProgram
+from varlen.execution.handoffs import Handoffs
 from varlen.memory.arena import Arena, Region
 from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
@@ -22,6 +23,8 @@ class BoundProgram:
         caches: the states of the program, by name.
         block_size: tokens of a block.
         compiled: the program as calls of compiled code, if there are any.
+        number: number of the program in the model.
+        handoffs: values that its stage receives and sends, if it is a part of a pipeline.
     """
 
     program: Program
@@ -30,10 +33,24 @@ class BoundProgram:
     caches: Mapping[str, Tensor]
     block_size: int
     compiled: CompiledProgram | None = None
+    number: int = 0
+    handoffs: Handoffs | None = None
 
     def run(self, inputs: Mapping[str, Tensor], dims: Dims, out: Sequence[Tensor]) -> None:
-        """Run a batch of these inputs and dimensions; its outputs go to `out`."""
-        self.run_in(self.arena.allocate(dims), inputs, dims, out)
+        """Run a batch of these inputs and dimensions.
+
+        Its outputs go to `out`, or to the next stage.
+        """
+        region = self.arena.allocate(dims)
+        if self.handoffs is None:
+            self.run_in(region, inputs, dims, out)
+            return
+        received = self.handoffs.received(self.number, dims)
+        sent = self.handoffs.sent(self.number, dims)
+        if sent:
+            out = [sent[value.name] for value in self.program.outputs]
+        self.run_in(region, {**inputs, **received}, dims, out)
+        self.handoffs.pass_on(self.number, received, sent)
 
     def run_in(
         self, region: Region, inputs: Mapping[str, Tensor], dims: Dims, out: Sequence[Tensor]

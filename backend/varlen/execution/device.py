@@ -138,29 +138,28 @@ def usable_cores() -> int:
 
 
 def cores_of_rank(config: EngineConfig) -> int:
-    """Return the number of cores that one rank of a model uses."""
-    return max(1, (config.threads or usable_cores()) // config.tensor_parallel)
+    """Return the number of cores that one rank or stage of a model uses."""
+    return max(1, (config.threads or usable_cores()) // config.num_processes)
 
 
 def check_ranks(config: EngineConfig, device: torch.device, *, isolated: bool) -> None:
-    """Raise ConfigError if a model cannot be divided among ranks there.
+    """Raise ConfigError if a model cannot be divided among processes there.
 
     Args:
         config: the settings.
         device: device of the model.
         isolated: whether it has processes of its own.
     """
-    if config.tensor_parallel == 1:
-        return
-    if device.type != "cpu":
-        raise ConfigError(
-            f'tensor_parallel is {config.tensor_parallel}, which needs a CPU: set device to "cpu",'
-            " or tensor_parallel to 1"
-        )
-    if not isolated:
-        raise ConfigError(
-            f"tensor_parallel is {config.tensor_parallel}, which needs a server; in process, a model has 1 rank"
-        )
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        count = getattr(config, name)
+        if count > 1 and device.type != "cpu":
+            raise ConfigError(
+                f'{name} is {count}, which needs a CPU: set device to "cpu", or {name} to 1'
+            )
+        if count > 1 and not isolated:
+            raise ConfigError(
+                f"{name} is {count}, which needs a server; in process, a model is one process"
+            )
 
 
 def use_one_core() -> None:

@@ -1,6 +1,6 @@
 """The forward pass of an encoder and its head, as one device runs it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,21 @@ from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import BATCHES, choose_paths
 from varlen.execution.cpu.quantization import product_of
 from varlen.execution.cpu.runner import limit_primitives
+from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import check_task_dtype, choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks.heads import record_head
+from varlen.models.blocks.model_types import EncoderModel
+from varlen.models.checkpoint.stage_layers import StageLayers
 from varlen.models.checkpoint.vector_layers import load_layers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder, load_heads
 from varlen.program.program import Program
+from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
+from varlen.program.stages import StageProgram
 from varlen.tasks import Task
 
 
@@ -36,6 +41,7 @@ class EncoderProgram:
         dtype: data type of weights and activations.
         weight_bytes: memory of the weights, in bytes.
         cost_fields: fields that decide the run time of batches beside settings.
+        parts: the program as the part of each stage; empty without stages.
     """
 
     program: Program
@@ -44,6 +50,7 @@ class EncoderProgram:
     dtype: str
     weight_bytes: int
     cost_fields: Mapping[str, str]
+    parts: Sequence[StageProgram] = ()
 
 
 def load_program(
@@ -64,32 +71,30 @@ def load_program(
     """
     check_task_dtype(config.dtype, task)
     dtype = choose_dtype(config.dtype, device)
-    encoder = load_encoder(checkpoint, dtype, device, link.rank)
-    ops = Recorder(
-        for_gpu=device.type == "cuda",
-        approximate_gelu=config.approximate_gelu,
-        has_key_lengths=task == "token_embed" and checkpoint.has_unattended_tokens,
-        rank=link.rank,
-    )
-    hidden = encoder.record(ops)
-    layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
-    heads = load_heads(checkpoint, encoder, task, dtype, device, link.rank)
-    output = record_head(
-        ops,
-        task,
-        heads,
-        hidden,
-        checkpoint.pooling,
-        layers,
-        checkpoint.splade,
-        pools_prompt=checkpoint.pools_prompt,
-    )
-    program = ops.finish(output)
     fields = dict(cost_fields(checkpoint, device, link.rank))
+
+    def record(stage: StageLayers | None) -> tuple[EncoderModel, Program]:
+        encoder = load_encoder(checkpoint, dtype, device, link.rank, stage)
+        return encoder, _record(checkpoint, encoder, config, task, dtype, device, link.rank)
+
+    seconds = config.warmup_seconds if measures else 0.0
+    cut = agree_on_cut(
+        lambda shapes: record(shapes)[1],
+        kernels,
+        config,
+        fields,
+        use=BATCHES,
+        seconds=seconds,
+        link=link,
+    )
+    encoder, program = record(None if cut is None else cut.layers)
+    parts: list[StageProgram] = []
+    if cut is not None:
+        parts = cut.parts(program)
+        program = parts[link.stage.number].program
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
     name = str(dtype).removeprefix("torch.")
-    seconds = config.warmup_seconds if measures else 0.0
     if config.dtype == "int8":
         cache = cache_folder(config.cache_folder) if seconds else None
         calibrated = CalibratedEncoder(encoder, checkpoint)
@@ -100,8 +105,48 @@ def load_program(
     if device.type == "cpu":
         limit_primitives()
         program = choose_paths(
-            program, kernels, config, fields, use=BATCHES, threads=1, seconds=seconds, link=link
+            program,
+            kernels,
+            config,
+            fields,
+            use=BATCHES,
+            threads=1,
+            seconds=seconds,
+            # each stage has layers of its own to measure
+            link=NO_OTHERS if parts else link,
         )
         (program,) = in_large_pages([program])
     sizes = encoder.vocab_size, encoder.type_vocab_size
-    return EncoderProgram(program, *sizes, name, weight_bytes, fields)
+    return EncoderProgram(program, *sizes, name, weight_bytes, fields, parts)
+
+
+def _record(
+    checkpoint: Checkpoint,
+    encoder: EncoderModel,
+    config: EngineConfig,
+    task: Task,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: Rank,
+) -> Program:
+    """Return the forward pass of an encoder with the head of a task."""
+    ops = Recorder(
+        for_gpu=device.type == "cuda",
+        approximate_gelu=config.approximate_gelu,
+        has_key_lengths=task == "token_embed" and checkpoint.has_unattended_tokens,
+        rank=rank,
+    )
+    hidden = encoder.record(ops)
+    layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
+    heads = load_heads(checkpoint, encoder, task, dtype, device, rank)
+    output = record_head(
+        ops,
+        task,
+        heads,
+        hidden,
+        checkpoint.pooling,
+        layers,
+        checkpoint.splade,
+        pools_prompt=checkpoint.pools_prompt,
+    )
+    return ops.finish(output)

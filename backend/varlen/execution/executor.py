@@ -113,7 +113,17 @@ class Launched:
 class Turns:
     """Launches batches early, which run one after another, and keeps their times."""
 
-    def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, launcher: Launcher, clock: Callable[[], float], *, is_pipeline: bool = False
+    ) -> None:
+        """Start without a batch.
+
+        Args:
+            launcher: starts the batches.
+            clock: clock of the engine, in seconds.
+            is_pipeline: whether a batch begins to run while those before it run in later stages.
+        """
+        self._is_pipeline = is_pipeline
         self._launcher = launcher
         self._clock = clock
         self._lock = Lock()
@@ -148,6 +158,8 @@ class Turns:
 
     def free_at(self) -> float:
         """Return when a batch that is launched now is expected to run."""
+        if self._is_pipeline:
+            return -math.inf
         with self._lock:
             return self._runs_since + sum(self._expected)
 
@@ -162,17 +174,22 @@ class InlineExecutor:
     """
 
     def __init__(
-        self, launcher: WaitingLauncher, clock: Callable[[], float] = time.monotonic
+        self,
+        launcher: WaitingLauncher,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_pipeline: bool = False,
     ) -> None:
         """Prepare to launch batches.
 
         Args:
             launcher: starts the batches.
             clock: clock of the engine, in seconds.
+            is_pipeline: see `Turns`.
         """
         self.slots = launcher.slots
         self._launcher = launcher
-        self._turns = Turns(launcher, clock)
+        self._turns = Turns(launcher, clock, is_pipeline=is_pipeline)
         self._in_flight: deque[Launched] = deque()
 
     def start(self, batch: Batch, completed: Completed) -> None:

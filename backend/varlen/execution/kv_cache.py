@@ -43,7 +43,7 @@ def kv_size(
     num_layers: int,
     lengths: Sequence[int],
     has_beams: bool,
-    ranks: int = 1,
+    processes: int = 1,
 ) -> KvSize:
     """Return the size of the caches that the settings allow.
 
@@ -54,7 +54,7 @@ def kv_size(
         heads: head layout of each layer, in this process.
         num_layers: number of layers.
         has_beams: whether most sequences are beams, which copy a block when they part.
-        ranks: processes that share `kv_bytes`.
+        processes: processes that share `kv_bytes`.
         lengths: lengths of the longest sequence, and of the longest source text if there are any.
 
     Raises:
@@ -67,7 +67,7 @@ def kv_size(
             f"kv_block_tokens is {block_size}; allowed on a GPU: multiples of {_GPU_BLOCK_TOKENS}"
         )
     block_bytes = 2 * num_layers * heads.keys * heads.dim * block_size * dtype.itemsize
-    allowed = config.kv_limit(memory_of(device)) // ranks
+    allowed = config.kv_limit(memory_of(device)) // processes
     if allowed < block_bytes:
         raise ConfigError(
             f"kv_bytes allows {allowed} bytes; one block of {block_size} tokens needs {block_bytes}"

@@ -22,15 +22,22 @@ class OverlappingExecutor:
         slots: batches that may be in flight.
     """
 
-    def __init__(self, launcher: Launcher, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_pipeline: bool = False,
+    ) -> None:
         """Start the thread.
 
         Args:
             launcher: starts the batches.
             clock: clock of the engine, in seconds.
+            is_pipeline: see `Turns`.
         """
         self.slots = launcher.slots
-        self._turns = Turns(launcher, clock)
+        self._turns = Turns(launcher, clock, is_pipeline=is_pipeline)
         self._queue: SimpleQueue[Launched | None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
         self._thread.start()

@@ -1,7 +1,9 @@
-"""What a loaded model knows of the other ranks that hold it with this process.
+"""What a loaded model knows of the other processes that hold it with this one.
 
-Rank 0 leads: it decides, and says what runs next before it runs that itself. The others follow. All of them run the
-same ops on the same rows, and meet in the collectives of their programs.
+They are ranks, which each have a part of every layer, or the stages of a pipeline, which each have some layers. Rank 0
+leads, or the last stage: it decides, and says what runs next before it runs that itself. The others follow. Ranks run
+the same ops on the same rows, and meet in the collectives of their programs. A stage waits for the one before it, which
+leaves what it hands over in memory of both.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,34 +12,46 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from varlen.execution.handoffs import Handoffs
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE, Rank
+from varlen.program.stages import NO_STAGES, Stage
 
 _T = TypeVar("_T")
 _Work_contra = TypeVar("_Work_contra", contravariant=True)
 
 
 class RankLink(Protocol[_Work_contra]):
-    """One rank's link to the others.
+    """One process's link to the others.
 
     Attributes:
-        rank: the place of this process among them.
+        rank: the place of this process among the ranks.
         states: states of programs that are memory of all ranks, by name.
+        stage: the place of this process in a pipeline.
+        handoffs: values that this stage receives and sends; None without stages.
     """
 
     rank: Rank
     states: Mapping[str, Tensor]
+    stage: Stage
+    handoffs: Handoffs | None
 
     def agree(self, decide: Callable[[], _T], meanwhile: Callable[[], None] | None = None) -> _T:
-        """Return what rank 0 decides, once all ranks have got here.
+        """Return what the leader decides, once all processes have got here.
 
         Args:
-            decide: returns a value that JSON has; rank 0 calls it.
-            meanwhile: the other ranks call it again and again until rank 0 has decided; None to wait.
+            decide: returns a value that JSON has; the leader calls it.
+            meanwhile: the others call it again and again until the leader has decided; None to wait.
+        """
+
+    def send_ahead(self, work: _Work_contra) -> None:
+        """Tell the other stages what this one runs later, in the order of these calls.
+
+        Once it was called, `running` tells them nothing.
         """
 
     def running(self, work: _Work_contra) -> AbstractContextManager[None]:
-        """Return the context in which this rank runs some work, which all ranks run."""
+        """Return the context in which this process runs some work, which all of them run."""
 
 
 class NoOthers:
@@ -45,6 +59,8 @@ class NoOthers:
 
     rank = ALONE
     states = NO_STATES
+    stage = NO_STAGES
+    handoffs: Handoffs | None = None
 
     def agree(
         self,
@@ -53,6 +69,9 @@ class NoOthers:
     ) -> _T:
         """Return what this process decides."""
         return decide()
+
+    def send_ahead(self, work: object) -> None:
+        """Do nothing."""
 
     def running(self, work: object) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return a context that does nothing."""

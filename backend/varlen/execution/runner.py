@@ -60,6 +60,7 @@ class Runner:
 
     Attributes:
         info: model facts for the engine.
+        link: link to the other processes that hold the model.
         device: device of its weights and batches.
         program: the recorded forward pass.
         arena: memory of the intermediates.
@@ -109,9 +110,13 @@ class Runner:
         loaded = load_program(
             checkpoint, config, task, self.device, self._kernels, measures=measures, link=link
         )
-        self._link = link
+        self.link = link
         self.program = loaded.program
-        self.arena = batch_arena(self.program, config, self.device, workers)
+        self._programs = [part.program for part in loaded.parts] or [self.program]
+        self.arena = batch_arena(self.program, config, self.device, workers, self._programs)
+        if link.handoffs is not None:
+            part = loaded.parts[link.stage.number]
+            link.handoffs.map([part], [self.arena.largest])
         self.device_runner: DeviceRunner = self._make_device_runner()
         self.info = ModelInfo(
             task,
@@ -136,7 +141,9 @@ class Runner:
     def another(self) -> "Runner":
         """Return a runner of the same model on its CPU, with another arena."""
         other = copy(self)
-        other.arena = batch_arena(self.program, self._config, self.device, self.info.workers)
+        other.arena = batch_arena(
+            self.program, self._config, self.device, self.info.workers, self._programs
+        )
         other.device_runner = other._make_device_runner()
         return other
 
@@ -158,13 +165,15 @@ class Runner:
         Returns:
             Per sequence: embed `[hidden]`, sparse_embed `[terms, 2]` (see `active_terms`), classify and rerank
             `[labels]`, hidden `[tokens, hidden]`, token_classify `[tokens, labels]`, token_embed `[vectors, features]`.
-            Views of arrays made for this call.
+            Views of arrays made for this call. Nothing on a stage that is not the last.
 
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
-        with memory_errors(), self._link.running((prompts, options)):
+        with memory_errors(), self.link.running((prompts, options)):
             answers = self.device_runner.run(*self._padded(prompts, options))
+        if not self.link.stage.is_last:
+            return []
         with memory_errors():
             return self._finished(prompts, answers[: len(prompts)])
 
@@ -241,7 +250,7 @@ class Runner:
             " lower max_batch_tokens or max_batch_sequences"
         ):
             if self.device.type == "cpu":
-                return CpuRunner(*parts, self._link.states)
+                return CpuRunner(*parts, self.link.states, self.link.handoffs)
             return CudaRunner(*parts, CudaGraphs(self.device, self._config.device_timeout_seconds))
 
 

@@ -46,12 +46,14 @@ class StepDevice(Protocol[_Packed]):
         """
 
     def choose(
-        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: StepBatch, packed: _Packed, choice: DeviceChoice, chosen: DeviceChosen
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of the step that was started last, completed by the host.
+        """Return the outputs of a step, completed by the host.
+
+        It is the step that was started last, unless steps in flight have different sequences.
 
         Args:
-            step: the step.
+            step, packed: the step, and what `pack` has made of it.
             choice, chosen: the part that was left to the device, and its choices.
         """
 
@@ -82,14 +84,19 @@ class StepLauncher(Generic[_Packed]):
     Their outputs are asked for in order, in the same thread or another one.
     """
 
-    def __init__(self, device: StepDevice[_Packed], choice: StepChoice) -> None:
+    def __init__(
+        self, device: StepDevice[_Packed], choice: StepChoice, *, runs_apart: bool = False
+    ) -> None:
         """Start without a step.
 
         Args:
             device: runs them.
             choice: says what the device chooses.
+            runs_apart: whether steps in flight have different sequences, so that none waits for what is chosen in
+                another one, and the device keeps the logits of each.
         """
         self._device = device
+        self._runs_apart = runs_apart
         self._choice = choice
         self._order = StepOrder()
         self._in_flight: deque[_Launched[_Packed]] = deque()
@@ -133,6 +140,15 @@ class StepLauncher(Generic[_Packed]):
             with suppress(Exception):
                 wait()
 
+    def settle(self) -> None:
+        """Wait for all steps that were started, whose outputs are asked for later."""
+        self.drain()
+        with self._lock:
+            started = [each for each in self._in_flight if each.chosen is not None]
+        for launched in started:
+            assert launched.chosen is not None
+            launched.chosen = _outcome(launched.chosen)
+
     def _outputs(self, launched: _Launched[_Packed]) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of the first step in flight."""
         step = launched.step
@@ -147,7 +163,7 @@ class StepLauncher(Generic[_Packed]):
                 choice, chosen = launched.choice, waits()
                 if choice.is_whole:
                     return self._whole(step, choice, chosen)
-                return self._device.choose(step, choice, chosen)
+                return self._device.choose(step, cast(_Packed, launched.packed), choice, chosen)
         finally:
             with self._lock:
                 self._in_flight.popleft()
@@ -179,8 +195,8 @@ class StepLauncher(Generic[_Packed]):
                 if place and not self._device.may_queue(packed):
                     return
                 self._start(launched, packed)
-            # the host chooses its tokens, or it does not run
-            if not launched.choice.is_whole or launched.error is not None:
+            # the host chooses its tokens, which the next one takes, or it does not run
+            if not self._runs_apart and not (launched.choice.is_whole and launched.error is None):
                 return
 
     def _start(self, launched: _Launched[_Packed], packed: _Packed) -> None:
@@ -192,3 +208,16 @@ class StepLauncher(Generic[_Packed]):
             launched.chosen = self._device.start(launched.step, packed)
         except BaseException as error:
             launched.error = error
+
+
+def _outcome(wait: Callable[[], DeviceChosen]) -> Callable[[], DeviceChosen]:
+    """Wait for a device; return a function that returns its choices, or raises its error."""
+    try:
+        chosen = wait()
+    except Exception as error:
+        return partial(_raise, error)
+    return lambda: chosen
+
+
+def _raise(error: Exception) -> DeviceChosen:
+    raise error

@@ -22,7 +22,9 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.
 StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
 _NOTHING_CHOSEN = DeviceChoice()
-_NO_NUMBERS: Int64Array = np.empty(0, np.int64)
+# Number of the step before, of a step that needs none.
+_NO_STEP = -1
+_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0])
 _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
 _NO_SOURCES: StepArrays = {}
 
@@ -35,7 +37,7 @@ class PackedStep:
         copies: `[copies, 2]`, source and destination of blocks to copy before the step.
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
         inputs: inputs of the decoder.
-        order: its number, then the number of the step that it needs, if any.
+        order: its number, the number of the step that it needs, or -1, and the place of its logits.
         follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
         edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
@@ -64,7 +66,17 @@ class PackedStep:
     @property
     def after(self) -> int | None:
         """Number of the step that it needs."""
-        return int(self.order[1]) if len(self.order) > 1 else None
+        after = int(self.order[1])
+        return None if after == _NO_STEP else after
+
+    @property
+    def place(self) -> int:
+        """Number of its place among the logits of steps in flight."""
+        return int(self.order[2])
+
+    def keep_logits(self, place: int) -> None:
+        """Set the place of its logits."""
+        self.order[2] = place
 
     def take_tokens(self, chosen: npt.NDArray[np.integer[Any]]) -> None:
         """Set the tokens that the step before has chosen.
@@ -90,7 +102,7 @@ def pack_step(
         np.array(step.copies, np.int32).reshape(-1, 2),
         source_arrays(step.chunks, block_size),
         step_arrays(step.chunks, block_size),
-        np.array([step.number] if step.after is None else [step.number, step.after], np.int64),
+        np.array([step.number, _NO_STEP if step.after is None else step.after, 0], np.int64),
         followed(step.chunks),
         {} if choice.draws is None else edit_arrays(choice.draws),
         {} if choice.draws is None else draw_arrays(choice.draws),
@@ -100,18 +112,20 @@ def pack_step(
 
 
 def part_of_step(
-    inputs: StepArrays, copies: Int32Array = _NO_COPIES, sources: StepArrays = _NO_SOURCES
+    inputs: StepArrays,
+    copies: Int32Array = _NO_COPIES,
+    sources: StepArrays = _NO_SOURCES,
+    order: Int64Array = _NO_ORDER,
 ) -> PackedStep:
-    """Return the part of a step that every rank of a model runs.
+    """Return the part of a step that every rank or stage of a model runs.
 
     Args:
         inputs: `step_arrays`.
         copies: `[copies, 2]`, blocks to copy before it.
         sources: `source_arrays`, encoded before it.
+        order: see `PackedStep`.
     """
-    return PackedStep(
-        copies, sources, inputs, _NO_NUMBERS, np.empty((2, 0), np.int32), {}, {}, {}, {}
-    )
+    return PackedStep(copies, sources, inputs, order, np.empty((2, 0), np.int32), {}, {}, {}, {})
 
 
 def followed(chunks: Sequence[Chunk]) -> Int32Array:

@@ -1,6 +1,6 @@
 """The programs of a model that generates, as one device runs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import STEPS, choose_paths
 from varlen.execution.cpu.quantization import BITS, product_of
+from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
@@ -21,10 +22,12 @@ from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel
+from varlen.models.checkpoint.stage_layers import StageLayers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.program import Program, bytes_of
 from varlen.program.recorder import Recorder
+from varlen.program.stages import StageProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class StepPrograms:
         dtype: data type of weights and activations.
         kv: size of the KV caches.
         weight_bytes: memory of the weights, in bytes.
+        parts: the programs as parts of a stage; empty without stages.
     """
 
     programs: tuple[Program, ...]
@@ -44,6 +48,7 @@ class StepPrograms:
     dtype: str
     kv: KvSize
     weight_bytes: int
+    parts: Sequence[StageProgram] = ()
 
 
 def load_programs(
@@ -65,18 +70,35 @@ def load_programs(
     dtype = choose_dtype(config.dtype, device)
     model: DecoderModel | EncoderDecoderModel
     load = load_encoder_decoder if has_sources else load_decoder
-    model = load(checkpoint, dtype, device, link.rank)
+    fields = dict(cost_fields(checkpoint, device, link.rank))
+
+    def record_shapes(shapes: StageLayers) -> Program:
+        """Return the decoder's step, whose layers are timed; it finds no keys."""
+        whole = load(checkpoint, dtype, device, stage=shapes)
+        return record_steps(whole, KvSize(1, 1, 0, dtype))[0]
+
+    cut = agree_on_cut(
+        record_shapes,
+        kernels,
+        config,
+        fields,
+        use=STEPS,
+        seconds=config.warmup_seconds,
+        link=link,
+    )
+    model = load(checkpoint, dtype, device, link.rank, None if cut is None else cut.layers)
     vocab_size = model.vocab_size
     kv = kv_size(
         config,
         device,
         dtype,
         model.attention_heads,
-        num_layers=model.num_layers,
+        # every stage has as many blocks as the one with the most layers
+        num_layers=model.num_layers if cut is None else cut.most_layers,
         # a source and its target
         lengths=[max_sequence_tokens] * (2 if has_sources else 1),
         has_beams=has_sources,
-        ranks=link.rank.size,
+        processes=config.num_processes,
     )
     kv = replace(kv, num_blocks=link.agree(lambda: kv.num_blocks))
     new_recorder = partial(
@@ -86,7 +108,10 @@ def load_programs(
         rank=link.rank,
     )
     programs = record_steps(model, kv, new_recorder)
-    fields = dict(cost_fields(checkpoint, device, link.rank))
+    parts: list[StageProgram] = []
+    if cut is not None:
+        parts = [cut.parts(program)[link.stage.number] for program in programs]
+        programs = tuple(part.program for part in parts)
     name = str(dtype).removeprefix("torch.")
     if bits := BITS.get(config.dtype):
         calibrated = CalibratedDecoder(record_steps(model, CALIBRATION_KV), checkpoint)
@@ -95,7 +120,7 @@ def load_programs(
         fields["int8"] = product_of(bits).kernel
         del calibrated
     # packed weights replace those that it holds
-    del model
+    del model, cut
     weight_bytes = bytes_of([weight for program in programs for weight in program.weights])
     if device.type == "cpu":
         choose = partial(
@@ -106,10 +131,11 @@ def load_programs(
             use=STEPS,
             threads=torch.get_num_threads(),
             seconds=config.warmup_seconds,
-            link=link,
+            # each stage has layers of its own to measure
+            link=NO_OTHERS if parts else link,
         )
         programs = in_large_pages(tuple(map(choose, programs)))
-    return StepPrograms(programs, vocab_size, name, kv, weight_bytes)
+    return StepPrograms(programs, vocab_size, name, kv, weight_bytes, parts)
 
 
 def record_steps(

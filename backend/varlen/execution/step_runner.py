@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import Lock
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -71,6 +72,7 @@ class StepRunner:
     """Runs the steps of one model on one device. Not for two threads at once.
 
     Attributes:
+        link: link to the other processes that hold the model.
         slots: steps that may be in flight.
         device: device of weights, caches and steps.
         dtype: data type of weights and activations.
@@ -109,7 +111,7 @@ class StepRunner:
             CheckpointError: the checkpoint is incomplete.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
-        self._link = link
+        self.link = link
         has_sources = checkpoint.translate is not None
         checkpoint.check_task("translate" if has_sources else "generate")
         self.max_sequence_tokens = generation_limit(checkpoint, config)
@@ -130,9 +132,13 @@ class StepRunner:
         self._kv_memory = new_caches(caches, self.device)
         self._states = {**caches_of(caches, self._kv_memory), **link.states}
         self._choice = choice
+        # one thread may prepare a step while another one runs a step
+        self._searching = Lock()
         self.arenas = step_arenas(
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
         )
+        if link.handoffs is not None:
+            link.handoffs.map(loaded.parts, [arena.largest for arena in self.arenas])
         bound = [
             BoundProgram(
                 program,
@@ -141,8 +147,10 @@ class StepRunner:
                 self._states,
                 self.kv.block_size,
                 compile_program(program, kernels, self._states),
+                number,
+                link.handoffs,
             )
-            for program, arena in zip(self.programs, self.arenas, strict=True)
+            for number, (program, arena) in enumerate(zip(self.programs, self.arenas, strict=True))
         ]
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
         blocks = -(-self.max_sequence_tokens // self.kv.block_size)
@@ -173,7 +181,7 @@ class StepRunner:
             self.slots = MAX_IN_FLIGHT
             self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choice), choice)
         else:
-            self.steps = CpuSteps(bound[0])
+            self.steps = CpuSteps(bound[0], link.stage)
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
@@ -221,14 +229,28 @@ class StepRunner:
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.
         """
-        assert isinstance(self.steps, CpuSteps)
-        with memory_errors(), torch.inference_mode():
+        return self.run_prepared(step, self.prepare(step))
+
+    def prepare(self, step: PackedStep) -> PackedStep:
+        """Return the part of a step that ranks or stages run.
+
+        Another thread may run a step of other sequences meanwhile.
+
+        Raises:
+            MemoryError: too little memory.
+        """
+        with memory_errors(), torch.inference_mode(), self._searching:
             copies = step.copies
             if step.beams:
                 # on a CPU, blocks are copied one after another
                 more = self.searches.follow(tensors_of(step.beams), tensors_of(step.inputs))
                 copies = np.concatenate([copies, more.numpy()])
-            logits = self.run_part(part_of_step(step.inputs, copies, step.sources))
+            return part_of_step(step.inputs, copies, step.sources, step.order)
+
+    def run_prepared(self, step: PackedStep, part: PackedStep) -> DeviceChosen:
+        """Run a step whose part is prepared; see `run_packed`."""
+        with memory_errors(), torch.inference_mode():
+            logits = self.run_part(part)
             token_ids: Sequence[int] = ()
             if step.edits:
                 self._edit(logits, step)
@@ -238,22 +260,25 @@ class StepRunner:
                 token_ids = best_tokens(logits).tolist()
             searches = None
             if step.searches:
-                numbers = self.searches.advance(logits, step.searches, tensors_of(step.searches))
+                with self._searching:
+                    numbers = self.searches.advance(
+                        logits, step.searches, tensors_of(step.searches)
+                    )
                 searches = choices_of(numbers, step.searches)
             return DeviceChosen(token_ids, searches)
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:
-        """Run this rank's part of a step on a CPU; return the logits.
+        """Run this process's part of a step on a CPU; return the logits.
 
-        Rank 0 has them, until the next step.
+        The leader has them, until the next step with this place.
         """
         assert isinstance(self.steps, CpuSteps)
-        with self._link.running(step):
+        with self.link.running(step):
             self._copy_blocks(step.copies)
             if self._encoder is not None:
                 self._encoder.run(step.sources)
-            return self.steps.run(step.inputs)
+            return self.steps.run(step.inputs, step.place)
 
     @property
     def has_sources(self) -> bool:

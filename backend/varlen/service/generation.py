@@ -124,7 +124,7 @@ class GenerationService(RunningModel):
                 template.check()
             # nothing fails from here on
             opened.pop_all()
-        executor: ModelExecutor = InlineExecutor(runner)
+        executor: ModelExecutor = InlineExecutor(runner, is_pipeline=config.pipeline_parallel > 1)
         if info.device == "cuda":
             # a step that hangs must not stop the engine
             executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
@@ -298,6 +298,7 @@ def _new_scheduler(
         max_sequence_tokens=info.max_sequence_tokens,
         short_places=config.short_places,
         short_tokens=SHORT_TOKENS,
+        stages=config.pipeline_parallel,
     )
     blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)
     return IterationScheduler(limits, blocks, config.kv_policy, admission)

@@ -52,7 +52,7 @@ class Device:
 
         return chosen
 
-    def choose(self, step, choice, chosen):
+    def choose(self, step, packed, choice, chosen):
         self._do("choose", step)
         assert not choice.is_whole
         assert chosen == DeviceChosen()
@@ -90,11 +90,10 @@ class Choice(NoChoice):
         return [SampledToken(token_id) for token_id in chosen.token_ids]
 
 
-@pytest.fixture
-def launch(device):
+def launch_on(device, **settings):
     """Return a function that launches a step and returns what waits for it."""
     choice, numbers = Choice(), count()
-    launcher = StepLauncher(device, choice)
+    launcher = StepLauncher(device, choice, **settings)
 
     def launch(of_step, after=None):
         choice.told.append(of_step)
@@ -104,6 +103,17 @@ def launch(device):
 
     launch.launcher, launch.choice = launcher, choice
     return launch
+
+
+@pytest.fixture
+def launch(device):
+    return launch_on(device)
+
+
+@pytest.fixture
+def launch_apart(device):
+    """Steps of different sequences, as the stages of a pipeline run them."""
+    return launch_on(device, runs_apart=True)
 
 
 def test_drawn_steps_start_when_they_are_launched(launch, device):
@@ -247,3 +257,45 @@ def test_only_steps_on_the_device_are_waited_for(launch, device):
         second()
     launch(DRAWN)
     assert launch.launcher.awaits_device
+
+
+@pytest.mark.parametrize("kind", [DRAWN, CHOSEN, None], ids=["drawn", "chosen", "failed"])
+def test_a_step_of_other_sequences_starts_whatever_the_one_before_it_waits_for(
+    launch_apart, device, kind
+):
+    first, second = launch_apart(kind), launch_apart(CHOSEN)
+
+    assert ("start", 1) in device.happened
+    if kind is None:
+        with pytest.raises(ZeroDivisionError):
+            first()
+    else:
+        first()
+    assert second() == [SampledToken(201)]
+
+
+@pytest.mark.parametrize("what", ["pack", "start", "wait", "choose"])
+def test_a_step_of_other_sequences_runs_although_the_one_before_it_fails(
+    launch_apart, device, what
+):
+    device.failing = {(what, 0)}
+    first, second = launch_apart(CHOSEN), launch_apart(DRAWN)
+
+    with pytest.raises(ZeroDivisionError):
+        first()
+    assert second() == [SampledToken(101)]
+
+
+def test_what_settled_steps_have_chosen_is_kept(launch_apart, device):
+    device.failing = {("wait", 1)}
+    first, second, third = launch_apart(DRAWN), launch_apart(DRAWN), launch_apart(CHOSEN)
+
+    launch_apart.launcher.settle()
+
+    waits = [each for each in device.happened if each[0] == "wait"]
+    assert waits == [("wait", 0), ("wait", 1), ("wait", 2)]
+    assert first() == [SampledToken(100)]
+    with pytest.raises(ZeroDivisionError):
+        second()
+    assert third() == [SampledToken(202)]
+    assert waits == [each for each in device.happened if each[0] == "wait"]

@@ -13,55 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import SMALL_DECODERS, SMALL_ENCODERS
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
 from varlen.execution.step_model import NoChoice
-from varlen.execution.step_packing import part_of_step, source_arrays, step_arrays
 from varlen.execution.step_runner import StepRunner
-from varlen.execution.warm_up import _choosing, _chunk
 from varlen.models.checkpoint.layers import Linear, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
 from varlen.models.registry import FAMILIES
 from varlen.program.rank import RANKS, Rank
+from varlen.program.stages import NO_STAGES
 from varlen.request.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels.reference.rank_memory import rank_words
 
+from .divided import CONFIG, DECODERS, ENCODERS, HEADS, MODELS, TRANSLATORS, logits_of
+
 CPU = torch.device("cpu")
-UNDIVIDED = {"ModernBert", "DebertaV2"}
-# Fields that give a small model four heads; a decoder eight, and two of keys, which four ranks hold twice.
-HEADS = {"num_attention_heads": 4}
-KEY_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 48}
-BART = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-ENCODERS = {
-    **{f"{name}Model": HEADS for name in ("Bert", *SMALL_ENCODERS) if name not in UNDIVIDED},
-    "DistilBertModel": {"n_heads": 4},
-    "T5EncoderModel": {"num_heads": 4},
-    "BertForSequenceClassification": HEADS,
-    # decoders that read whole sequences in one step
-    "GPT2Model": {"n_head": 4},
-    "LlamaForSequenceClassification": KEY_HEADS,
-    "Qwen3Model": KEY_HEADS,
-}
-DECODERS = {
-    **{f"{name}ForCausalLM": KEY_HEADS for name in SMALL_DECODERS if name != "GPT2"},
-    "GPT2LMHeadModel": {"n_head": 4},
-}
-TRANSLATORS = {
-    "BartForConditionalGeneration": BART,
-    "MBartForConditionalGeneration": BART,
-    "MarianMTModel": BART,
-    "M2M100ForConditionalGeneration": BART,
-    "T5ForConditionalGeneration": {"num_heads": 4},
-    "MT5ForConditionalGeneration": {"num_heads": 4},
-}
 TYPES = "embeddings.token_type_embeddings.weight"
-MODELS = {**ENCODERS, **DECODERS, **TRANSLATORS}
-CONFIG = EngineConfig(device="cpu", dtype="fp32", warmup_seconds=0, max_running_sequences=4)
 
 
 class ThreadLink:
@@ -69,6 +40,7 @@ class ThreadLink:
 
     def __init__(self, rank, memory, decided, barrier):
         self.rank, self.states = rank, {RANKS: memory}
+        self.stage, self.handoffs = NO_STAGES, None
         self._decided, self._barrier = decided, barrier
 
     def agree(self, decide, meanwhile=None):
@@ -218,18 +190,9 @@ def test_ranks_round_sums_in_bf16_as_one_process_does(make_checkpoint, rng):
 def test_ranks_of_a_generator_give_the_logits_of_one_process(make_checkpoint, kind, size):
     checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))
 
-    def logits(runner):
-        chunk = _choosing(_chunk(runner, 5, 7))._replace(token_ids=(2, 9, 4, 7, 5))
-        if runner.has_sources:
-            chunk = chunk._replace(encodes=(9, 8, 30, 12, 11, 40, 2))
-        chunk = chunk._replace(samples=(chunk.sequence,))
-        inputs = (arrays([chunk], runner.kv.block_size) for arrays in (step_arrays, source_arrays))
-        step = part_of_step(next(inputs), sources=next(inputs))
-        return runner.run_part(step).clone()
-
-    expected = logits(StepRunner(checkpoint, CONFIG, NoChoice()))
+    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChoice()))
     found, *_ = on_ranks(
-        size, lambda link: logits(StepRunner(checkpoint, CONFIG, NoChoice(), link=link))
+        size, lambda link: logits_of(StepRunner(checkpoint, CONFIG, NoChoice(), link=link))
     )
 
     scale = expected[expected.isfinite()].abs().max()

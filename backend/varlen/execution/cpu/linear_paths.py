@@ -39,7 +39,7 @@ PLAIN = "linear"
 PACKED = "linear_packed"
 PANELS = "linear_panels"
 # What makes the weight of each path from `[hidden, features]`.
-_LAYOUTS: Mapping[str, Callable[[Tensor], Weights]] = {
+LAYOUTS: Mapping[str, Callable[[Tensor], Weights]] = {
     PLAIN: lambda weight: weight,
     PACKED: pack_weight,
     PANELS: pack_panels,
@@ -159,19 +159,25 @@ def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Progra
         if path == PLAIN:
             return op
         if id(weight) not in packed:
-            packed[id(weight)] = _LAYOUTS[path](weight)
+            packed[id(weight)] = LAYOUTS[path](weight)
         return replace(op, kernel=path, operands=(x, packed[id(weight)], bias))
 
     return fuse_layers(Program([changed(op) for op in program.ops], program.outputs))
 
 
-def stored_paths(store: CostStore, key: CostKey, measure: Callable[[], LinearPaths]) -> LinearPaths:
+def stored_paths(
+    store: CostStore,
+    key: CostKey,
+    measure: Callable[[], LinearPaths],
+    what: str = "linear layers",
+) -> LinearPaths:
     """Return the stored paths, or measure and store them.
 
     Args:
         store: the cache of measurements.
         key: everything that decides which path is fastest.
         measure: measures.
+        what: their name in the log.
     """
     stored = store.load_paths(key)
     if stored is None:
@@ -182,7 +188,7 @@ def stored_paths(store: CostStore, key: CostKey, measure: Callable[[], LinearPat
                 measured = measure()
                 store.save_paths(key, measured)
                 return measured
-    _log.info("linear layers, from the cache: %s", _described(stored))
+    _log.info("%s, from the cache: %s", what, _described(stored))
     return stored
 
 
@@ -208,7 +214,7 @@ def measure_paths(
     """
     plain = _weights_by_shape(program)
     layers = {
-        shape: {path: _LAYOUTS[path](weight) for path in paths_of(weight.dtype)}
+        shape: {path: LAYOUTS[path](weight) for path in paths_of(weight.dtype)}
         for shape, weight in plain.items()
     }
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
@@ -216,7 +222,7 @@ def measure_paths(
     for number in range(_ROUNDS + 1):
         for shape, weights in layers.items():
             for count in use.rows:
-                x, out = _operands(plain[shape], count)
+                x, out = operands_of(plain[shape], count)
                 for path, weight in weights.items():
                     multiply: _Linear = getattr(kernels, path)
                     start = clock()
@@ -313,7 +319,7 @@ def _linear_weights(program: Program) -> list[Tensor]:
     return [weight for weight in weights if isinstance(weight, Tensor)]
 
 
-def _operands(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def operands_of(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return random rows and memory for their product with a weight."""
     fan_in, fan_out = weight.shape
     # zeros: the pages are mapped before anything is timed
@@ -326,7 +332,7 @@ def _multiply(weights: Iterable[Tensor], kernels: object, counts: Sequence[int])
     multiply: _Linear = getattr(kernels, PLAIN)
     for weight in weights:
         for count in counts:
-            x, out = _operands(weight, count)
+            x, out = operands_of(weight, count)
             multiply(x, weight, out=out)
 
 

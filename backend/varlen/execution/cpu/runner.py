@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from varlen.execution.cpu.all_cores import AllCores, LoneCores
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.cpu.token_counts import batch_sizes, padded
+from varlen.execution.handoffs import Handoffs
 from varlen.execution.packing import dims_of, packed_batch, split_answers
 from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
@@ -46,9 +48,11 @@ class CpuRunner:
         kernels: object,
         arena: Arena,
         states: Mapping[str, Tensor] = NO_STATES,
+        handoffs: Handoffs | None = None,
     ) -> None:
         self._program = program
         self._states = states
+        self._handoffs = handoffs
         self._kernels = kernels
         self._arena = arena
         self._is_padded = compiles_products(program)
@@ -77,14 +81,23 @@ class CpuRunner:
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         packed = [prompts[i] for i in order]
         dims, in_order = self._dims(packed), [options[i] for i in order]
-        batch = packed_batch(self._program.inputs, dims, packed, in_order)
+        received = {} if self._handoffs is None else self._handoffs.received(0, dims)
+        inputs = [value for value in self._program.inputs if value.name not in received]
+        batch = packed_batch(inputs, dims, packed, in_order)
+        batch = replace(batch, inputs={**batch.inputs, **received})
         region = self._arena.allocate(dims)
+        sent = {} if self._handoffs is None else self._handoffs.sent(0, dims)
+        out = [sent[value.name] for value in self._program.outputs] if sent else None
         if self._compiled is not None:
-            (output,) = self._compiled.run(batch, self._kernels, region, lone=self._lone)
+            outputs = self._compiled.run(batch, self._kernels, region, out=out, lone=self._lone)
         else:
-            (output,) = self._program.run(
-                batch, self._kernels, region, states=self._states, call=self._call
+            outputs = self._program.run(
+                batch, self._kernels, region, states=self._states, out=out, call=self._call
             )
+        if self._handoffs is not None and sent:
+            self._handoffs.pass_on(0, received, sent)
+            return []
+        (output,) = outputs
         answers = split_answers(output.numpy(), packed, self._program.row_dimension)
         return [answers[place] for place in np.argsort(order).tolist()]
 

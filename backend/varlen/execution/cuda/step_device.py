@@ -51,7 +51,11 @@ class GpuSteps:
                 raise
 
     def choose(
-        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+        self,
+        step: StepBatch,
+        packed: DeviceChoice,  # noqa: ARG002  # of every device
+        choice: DeviceChoice,
+        chosen: DeviceChosen,
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, and give the tokens to the next step."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():

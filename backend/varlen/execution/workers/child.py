@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from varlen.config import EngineConfig
 from varlen.errors import VarlenError
@@ -42,13 +42,14 @@ _TEXT_CHARACTERS = MAX_MESSAGE // 16
 # Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _SET_PARENT_DEATH_SIGNAL = 1
 # File descriptors of a message at most.
-MOST_DESCRIPTORS = 2
+MOST_DESCRIPTORS = 5
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
 # Seconds without a batch after which a worker returns the memory of intermediates.
 IDLE_SECONDS = 10
 
 _Order = TypeVar("_Order")
+_Order_co = TypeVar("_Order_co", covariant=True)
 
 
 class LoadedModel(Protocol):
@@ -121,9 +122,36 @@ def run_model(
     serve(control, model)
 
 
+class Orders(Protocol[_Order_co]):
+    """Batches as they arrive."""
+
+    def next(self, timeout: float | None) -> _Order_co | None:
+        """Return the next batch, or None after this many seconds; None is no limit.
+
+        Raises:
+            EOFError, OSError: the engine has closed the connection.
+        """
+
+
+class DirectOrders(Generic[_Order]):
+    """Batches that are read when they run: `Orders`."""
+
+    def __init__(self, connection: Connection, receive: Callable[[Connection], _Order]) -> None:
+        """Read from a connection to the engine; `receive` returns its next batch."""
+        self._connection = connection
+        self._receive = receive
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+
+    def next(self, timeout: float | None) -> _Order | None:
+        """Return the next batch; see `Orders`."""
+        has_arrived = self._arrivals.poll(None if timeout is None else 1000 * timeout)
+        return self._receive(self._connection) if has_arrived else None
+
+
 def answer_batches(
     connection: Connection,
-    receive: Callable[[Connection], _Order],
+    orders: Orders[_Order],
     run: Callable[[_Order], Sequence[Float32Array]],
     use: Callable[[], MemoryUse],
     release: Callable[[], None],
@@ -132,7 +160,7 @@ def answer_batches(
 
     Args:
         connection: connection to the engine.
-        receive: returns the next batch.
+        orders: the batches.
         run: returns the answers of a batch.
         use: returns the memory use.
         release: returns memory to the system after some seconds without a batch.
@@ -140,14 +168,15 @@ def answer_batches(
     # later lines have no engine that reads them
     _log.handlers[:] = [logging.StreamHandler()]
     status, trimmed = 1, 0.0
-    arrivals = select.poll()
-    arrivals.register(connection, select.POLLIN)
     try:
         while True:
-            if not arrivals.poll(1000 * IDLE_SECONDS):
+            order = orders.next(IDLE_SECONDS)
+            if order is None:
                 release()
                 trim_heap()
-            send_answers(connection, _answers(receive(connection), run, use))
+                order = orders.next(None)
+            assert order is not None
+            send_answers(connection, _answers(order, run, use))
             if time.monotonic() - trimmed > _TRIM_SECONDS:
                 trim_heap()
                 trimmed = time.monotonic()

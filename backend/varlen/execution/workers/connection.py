@@ -33,14 +33,15 @@ class HungAfter:
 
 
 # Ranks of a model wait for each other, so a lost one has to be noticed soon.
+# The last stage of a pipeline waits longer than the first, by `LATER_SECONDS` each.
 _RANK_SECONDS, _RANK_FACTOR = 2.0, 10.0
 
 
 def hung_after(config: EngineConfig) -> HungAfter:
     """Return when a worker of a model counts as hung."""
-    if config.tensor_parallel == 1:
+    if config.num_processes == 1:
         return HungAfter()
-    # a rank that waits notices which one is late; this limit is for rank 0
+    # a process that waits notices which one is late; this limit is for the leader
     return HungAfter(config.rank_timeout_seconds + _RANK_SECONDS, _RANK_FACTOR)
 
 

@@ -19,6 +19,7 @@ from varlen.execution.core_share import CoreShare
 from varlen.execution.workers.child import (
     MAX_MESSAGE,
     MOST_DESCRIPTORS,
+    DirectOrders,
     Setup,
     answer_batches,
     run_model,
@@ -70,9 +71,10 @@ def _fork_workers(control: socket.socket, runner: Runner) -> None:
         if not pid:
             control.close()
             runner.share_cores(CoreShare(share))
+            engine = Connection(connection)
             answer_batches(
-                Connection(connection),
-                receive_batch,
+                engine,
+                DirectOrders(engine, receive_batch),
                 lambda batch: runner.run(*batch),
                 runner.use,
                 runner.release_arena,

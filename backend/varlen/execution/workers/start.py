@@ -19,7 +19,7 @@ from varlen.tasks import ITERATIVE_TASKS, Task
 # Modules that the processes run: the host of workers, and the steps of a model that generates.
 HOST = "varlen.execution.workers.host"
 STEPS = "varlen.execution.workers.steps"
-# The same of a model that several ranks hold: rank 0 of one that runs batches, and the other ranks.
+# The same of a model that several processes hold: the leader of one that runs batches, and all that do not lead.
 BATCHES = "varlen.execution.workers.batches"
 RANK = "varlen.execution.workers.rank"
 # Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.

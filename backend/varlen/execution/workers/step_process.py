@@ -57,11 +57,11 @@ class StepProcess(ModelProcess[StepInfo]):
     process waits neither for the scheduler nor for answers. Not for two threads at once, except for `use`.
 
     Attributes:
-        slots: steps that may be in flight: one in the process, and one that waits for it.
+        slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each
+            stage.
+        runs_apart: whether steps in flight have different sequences, as in a pipeline.
         graph_use: cost of CUDA graphs, which it has none of.
     """
-
-    slots = MAX_IN_FLIGHT
 
     def __init__(
         self,
@@ -89,7 +89,12 @@ class StepProcess(ModelProcess[StepInfo]):
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
         self._is_lost = False
-        self._launcher = StepLauncher(self, choice)
+        stages = config.pipeline_parallel
+        self.runs_apart = stages > 1
+        self.slots = stages if self.runs_apart else MAX_IN_FLIGHT
+        # places of logits in the process, and the place of the last step
+        self._places, self._place = stages, 0
+        self._launcher = StepLauncher(self, choice, runs_apart=self.runs_apart)
         # a token for each row of logits of the last step, if the engine took part in the choice
         self._chosen: npt.NDArray[np.int32] | None = None
         self.graph_use = GraphUse()
@@ -140,6 +145,8 @@ class StepProcess(ModelProcess[StepInfo]):
             packed.take_tokens(self._chosen)
             packed = replace(packed, follows=np.empty((2, 0), np.int32))
         self._chosen = None
+        self._place = (self._place + 1) % self._places
+        packed.keep_logits(self._place)
         message = step_message(packed)
         # the wait finds out that the process has ended, and starts another one
         with suppress(WorkerEndedError):
@@ -147,11 +154,11 @@ class StepProcess(ModelProcess[StepInfo]):
         return partial(self._await, self.pid, step.seconds)
 
     def choose(
-        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: StepBatch, packed: PackedStep, choice: DeviceChoice, chosen: DeviceChosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
-            logits = self._logits[: step.num_logit_rows]
+            logits = self._logits[packed.place, : step.num_logit_rows]
             outputs = self._choice.outputs(step, choice, chosen, logits)
         self._chosen = tokens_of_rows(step, outputs)
         return outputs
@@ -187,7 +194,7 @@ class StepProcess(ModelProcess[StepInfo]):
         if self._is_lost:
             raise EngineError(ENDED)
         # their answers come before the one to this
-        self._launcher.drain()
+        self._launcher.settle()
         try:
             self._worker.run(step_message(None))
         except WorkerEndedError:
@@ -209,7 +216,9 @@ class StepProcess(ModelProcess[StepInfo]):
             _, (descriptor,) = self._exchange({}, [theirs.fileno()])
             connection = Connection(ours.detach())
         try:
-            self._logits = map_logits(descriptor, self.info.max_logit_rows, self.info.vocab_size)
+            self._logits = map_logits(
+                descriptor, self._places, self.info.max_logit_rows, self.info.vocab_size
+            )
         finally:
             os.close(descriptor)
         return connection

@@ -11,18 +11,31 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from varlen.execution.workers.child import MAX_MESSAGE, Setup, answer_batches, run_model, send
+from varlen.execution.workers.child import (
+    MAX_MESSAGE,
+    DirectOrders,
+    Orders,
+    Setup,
+    answer_batches,
+    run_model,
+    send,
+)
+from varlen.execution.workers.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
     from varlen.execution.step_runner import StepRunner
     from varlen.request.request import Float32Array, Int32Array
+
+    # A step, or None for a check, and a function that returns the part of it that ranks or stages run.
+    _Prepared: TypeAlias = tuple[PackedStep | None, Callable[[], PackedStep | None]]
 
 
 def main() -> None:
@@ -41,11 +54,14 @@ def _load(setup: Setup) -> StepRunner:
     from varlen.execution.step_runner import StepRunner
     from varlen.execution.warm_up import warm_up, warm_up_draws
     from varlen.execution.workers.rank_group import RankGroup
+    from varlen.execution.workers.stage_group import StageGroup
     from varlen.execution.workers.step_messages import step_message
     from varlen.models.checkpoint_folder import Checkpoint
 
     config = setup.config
-    group = RankGroup(setup, step_message) if config.tensor_parallel > 1 else None
+    group: RankGroup[PackedStep] | StageGroup[PackedStep] | None = None
+    if config.num_processes > 1:
+        group = (RankGroup if config.tensor_parallel > 1 else StageGroup)(setup, step_message)
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     # the engine chooses what the process does not
@@ -73,20 +89,41 @@ def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     order = StepOrder()
     chosen: Int32Array = np.empty(0, np.int32)
 
-    def run(step: PackedStep | None) -> Sequence[Float32Array]:
+    def run(prepared: _Prepared) -> Sequence[Float32Array]:
         nonlocal chosen
+        step, part_of = prepared
         if step is None:
             runner.check()
             return ()
         with order.running(step.number, step.after):
             step.take_tokens(chosen)
-            found = runner.run_packed(step)
+            part = part_of()
+            assert part is not None
+            found = runner.run_prepared(step, part)
         answers = answers_of(found)
         chosen = answers[0].view(np.int32)
         return answers
 
+    def prepare(step: PackedStep | None) -> PackedStep | None:
+        return None if step is None else runner.prepare(step)
+
+    def receive(connection: Connection) -> _Prepared:
+        step = receive_step(connection)
+        return step, partial(prepare, step)
+
+    def send_ahead(step: PackedStep | None) -> PackedStep | None:
+        part = prepare(step)
+        if part is not None:
+            runner.link.send_ahead(part)
+        return part
+
     connection = Connection(descriptors[0])
-    answer_batches(connection, receive_step, run, runner.use, runner.release_arenas)
+    orders: Orders[_Prepared] = (
+        DirectOrders(connection, receive)
+        if runner.link.stage.count == 1
+        else ReadAhead(connection, receive_step, send_ahead)
+    )
+    answer_batches(connection, orders, run, runner.use, runner.release_arenas)
 
 
 if __name__ == "__main__":

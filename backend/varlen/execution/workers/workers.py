@@ -42,7 +42,7 @@ class Workers:
         runners: one per worker.
         prepare: function to be called first by each thread that uses one.
         host: the process that starts them, if they are processes.
-        launcher: the only worker, if it starts a batch while another one runs.
+        launcher: the only worker, if it starts a batch while another one runs: a GPU, or the stages of a pipeline.
         graphs: cost of the CUDA graphs.
         device_timeout: longest time of a batch of the launcher, in seconds; 0 is no limit.
         share: tells the workers of a CPU whether their batch runs alone.
@@ -60,7 +60,8 @@ class Workers:
     def new_executor(self) -> ModelExecutor:
         """Return an executor of these workers; it has started its threads."""
         if self.launcher is not None:
-            return with_timeout(OverlappingExecutor(self.launcher), self.device_timeout)
+            executor = OverlappingExecutor(self.launcher, is_pipeline=self.host is not None)
+            return with_timeout(executor, self.device_timeout)
         return ThreadExecutor(self.runners, self.prepare, self.share)
 
     def use_all_cores(self) -> None:
@@ -138,8 +139,10 @@ def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Wo
     runners: list[WorkerProcess] = []
     workers = Workers(host.info, runners, host=host, share=host.share)
     try:
-        runners += (WorkerProcess(host, count_restart) for _ in range(host.info.workers))
+        stages = config.pipeline_parallel
+        runners += (WorkerProcess(host, count_restart, stages) for _ in range(host.info.workers))
     except BaseException:
         workers.close()
         raise
-    return workers
+    # its stages run as many batches at the same time
+    return replace(workers, launcher=runners[0]) if stages > 1 else workers

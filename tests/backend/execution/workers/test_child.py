@@ -20,7 +20,8 @@ def test_a_worker_without_batches_releases_memory_once(monkeypatch):
         events.put(batch.decode())
         return ()
 
-    arguments = (lambda end: end.recv_bytes(), run, MemoryUse, lambda: events.put("released"))
+    orders = child.DirectOrders(theirs, lambda end: end.recv_bytes())
+    arguments = (orders, run, MemoryUse, lambda: events.put("released"))
     worker = Thread(target=child.answer_batches, args=(theirs, *arguments))
     worker.start()
     assert events.get(timeout=60) == "released"

@@ -1,6 +1,6 @@
-"""Models on several ranks, in the real server.
+"""Models that several processes hold, ranks or stages, in the real server.
 
-A lost rank costs no answer, and none outlives its model.
+A lost process costs no answer, and none outlives its model.
 """
 
 import os
@@ -25,32 +25,41 @@ from varlen_tools.shared_memory import remove_unused
 
 from .serving import (
     add_model,
+    holders_of,
     is_running,
     load,
     metrics,
     model_state,
-    ranks_of,
     stub_of,
     unload,
     wait_until,
 )
 
 WRITER, ENCODER = "writer", "encoder"
-RANKS = {"tensor_parallel": "2", "rank_timeout_seconds": "2", "threads": "2"}
+SETTINGS = {"rank_timeout_seconds": "2", "threads": "2"}
+# By the word that messages have for a process.
+PARALLEL = {"rank": {"tensor_parallel": "2"}, "stage": {"pipeline_parallel": "2"}}
 SENDERS = 8
 # Least number of requests; more by hand.
-REQUESTS = int(os.environ.get("VARLEN_RANK_REQUESTS", "100"))
+REQUESTS = int(os.environ.get("VARLEN_PARALLEL_REQUESTS", "100"))
+
+
+@pytest.fixture(scope="module", params=PARALLEL)
+def word(request: pytest.FixtureRequest) -> str:
+    """What each process of a model is called."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(word: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of each kind, whose prompts and batches take several steps."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = tmp_path_factory.mktemp(word)
+    settings = SETTINGS | PARALLEL[word]
     sizes = {"n_embd": 64, "n_inner": 256, "n_layer": 2, "n_head": 4, "n_positions": 2048}
     decoder = save_checkpoint(folder / "gpt2", "GPT2LMHeadModel", **sizes)
     encoder = save_checkpoint(folder / "bert", num_attention_heads=4, max_position_embeddings=512)
-    add_model(folder / "models", WRITER, decoder, task="generate", max_step_tokens="96", **RANKS)
-    add_model(folder / "models", ENCODER, encoder, **RANKS)
+    add_model(folder / "models", WRITER, decoder, task="generate", max_step_tokens="96", **settings)
+    add_model(folder / "models", ENCODER, encoder, **settings)
     return folder / "models"
 
 
@@ -67,10 +76,13 @@ def running(repository: Path) -> Iterator[LocalServer]:
 
 @pytest.fixture
 def server(running: LocalServer) -> LocalServer:
-    """The server, whose models have lost no rank."""
+    """The server, whose models have lost no process."""
     for model in (WRITER, ENCODER):
+        is_ready = model_state(running, model) == "READY"
+        if is_ready and not metrics(running, model)["varlen_worker_restarts_total"]:
+            continue
         unload(running, model)
-        load(running, model)
+        assert load(running, model) is None
     return running
 
 
@@ -116,7 +128,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_answers_under_load_are_right_although_ranks_are_lost(
+def test_answers_under_load_are_right_although_processes_are_lost(
     server: LocalServer, number: signal.Signals
 ) -> None:
     with (
@@ -136,35 +148,37 @@ def test_answers_under_load_are_right_although_ranks_are_lost(
         def restarts_of(model: str) -> float:
             return metrics(server, model)["varlen_worker_restarts_total"]
 
-        def lose_ranks() -> None:
-            """Lose each rank of each model in turn, while requests come."""
+        def lose_processes() -> None:
+            """Lose each process of each model in turn, while requests come."""
             restarts = {model: restarts_of(model) for model in (WRITER, ENCODER)}
-            for rank in (1, 0):
+            for place in (1, 0):
                 for model in (WRITER, ENCODER):
                     most = count["answered"] + REQUESTS // 8
                     wait_until(lambda most=most: count["answered"] > most, "requests are answered")
-                    lost = ranks_of(stub_of(server, model))[rank]
+                    lost = holders_of(stub_of(server, model))[place]
                     os.kill(lost, number)
                     # a stopped one too
-                    wait_until(lambda lost=lost: not is_running(lost), "a lost rank is ended")
+                    wait_until(lambda lost=lost: not is_running(lost), "a lost process is ended")
                     wait_until(
                         lambda model=model, most=restarts[model]: restarts_of(model) > most,
-                        "all ranks are started again",
+                        "all processes are started again",
                     )
                     restarts[model] += 1
 
         with ThreadPoolExecutor() as pool:
             senders = [pool.submit(send, seed) for seed in range(SENDERS)]
             try:
-                lose_ranks()
+                lose_processes()
             finally:
                 ends.set()
         for sender in senders:
             sender.result()
 
 
-def test_a_rank_that_is_lost_while_it_loads_refuses_the_model(server: LocalServer) -> None:
-    before = ranks_of(stub_of(server, WRITER))[1]
+def test_a_process_that_is_lost_while_it_loads_refuses_the_model(
+    word: str, server: LocalServer
+) -> None:
+    before = holders_of(stub_of(server, WRITER))[1]
     unload(server, WRITER)
     ended = threading.Event()
 
@@ -172,9 +186,9 @@ def test_a_rank_that_is_lost_while_it_loads_refuses_the_model(server: LocalServe
         while not ended.is_set():
             # they are started one after another
             with suppress(ValueError, IndexError, OSError):
-                rank = ranks_of(stub_of(server, WRITER))[1]
-                if rank != before:
-                    os.kill(rank, signal.SIGKILL)
+                started = holders_of(stub_of(server, WRITER))[1]
+                if started != before:
+                    os.kill(started, signal.SIGKILL)
                     ended.set()
             time.sleep(0.01)
 
@@ -184,29 +198,31 @@ def test_a_rank_that_is_lost_while_it_loads_refuses_the_model(server: LocalServe
         killing.result()
 
     assert error is not None
-    assert "rank 1 of 2" in error
+    assert f"{word} 1 of 2" in error
     assert model_state(server, WRITER) != "READY"
     assert load(server, WRITER) is None
 
 
-def _kill_with_a_stopped_rank(stub: int) -> None:
-    """Kill the process of a model whose rank 0 reads no socket."""
-    os.kill(ranks_of(stub)[0], signal.SIGSTOP)
+def _kill_with_a_stopped_leader(stub: int) -> None:
+    """Kill the process of a model whose leader reads no socket."""
+    os.kill(holders_of(stub)[0], signal.SIGSTOP)
     os.kill(stub, signal.SIGKILL)
 
 
-def test_no_rank_outlives_its_model(server: LocalServer) -> None:
+def test_no_process_outlives_its_model(server: LocalServer) -> None:
     ends: tuple[Callable[[int], None], ...] = (
         lambda _: unload(server, WRITER),
-        _kill_with_a_stopped_rank,
+        _kill_with_a_stopped_leader,
         # the last test: a killed stub may end server 2.51 too (decision 0048)
         lambda _: os.kill(server.pid, signal.SIGKILL),
     )
     for end in ends:
         model = ENCODER if end is ends[-1] else WRITER
         stub = stub_of(server, model)
-        ranks = ranks_of(stub)
+        holders = holders_of(stub)
         end(stub)
-        wait_until(lambda ranks=ranks: not any(map(is_running, ranks)), "all ranks have ended")
+        wait_until(
+            lambda holders=holders: not any(map(is_running, holders)), "all processes have ended"
+        )
         if end is ends[0]:
             load(server, WRITER)

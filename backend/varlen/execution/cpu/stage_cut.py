@@ -1,0 +1,177 @@
+"""Where a model is cut into stages.
+
+Each stage should take as long as the others. It takes as long as its linear layers do, which read nearly all weights.
+The time of each is measured with weights that come from memory, as they do in a step: the output layer is often larger
+than several transformer layers. Without measurement, a layer counts by the bytes of its weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from varlen.config import EngineConfig
+from varlen.costs.store import CostKey, CostStore, cache_folder
+from varlen.errors import ConfigError
+from varlen.execution.cpu.linear_paths import (
+    LAYOUTS,
+    PLAIN,
+    LayerUse,
+    operands_of,
+    paths_of,
+    stored_paths,
+)
+from varlen.execution.rank_link import RankLink
+from varlen.models.checkpoint.stage_layers import StageLayers
+from varlen.program.program import Program
+from varlen.program.stages import StageProgram, balanced_bounds, cut_program, layer_starts
+
+# Bytes that are written before a layer is timed, so that no weight of it is left in a cache.
+_EVICTED_BYTES = 1 << 27
+_ROUNDS = 5
+# To be increased when layers are measured in another way.
+_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """The cut of a model, as one stage has it.
+
+    Attributes:
+        bounds: first layer of each stage, and the number of layers.
+        layers: the layers of this stage.
+    """
+
+    bounds: Sequence[int]
+    layers: StageLayers
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the stage that has the most."""
+        return max(last - first for first, last in pairwise(self.bounds))
+
+    def parts(self, program: Program) -> list[StageProgram]:
+        """Return the part of each stage of a program that was recorded with these layers."""
+        starts = layer_starts(program, self.layers.layer_of, self.layers.count)
+        return cut_program(program, starts, self.bounds)
+
+
+def agree_on_cut(
+    load: Callable[[StageLayers], Program],
+    kernels: object,
+    config: EngineConfig,
+    key: CostKey,
+    *,
+    use: LayerUse,
+    seconds: float,
+    link: RankLink[Any],
+) -> StageCut | None:
+    """Return the cut that the last stage chooses, or None without stages.
+
+    Args:
+        load, kernels, config, key, use, seconds: arguments of `choose_bounds`.
+        link: link to the other stages.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    stage = link.stage
+    if stage.count == 1:
+        return None
+    bounds = link.agree(lambda: choose_bounds(load, kernels, config, key, use=use, seconds=seconds))
+    first, last = bounds[stage.number : stage.number + 2]
+    return StageCut(bounds, StageLayers(first, last, is_first=not stage.number))
+
+
+def choose_bounds(
+    load: Callable[[StageLayers], Program],
+    kernels: object,
+    config: EngineConfig,
+    key: CostKey,
+    *,
+    use: LayerUse,
+    seconds: float,
+) -> list[int]:
+    """Return the first layer of each stage, and the number of layers.
+
+    Args:
+        load: returns the program of a model whose weights are read for some layers.
+        kernels: multiply.
+        config: says how many stages there are, and where measurements are stored.
+        key: cost key of whatever else decides the times of layers.
+        use: typical use of the layers.
+        seconds: most time to measure; at 0 nothing is measured.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    layers = StageLayers()
+    program, stages = load(layers), config.pipeline_parallel
+    if layers.count < stages:
+        raise ConfigError(
+            f"pipeline_parallel is {stages}; this model has {layers.count} layers with weights of their own:"
+            f" allowed are 1 to {layers.count}"
+        )
+    starts = layer_starts(program, layers.layer_of, layers.count)
+    if not seconds:
+        return balanced_bounds(_bytes(program), starts, stages)
+
+    def measure() -> dict[str, str]:
+        bounds = balanced_bounds(_measure(program, kernels, use, seconds), starts, stages)
+        return {str(number): str(bound) for number, bound in enumerate(bounds)}
+
+    more = {"stages": str(stages), "cut": _VERSION, "threads": str(torch.get_num_threads())}
+    store = CostStore(cache_folder(config.cache_folder))
+    stored = stored_paths(store, {**key, **more}, measure, "first layers of stages")
+    return [int(stored[str(number)]) for number in range(stages + 1)]
+
+
+def _bytes(program: Program) -> list[float]:
+    """Return the bytes of the weights of each linear layer, 0 for other ops."""
+    return [
+        float(sum(weight.nbytes for weight in op.weights)) if op.kernel == PLAIN else 0.0
+        for op in program.ops
+    ]
+
+
+@torch.inference_mode()
+def _measure(program: Program, kernels: object, use: LayerUse, seconds: float) -> list[float]:
+    """Return the seconds of each linear layer, 0 for other ops."""
+    kinds = [
+        (tuple(op.weights[0].shape), op.weights[0].dtype) if op.kernel == PLAIN else None
+        for op in program.ops
+    ]
+    calls = {kind: _call(*kind, kernels, use) for kind in dict.fromkeys(kinds) if kind}
+    others = torch.zeros(_EVICTED_BYTES, dtype=torch.uint8)
+    times: defaultdict[object, list[float]] = defaultdict(list)
+    deadline = time.monotonic() + seconds
+    for number in range(_ROUNDS + 1):
+        for kind, call in calls.items():
+            others.fill_(number)
+            began = time.perf_counter()
+            call()
+            # the first round compiles
+            if number:
+                times[kind].append(time.perf_counter() - began)
+        if number and time.monotonic() > deadline:
+            break
+    return [statistics.median(times[kind]) if kind else 0.0 for kind in kinds]
+
+
+def _call(
+    shape: Sequence[int], dtype: torch.dtype, kernels: object, use: LayerUse
+) -> Callable[[], None]:
+    """Return a function that runs a layer of this shape on a few rows."""
+    path = paths_of(dtype)[-1]
+    path = path if hasattr(kernels, path) else PLAIN
+    plain = torch.zeros(*shape, dtype=dtype)
+    weight, multiply = LAYOUTS[path](plain), getattr(kernels, path)
+    x, out = operands_of(plain, sorted(use.rows)[len(use.rows) // 2 - 1])
+    return lambda: multiply(x, weight, out=out)

@@ -1,0 +1,128 @@
+"""The values that stages of a pipeline hand over, in memory of both.
+
+There are as many places as batches may be in flight. A batch has its place until all stages have run it, so nothing
+waits for a free one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from varlen.memory.shared import map_shared
+from varlen.memory.usage import Dims
+from varlen.program.program import Value
+from varlen.program.stages import StageProgram
+
+# Of a value: two stages share no line of a cache.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The values of one cut, for one place after another.
+
+    Attributes:
+        memory: `[places, bytes]` uint8.
+        offsets: first byte of each value in a place, by program and name.
+    """
+
+    memory: Tensor
+    offsets: Mapping[tuple[int, str], int]
+
+    def tensors(
+        self, program: int, values: Sequence[Value], place: int, dims: Dims
+    ) -> dict[str, Tensor]:
+        """Return values of a batch by name."""
+        found = {}
+        for value in values:
+            begin, shape = self.offsets[program, value.name], value.at(dims)
+            size = torch.Size(shape).numel() * value.dtype.itemsize
+            found[value.name] = (
+                self.memory[place, begin : begin + size].view(value.dtype).view(shape)
+            )
+        return found
+
+
+class Handoffs:
+    """The values that one stage receives and sends.
+
+    Attributes:
+        place: the place of the batch that runs.
+    """
+
+    def __init__(self, received: int | None, sent: int | None, *, places: int) -> None:
+        """Take memory whose size is not known yet.
+
+        Args:
+            received: file descriptor of the memory that the stage before writes, if there is one.
+            sent: file descriptor of the memory that this stage writes, unless it is the last.
+            places: batches that may be in flight.
+        """
+        self.place = 0
+        self._files = received, sent
+        self._places = places
+        self._parts: Sequence[StageProgram] = ()
+        self._received: _Cut | None = None
+        self._sent: _Cut | None = None
+
+    def map(self, parts: Sequence[StageProgram], largest: Sequence[Dims]) -> None:
+        """Map the memory.
+
+        Args:
+            parts: this stage's part of each program.
+            largest: dimensions of the largest batch of each program.
+        """
+        self._parts = parts
+        received, sent = self._files
+        self._received = self._map(received, [part.received for part in parts], largest)
+        self._sent = self._map(sent, [part.sent for part in parts], largest)
+
+    def next(self) -> None:
+        """Go on to the place of the next batch."""
+        self.place = (self.place + 1) % self._places
+
+    def received(self, program: int, dims: Dims) -> dict[str, Tensor]:
+        """Return what the stage before has written for a batch of these dimensions.
+
+        Args:
+            program: number of the program.
+            dims: dimensions of the batch.
+        """
+        if self._received is None:
+            return {}
+        return self._received.tensors(program, self._parts[program].received, self.place, dims)
+
+    def sent(self, program: int, dims: Dims) -> dict[str, Tensor]:
+        """Return where this stage writes what the next one gets; see `received`."""
+        if self._sent is None:
+            return {}
+        return self._sent.tensors(program, self._parts[program].sent, self.place, dims)
+
+    def pass_on(
+        self, program: int, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]
+    ) -> None:
+        """Copy what the next stage gets as this one has received it."""
+        for value in self._parts[program].passed_on:
+            sent[value.name].copy_(received[value.name])
+
+    def _map(
+        self, file: int | None, groups: Sequence[Sequence[Value]], largest: Sequence[Dims]
+    ) -> _Cut | None:
+        if file is None:
+            return None
+        offsets, end = {}, 0
+        for program, (values, dims) in enumerate(zip(groups, largest, strict=True)):
+            for value in values:
+                offsets[program, value.name] = end
+                end += -(-value.nbytes.at(dims) // _ALIGNMENT) * _ALIGNMENT
+        # the other stage maps as much
+        os.ftruncate(file, max(mmap.PAGESIZE, self._places * end))
+        memory = torch.frombuffer(map_shared(file), dtype=torch.uint8)
+        os.close(file)
+        return _Cut(memory[: self._places * end].view(self._places, end), offsets)
