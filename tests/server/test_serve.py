@@ -19,6 +19,7 @@ from tests.processes import is_gone
 from varlen_client import Client
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import find_command, free_port
+from varlen_tools.model_config import Inputs
 from varlen_tools.serve.examples import Addresses, curl_line, read_model
 from varlen_tools.serve.server import ServerCommand, start_server
 
@@ -112,6 +113,12 @@ def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
     folders = [
         fetch_task_model(save_task_model(tmp_path, name), tmp_path / "repository", name, task)
         for name, task in TASK_MODELS.items()
+    ]
+    # others take token ids alone
+    folders += [
+        fetch_task_model(tmp_path / name, tmp_path / "repository", f"{name}_ids", task, Inputs.ids)
+        for name, task in TASK_MODELS.items()
+        if task in ("embed", "rerank", "generate")
     ]
     models = [read_model(folder) for folder in folders]
 

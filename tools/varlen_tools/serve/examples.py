@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from tritonclient.grpc import model_config_pb2
+
 from varlen.errors import CheckpointError, ConfigError
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.models import SOURCE_FILE, ServeError
 
 _JSON = "Content-Type: application/json"
+# Names of inputs that are texts, and token ids of any vocabulary.
+_TEXTS = {"text", "text_input", "messages"}
+_IDS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Model:
         has_chat: whether it answers chats.
         mask: the text that stands for a masked token.
         has_whole_config: whether its config.pbtxt loads without auto-completion.
+        ids: data type of `input_ids`, if its config.pbtxt has this input and no texts; else empty.
     """
 
     name: str
@@ -35,6 +41,7 @@ class Model:
     has_chat: bool = False
     mask: str = "[MASK]"
     has_whole_config: bool = False
+    ids: str = ""
 
 
 def read_model(folder: Path) -> Model | None:
@@ -63,7 +70,16 @@ def read_model(folder: Path) -> Model | None:
         has_chat=checkpoint.chat_template is not None,
         mask=checkpoint.special_tokens.get("mask_token", "[MASK]"),
         has_whole_config=bool(config.input and config.output) and has_rows,
+        ids=_ids_alone(config),
     )
+
+
+def _ids_alone(config: model_config_pb2.ModelConfig) -> str:
+    """Return the data type of `input_ids` if a model takes no texts, else nothing."""
+    types = {each.name: each.data_type for each in config.input}
+    if "input_ids" not in types or types.keys() & _TEXTS:
+        return ""
+    return str(model_config_pb2.DataType.Name(types["input_ids"])).removeprefix("TYPE_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +99,8 @@ class Addresses:
 
 def curl_line(model: Model, at: Addresses) -> str:
     """Return a command that sends the model a request and prints the answer."""
-    on_gateway = _gateway_request(model)
+    # the gateway sends texts
+    on_gateway = None if model.ids else _gateway_request(model)
     if on_gateway is None:
         path, body = _server_request(model)
         return _curl(at.server + path, [], body)
@@ -123,6 +140,11 @@ def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
 def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
     """Return path and body of a request to the server's own HTTP endpoint."""
     path = f"/v2/models/{quote(model.name, safe='')}"
+    if model.ids and model.task in ITERATIVE_TASKS:
+        return f"{path}/generate", {"input_ids": list(_IDS)}
+    if model.ids:
+        rows = {"datatype": model.ids, "shape": [1, len(_IDS)], "data": list(_IDS)}
+        return f"{path}/infer", {"inputs": [{"name": "input_ids"} | rows]}
     if model.task == "translate":
         return f"{path}/generate", {"text_input": "the 3rd of March, 2021", "num_beams": 4}
     text = "Ada lives in London."
