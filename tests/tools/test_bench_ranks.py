@@ -6,7 +6,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("rich")
 
-from varlen_bench.ranks import exchange, run
+from varlen_bench.peers.checkpoints import GeneratorShape
+from varlen_bench.ranks import exchange, models, run
 from varlen_bench.ranks.__main__ import app
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
@@ -33,6 +34,23 @@ def test_a_run_writes_a_row_for_each_shape_and_system(ranks, tmp_path, monkeypat
     assert {row["ranks"] for row in rows} == {str(ranks)}
     assert list(rows[0]) == committed_columns("ranks")
     assert "BENCH ranks: all_reduce_1x7_fp32_step=" in result.output
+
+
+def test_a_run_says_how_long_stages_wait(tmp_path, monkeypatch):
+    tiny = GeneratorShape("tiny", 64, 2, 4, positions=128, vocabulary=300)
+    output = tmp_path / "rows.csv"
+    monkeypatch.setattr(models, "GPT2_SMALL", tiny)
+    monkeypatch.setattr(models, "SEQUENCES", (3,))
+    monkeypatch.setattr(models, "DTYPES", ("fp32",))
+
+    result = CliRunner().invoke(app, ["--quick", "--only", "stages", "--output", str(output)])
+
+    assert result.exit_code == 0, result.output
+    rows = {(row["measurement"], row["system"]): row for row in read_csv(output)}
+    assert rows.keys() == {("token", "one process"), ("token", "stages"), ("bubble", "stages")}
+    assert rows["bubble", "stages"]["unit"] == "%"
+    assert 0 < float(rows["bubble", "stages"]["median"]) < 100
+    assert float(rows["token", "stages"]["median"]) > 0
 
 
 def test_an_unknown_measurement_is_refused_with_all_names():

@@ -1,4 +1,6 @@
-"""Models that ranks hold, beside the same model in one process with as many threads.
+"""Models that several processes hold, beside the same model in one process.
+
+That process has as many threads as the others have together.
 
 Both have processes of their own, as on a server, and take turns in rounds. A figure of a step is the time between two
 tokens of the first sequence, with the engine and its messages.
@@ -73,8 +75,10 @@ def control_seconds(sequences: int, samples: int, messages: int) -> list[float]:
 
 
 @contextmanager
-def generators(scratch: Path, ranks: int, dtype: DType) -> Iterator[Mapping[str, Generator]]:
-    """Yield a GPT-2-small in one process, and the same in ranks."""
+def generators(
+    scratch: Path, processes: int, dtype: DType, setting: str = "tensor_parallel"
+) -> Iterator[Mapping[str, Generator]]:
+    """Yield a GPT-2-small in one process, and the same in several, which `setting` asks for."""
     from varlen.config import EngineConfig
     from varlen.in_process.generator import Generator
     from varlen.service.generation import GenerationService
@@ -85,11 +89,13 @@ def generators(scratch: Path, ranks: int, dtype: DType) -> Iterator[Mapping[str,
         save_random_decoder(GPT2_SMALL, folder)
 
     def load(count: int) -> Generator:
-        config = EngineConfig(device="cpu", dtype=dtype, threads=ranks, tensor_parallel=count)
+        settings = {"device": "cpu", "dtype": dtype, "threads": str(processes), setting: str(count)}
+        config = EngineConfig.from_parameters(settings)
         return Generator(GenerationService.load(folder, config, Stats(), isolated=True))
 
-    with load(1) as one, load(ranks) as several:
-        yield {"one process": one, "ranks": several}
+    name = "ranks" if setting == "tensor_parallel" else "stages"
+    with load(1) as one, load(processes) as several:
+        yield {"one process": one, name: several}
 
 
 def step_seconds(generator: Generator, sequences: int) -> list[float]:
@@ -111,15 +117,61 @@ def step_seconds(generator: Generator, sequences: int) -> list[float]:
     return [after - before for before, after in pairwise(times)][_FIRST_STEPS:]
 
 
+def shares_of_tokens(generator: Generator, sequences: int) -> tuple[float, float]:
+    """Return the seconds of a token, and the part of the time without work.
+
+    A process that waits for another one sleeps. One that waits for a core has work. All sequences generate all the
+    time that is measured.
+    """
+    from varlen.request.generation import GenerationOptions
+
+    processes = _processes_of(generator)
+    ends = {sequences * _FIRST_STEPS, sequences * (_ANSWER - _FIRST_STEPS)}
+    count, marks = 0, list[tuple[float, float]]()
+
+    def arrived(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count in ends:
+            marks.append((time.perf_counter(), sum(map(_busy_seconds, processes))))
+
+    options = GenerationOptions(temperature=0.0, max_tokens=_ANSWER, ignore_eos=True)
+    answers = [
+        generator.submit(
+            np.random.default_rng(number).integers(1, GPT2_SMALL.vocabulary, _PROMPT),
+            options,
+            arrived,
+        )
+        for number in range(sequences)
+    ]
+    for answer in answers:
+        answer.result()
+    (began, used_before), (ended, used) = marks
+    seconds = ended - began
+    tokens = max(ends) - min(ends)
+    return seconds / tokens, 1.0 - (used - used_before) / (seconds * len(processes))
+
+
+def _busy_seconds(pid: int) -> float:
+    """Return the seconds in which a process's main thread had work."""
+    on_core, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+    return (int(on_core) + int(waited)) / 1e9
+
+
 def rank_mebibytes(generator: Generator) -> float:
     """Return the resident memory of the largest process of a model, in MiB."""
+    return max(map(resident_bytes, _processes_of(generator))) / MIB
+
+
+def _processes_of(generator: Generator) -> list[int]:
+    """Return the process ids of a model."""
     from varlen.execution.workers.step_process import StepProcess
 
     model = generator._service.runner
     assert isinstance(model, StepProcess)
     leader = model.pid
     children = Path(f"/proc/{leader}/task/{leader}/children").read_text(encoding="ascii").split()
-    return max(resident_bytes(pid) for pid in (leader, *map(int, children))) / MIB
+    return [leader, *map(int, children)]
 
 
 @contextmanager

@@ -105,6 +105,32 @@ def measure_beside(settings: Settings) -> Iterator[Row]:
                     yield from _in_turns(settings, "decode", case, compared, ask)
 
 
+def measure_stages(settings: Settings) -> Iterator[Row]:
+    """Measure tokens of a GPT-2-small that stages hold, and their idle time."""
+    for dtype in models.DTYPES:
+        with models.generators(
+            settings.scratch, settings.ranks, dtype, "pipeline_parallel"
+        ) as compared:
+            for sequences in models.SEQUENCES:
+                load = os.getloadavg()[0]
+                case = f"gpt2-small {dtype}, {sequences} sequences"
+                found = {system: list[tuple[float, float]]() for system in compared}
+                for number in range(settings.rounds + 1):
+                    names = list(compared)
+                    for system in names if number % 2 else names[::-1]:
+                        sample = models.shares_of_tokens(compared[system], sequences)
+                        if number:
+                            found[system].append(sample)
+                for system, samples in found.items():
+                    seconds, idle = zip(*samples, strict=True)
+                    yield _timed(settings, "token", case, system, list(seconds), load)
+                    if system == "stages":
+                        percent = [100 * each for each in idle]
+                        row = row_of("bubble", case, system, settings.ranks, percent)
+                        settings.progress(f"bubble {case}: {row['median']} %")
+                        yield row | {"unit": "%", "load": rounded(load, 2)}
+
+
 def measure_encoder(settings: Settings) -> Iterator[Row]:
     """Measure lone texts of a BERT-base."""
     with models.encoders(settings.scratch, settings.ranks) as compared:
@@ -120,6 +146,7 @@ MEASUREMENTS: Mapping[str, Callable[[Settings], Iterator[Row]]] = {
     "control": measure_control,
     "decode": measure_decode,
     "beside": measure_beside,
+    "stages": measure_stages,
     "encoder": measure_encoder,
 }
 
