@@ -33,8 +33,9 @@ class HungAfter:
 
 
 # Ranks of a model wait for each other, so a lost one has to be noticed soon.
-# The last stage of a pipeline waits longer than the first, by `LATER_SECONDS` each.
 _RANK_SECONDS, _RANK_FACTOR = 2.0, 10.0
+# Seconds by which a stage waits longer than the one before it, which so is the one that reports a lost stage.
+LATER_SECONDS = 0.5
 
 
 def hung_after(config: EngineConfig) -> HungAfter:
@@ -42,7 +43,8 @@ def hung_after(config: EngineConfig) -> HungAfter:
     if config.num_processes == 1:
         return HungAfter()
     # a process that waits notices which one is late; this limit is for the leader
-    return HungAfter(config.rank_timeout_seconds + _RANK_SECONDS, _RANK_FACTOR)
+    seconds = config.rank_timeout_seconds + LATER_SECONDS * (config.pipeline_parallel - 1)
+    return HungAfter(seconds + _RANK_SECONDS, _RANK_FACTOR)
 
 
 class WorkerConnection:

@@ -17,8 +17,8 @@ from torch import Tensor
 from varlen.errors import EngineError
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.child import Setup
+from varlen.execution.workers.connection import LATER_SECONDS
 from varlen.execution.workers.rank_group import map_rank_memory
-from varlen.execution.workers.stage_group import LATER_SECONDS
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE, RANKS, Rank
 from varlen.program.stages import NO_STAGES, Stage

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.child import Setup
+from varlen.execution.workers.connection import LATER_SECONDS
 from varlen.execution.workers.process_group import ProcessGroup
 from varlen.memory.shared import new_shared
 from varlen.program.program import NO_STATES
@@ -26,9 +27,6 @@ from varlen.program.stages import Stage
 _log = logging.getLogger(__name__)
 
 _Work = TypeVar("_Work")
-
-# Seconds by which a stage waits longer than the one before it, which so is the one that reports a lost stage.
-LATER_SECONDS = 0.5
 
 
 class StageGroup(ProcessGroup[_Work]):
