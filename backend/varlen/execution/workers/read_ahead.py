@@ -38,7 +38,9 @@ class ReadAhead(Generic[_Order, _Prepared]):
         self._connection = connection
         self._receive = receive
         self._prepare = prepare
-        self._arrived: SimpleQueue[tuple[_Order, Callable[[], _Prepared]] | None] = SimpleQueue()
+        self._arrived: SimpleQueue[tuple[_Order, Callable[[], _Prepared]] | BaseException] = (
+            SimpleQueue()
+        )
         Thread(target=self._read, name="varlen-orders", daemon=True).start()
 
     def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Prepared]] | None:
@@ -47,8 +49,8 @@ class ReadAhead(Generic[_Order, _Prepared]):
             arrived = self._arrived.get(timeout=timeout)
         except Empty:
             return None
-        if arrived is None:
-            raise EOFError
+        if isinstance(arrived, BaseException):
+            raise arrived
         return arrived
 
     def _read(self) -> None:
@@ -56,11 +58,9 @@ class ReadAhead(Generic[_Order, _Prepared]):
             while True:
                 order = self._receive(self._connection)
                 self._arrived.put((order, _outcome(partial(self._prepare, order))))
-        except (EOFError, OSError):
-            pass
-        finally:
-            # whatever ended it, nothing more comes
-            self._arrived.put(None)
+        except BaseException as error:
+            # also too little memory for an order: the process that runs them must not wait for ever
+            self._arrived.put(error)
 
 
 def _outcome(prepare: Callable[[], _Prepared]) -> Callable[[], _Prepared]:

@@ -60,3 +60,16 @@ def test_none_is_returned_while_nothing_comes_and_the_end_is_an_end(ends):
     assert orders.next(60)[1]() == 2
     with pytest.raises(EOFError):
         orders.next(None)
+
+
+def test_an_order_that_cannot_be_read_ends_the_orders(ends):
+    ours, theirs = ends
+
+    def receive(end):
+        end.recv_bytes()
+        raise MemoryError
+
+    orders = ReadAhead(theirs, receive, len)
+    ours.send_bytes(b"ab")
+    with pytest.raises(MemoryError):
+        orders.next(60)
