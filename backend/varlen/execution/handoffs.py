@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from varlen.memory.shared import map_shared
-from varlen.memory.usage import Dims
+from varlen.memory.usage import Dims, Size
 from varlen.program.program import Value
 from varlen.program.stages import StageProgram
 
@@ -119,6 +119,8 @@ class Handoffs:
         offsets, end = {}, 0
         for program, (values, dims) in enumerate(zip(groups, largest, strict=True)):
             for value in values:
+                # stages may have unused rows, more or fewer than the next one
+                assert not any(isinstance(axis, Size) for axis in value.shape[1:])
                 offsets[program, value.name] = end
                 end += -(-value.nbytes.at(dims) // _ALIGNMENT) * _ALIGNMENT
         # the other stage maps as much

@@ -34,8 +34,8 @@ class HungAfter:
 
 # Ranks of a model wait for each other, so a lost one has to be noticed soon.
 _RANK_SECONDS, _RANK_FACTOR = 2.0, 10.0
-# Seconds by which a stage waits longer than the one before it, which so is the one that reports a lost stage.
-LATER_SECONDS = 0.5
+# Seconds that a stage waits beyond the time of the stages before it: the first that waits in vain reports.
+_LATER_SECONDS = 0.5
 
 
 def hung_after(config: EngineConfig) -> HungAfter:
@@ -43,8 +43,20 @@ def hung_after(config: EngineConfig) -> HungAfter:
     if config.num_processes == 1:
         return HungAfter()
     # a process that waits notices which one is late; this limit is for the leader
-    seconds = config.rank_timeout_seconds + LATER_SECONDS * (config.pipeline_parallel - 1)
-    return HungAfter(seconds + _RANK_SECONDS, _RANK_FACTOR)
+    before = max(1, config.pipeline_parallel - 1)
+    return HungAfter(longest_wait(config, before) + _RANK_SECONDS, _RANK_FACTOR)
+
+
+def longest_wait(config: EngineConfig, before: int) -> float:
+    """Return the seconds that a stage waits for a batch at most.
+
+    All stages get a batch at once, so it waits for all stages before it.
+
+    Args:
+        config: the settings.
+        before: number of these stages.
+    """
+    return before * (config.rank_timeout_seconds + _LATER_SECONDS)
 
 
 class WorkerConnection:

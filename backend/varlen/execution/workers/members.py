@@ -17,7 +17,7 @@ from torch import Tensor
 from varlen.errors import EngineError
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.child import Setup
-from varlen.execution.workers.connection import LATER_SECONDS
+from varlen.execution.workers.connection import longest_wait
 from varlen.execution.workers.rank_group import map_rank_memory
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE, RANKS, Rank
@@ -99,16 +99,17 @@ class StageMember(_Member):
         self.handoffs: Handoffs | None = Handoffs(before[1] if before else None, sent, places=count)
         self._next = Connection(sends)
         self._before = Connection(before[0]) if before else None
-        self._wait_seconds = setup.config.rank_timeout_seconds
+        self._timeout = setup.config.rank_timeout_seconds
+        self._longest_wait = longest_wait(setup.config, setup.rank)
 
     @contextmanager
     def running(self, work: object) -> Iterator[None]:  # noqa: ARG002
         """Return the context in which this stage runs some work, after the stage before it."""
         assert self.handoffs is not None
         if self._before is not None:
-            if not self._before.poll(self._wait_seconds + LATER_SECONDS * self.stage.number):
+            if not self._before.poll(self._longest_wait):
                 raise EngineError(
-                    f"stage {self.stage.number} did not answer within {self._wait_seconds} s"
+                    f"stage {self.stage.number} did not answer within {self._timeout} s"
                     " (rank_timeout_seconds)"
                 )
             self._before.recv_bytes()

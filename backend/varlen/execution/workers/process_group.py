@@ -7,6 +7,7 @@ process ends, the others with it, and the engine starts all of them again.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 from collections.abc import Callable, Sequence
@@ -21,12 +22,18 @@ from varlen.execution.workers.controlled import ControlledProcess
 from varlen.execution.workers.model_process import setup_message
 from varlen.execution.workers.start import RANK
 
+_log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 _Work = TypeVar("_Work")
 
 
 class ProcessGroup(Generic[_Work]):
-    """The links of the leader to the other processes that hold its model."""
+    """The links of the leader to the other processes that hold its model.
+
+    Attributes:
+        config: the settings of the model.
+    """
 
     def __init__(self, setup: Setup, message_of: Callable[[_Work], bytes]) -> None:
         """Prepare to start the others, which load their parts while this process loads its own.
@@ -37,7 +44,7 @@ class ProcessGroup(Generic[_Work]):
         """
         # the others end with this process: the engine's thread that starts it ends after its last step
         end_with_parent()
-        self.wait_seconds = setup.config.rank_timeout_seconds
+        self.config = setup.config
         self._setup = setup
         self._message_of = message_of
         self._connections: list[Connection] = []
@@ -94,6 +101,10 @@ class ProcessGroup(Generic[_Work]):
                 connection.send_bytes(message)
         except OSError:
             self.end_with_watcher()
+        except BaseException:
+            # some have it, and some do not
+            _log.exception("sending work failed")
+            self.end("sending work failed; the server's log says why")
 
     def pid_of(self, number: int) -> int:
         """Return the process id of one of the others."""
@@ -114,7 +125,8 @@ class ProcessGroup(Generic[_Work]):
     def end_late(self, number: int) -> NoReturn:
         """End because another process did not answer in time."""
         self.end(
-            f"{self.name_of(number)} did not answer within {self.wait_seconds} s (rank_timeout_seconds)"
+            f"{self.name_of(number)} did not answer within {self.config.rank_timeout_seconds} s"
+            " (rank_timeout_seconds)"
         )
 
     def _watch(self) -> None:

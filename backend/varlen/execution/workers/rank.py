@@ -115,6 +115,8 @@ def _follow(control: socket.socket, part: _Part) -> None:
                 part.release()
                 trim_heap()
             part.run(part.connection.recv_bytes())
+    except MemoryError:
+        send(control, {"error": ["EngineError", "too little memory"]})
     except VarlenError as error:
         send(control, {"error": [type(error).__name__, str(error)]})
     except (EOFError, BrokenPipeError):

@@ -61,7 +61,7 @@ class RankGroup(ProcessGroup[_Work]):
     def finish_load(self) -> None:
         """Wait until all ranks have loaded. From now on, none may keep others waiting."""
         super().finish_load()
-        self._memory[LONGEST_WAIT] = self.wait_seconds * 10**9
+        self._memory[LONGEST_WAIT] = self.config.rank_timeout_seconds * 10**9
 
     def send_ahead(self, work: _Work) -> None:
         """Do nothing: ranks run at the same time."""

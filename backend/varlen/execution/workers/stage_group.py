@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.child import Setup
-from varlen.execution.workers.connection import LATER_SECONDS
+from varlen.execution.workers.connection import longest_wait
 from varlen.execution.workers.process_group import ProcessGroup
 from varlen.memory.shared import new_shared
 from varlen.program.program import NO_STATES
@@ -72,7 +72,7 @@ class StageGroup(ProcessGroup[_Work]):
     def finish_load(self) -> None:
         """Wait until all stages have loaded. From now on, none may keep others waiting."""
         super().finish_load()
-        self._longest_wait = self.wait_seconds + LATER_SECONDS * self.stage.number
+        self._longest_wait = longest_wait(self.config, self.stage.number)
 
     def send_ahead(self, work: _Work) -> None:
         """Send the others what this stage runs later; from another thread than `running`."""

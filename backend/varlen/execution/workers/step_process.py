@@ -129,7 +129,9 @@ class StepProcess(ModelProcess[StepInfo]):
         return pack_step(step, self.info.block_size, choice)
 
     def may_queue(self, packed: PackedStep) -> bool:
-        """Return whether the socket takes a step while the process runs another one."""
+        """Return whether a step can be sent while the process runs another one."""
+        if self.runs_apart:
+            return True
         groups = (packed.sources, packed.inputs, packed.edits, packed.beams, packed.searches)
         arrays = (each for group in groups for each in group.values())
         return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES

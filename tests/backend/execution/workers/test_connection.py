@@ -3,7 +3,7 @@
 import pytest
 
 from varlen.config import EngineConfig
-from varlen.execution.workers.connection import LATER_SECONDS, hung_after
+from varlen.execution.workers.connection import hung_after, longest_wait
 
 
 @pytest.mark.parametrize("stages", [2, 5, 64])
@@ -11,4 +11,14 @@ def test_a_leader_that_waits_for_a_lost_stage_is_not_hung(stages):
     config = EngineConfig(device="cpu", pipeline_parallel=stages, rank_timeout_seconds=10)
 
     # the last stage, which leads, waits longest, and then reports the lost one
-    assert hung_after(config).seconds > 10 + LATER_SECONDS * (stages - 1) + 1
+    assert hung_after(config).seconds > longest_wait(config, stages - 1) + 1
+
+
+def test_each_stage_has_the_time_of_the_setting():
+    config = EngineConfig(device="cpu", pipeline_parallel=4, rank_timeout_seconds=10)
+
+    limits = [longest_wait(config, before) for before in (1, 2, 3)]
+
+    # a stage waits for all before it, and reports before the one behind it does
+    assert [limit // 10 for limit in limits] == [1, 2, 3]
+    assert limits == sorted(set(limits))

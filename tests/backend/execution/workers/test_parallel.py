@@ -1,9 +1,11 @@
 """Models that ranks or stages hold: answers as of one process, also after faults."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +150,18 @@ def processes_of(model):
     return [leader, *sorted(int(n) for t in tasks for n in (t / "children").read_text().split())]
 
 
+def tokens_although_lost(model, options, place, number):
+    """Return the tokens of a stream that loses a process."""
+    before, found = processes_of(model), []
+    for part in model.stream(prompt_of(5), **options):
+        found += part.token_ids
+        if len(found) == 20:
+            os.kill(before[place], number)
+    # stopped ones too
+    assert all(map(is_gone, before))
+    return found
+
+
 @pytest.mark.parametrize(
     "processes, name", [(RANKS, "rank 1 of 2"), (STAGES, "stage 1 of 2")], ids=["ranks", "stages"]
 )
@@ -158,17 +172,7 @@ def test_lost_processes_cost_no_token_until_there_are_too_many(make, processes, 
             token for part in model.stream(prompt_of(5), **options) for token in part.token_ids
         ]
 
-        def tokens(place, number):
-            """Return the tokens of a stream that loses a process."""
-            before, found = processes_of(model), []
-            for part in model.stream(prompt_of(5), **options):
-                found += part.token_ids
-                if len(found) == 20:
-                    os.kill(before[place], number)
-            # stopped ones too
-            assert all(map(is_gone, before))
-            return found
-
+        tokens = partial(tokens_although_lost, model, options)
         assert tokens(1, signal.SIGKILL) == expected
         assert tokens(1, signal.SIGSTOP) == expected
         assert tokens(0, signal.SIGSTOP) == expected
@@ -180,6 +184,19 @@ def test_lost_processes_cost_no_token_until_there_are_too_many(make, processes, 
         assert reason in str(caught.value)
         assert "reload it" in str(caught.value)
     assert all(map(is_gone, lost))
+
+
+def test_the_stage_that_stops_is_the_one_that_is_named(make, caplog):
+    options = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    with generator(make("gpt2"), pipeline_parallel=3, rank_timeout_seconds=1) as model:
+        expected = tokens_although_lost(model, options, 1, signal.SIGSTOP)
+        first = caplog.text
+        caplog.clear()
+        assert tokens_although_lost(model, options, 2, signal.SIGSTOP) == expected
+
+    # the stage behind it waits in vain
+    assert "stage 1 did not answer within 1 s" in first
+    assert re.search(r"stage 2 of 3 \(process \d+\) did not answer within 1 s", caplog.text)
 
 
 @pytest.mark.parametrize(
