@@ -24,7 +24,13 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE
 from varlen.program.stages import Stage
-from varlen.request.request import DEFAULT_OPTIONS, Prompt
+from varlen.request.request import (
+    DEFAULT_OPTIONS,
+    Masks,
+    Payload,
+    Prompt,
+    Unpooled,
+)
 
 from .divided import CONFIG, DECODERS, ENCODERS, HEADS, TRANSLATORS, logits_of
 
@@ -112,6 +118,32 @@ def test_stages_of_an_encoder_give_what_one_process_gives(make_checkpoint, rng, 
         for answers, of_batch in zip(last, expected, strict=True):
             for found, one in zip(answers, of_batch, strict=True):
                 assert_close(found, one, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize(
+    "kind, task, payload",
+    [
+        ("BertForMaskedLM", "fill_mask", Masks(np.array([0, 2], np.int32))),
+        ("BertForMaskedLM", "sparse_embed", Payload()),
+        ("BertForTokenClassification", "token_classify", Payload()),
+        ("BertForSequenceClassification", "classify", Payload()),
+        ("BertModel", "hidden", Payload()),
+        ("BertModel", "embed", Unpooled(count=1)),
+    ],
+)
+def test_stages_serve_every_task_of_an_encoder(make_checkpoint, rng, kind, task, payload):
+    folder = make_checkpoint(kind)
+    checkpoint, settings = Checkpoint.open(folder), {"task": task}
+    prompts = [Prompt(rng.integers(5, 40, n, dtype=np.int32), None, payload) for n in (9, 4)]
+    options = [DEFAULT_OPTIONS] * len(prompts)
+    expected = Runner(checkpoint, replace(CONFIG, **settings)).run(prompts, options)
+
+    *_, found = on_stages(
+        2, lambda link: Runner(checkpoint, staged(2, **settings), link=link).run(prompts, options)
+    )
+
+    for mine, one in zip(found, expected, strict=True):
+        assert_close(mine, one, roundings=encoder_roundings(folder))
 
 
 def test_stages_in_bf16_hand_over_what_one_process_computes(make_checkpoint, rng):
