@@ -53,6 +53,9 @@ class _Member:
     def send_ahead(self, work: object) -> None:
         """Do nothing: the leader sends."""
 
+    def finish_load(self) -> None:
+        """Do nothing: ranks wait in their common memory, which has the limit."""
+
 
 class RankMember(_Member):
     """The link of a rank other than 0: a `RankLink`.
@@ -99,8 +102,13 @@ class StageMember(_Member):
         self.handoffs: Handoffs | None = Handoffs(before[1] if before else None, sent, places=count)
         self._next = Connection(sends)
         self._before = Connection(before[0]) if before else None
-        self._timeout = setup.config.rank_timeout_seconds
-        self._longest_wait = longest_wait(setup.config, setup.rank)
+        self._config = setup.config
+        # nothing is late while models load
+        self._longest_wait: float | None = None
+
+    def finish_load(self) -> None:
+        """Wait no longer than the settings allow from now on: all stages have loaded."""
+        self._longest_wait = longest_wait(self._config, self.stage.number)
 
     @contextmanager
     def running(self, work: object) -> Iterator[None]:  # noqa: ARG002
@@ -109,8 +117,8 @@ class StageMember(_Member):
         if self._before is not None:
             if not self._before.poll(self._longest_wait):
                 raise EngineError(
-                    f"stage {self.stage.number} did not answer within {self._timeout} s"
-                    " (rank_timeout_seconds)"
+                    f"stage {self.stage.number} did not answer within"
+                    f" {self._config.rank_timeout_seconds} s (rank_timeout_seconds)"
                 )
             self._before.recv_bytes()
         self.handoffs.next()

@@ -24,6 +24,9 @@ from varlen.execution.workers.start import RANK
 
 _log = logging.getLogger(__name__)
 
+# Message that says that all processes have loaded; others are work.
+LOADED = b""
+
 _T = TypeVar("_T")
 _Work = TypeVar("_Work")
 
@@ -95,7 +98,10 @@ class ProcessGroup(Generic[_Work]):
 
     def send(self, work: _Work) -> None:
         """Send the others some work."""
-        message = self._message_of(work)
+        self.send_message(self._message_of(work))
+
+    def send_message(self, message: bytes) -> None:
+        """Send the others a message."""
         try:
             for connection in self._connections:
                 connection.send_bytes(message)

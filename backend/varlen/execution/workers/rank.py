@@ -27,7 +27,6 @@ from varlen.memory.heap import trim_heap
 
 if TYPE_CHECKING:
     import socket
-    from multiprocessing.connection import Connection
 
     from varlen.execution.model_info import ModelInfo, StepInfo
     from varlen.execution.workers.members import RankMember, StageMember
@@ -40,13 +39,13 @@ class _Part:
 
     Attributes:
         model: the part.
-        connection: brings the messages of the leader.
+        link: link to the leader.
         run: runs the work of a message.
         release: returns the memory of intermediates to the system.
     """
 
     model: LoadedModel
-    connection: Connection
+    link: RankMember | StageMember
     run: Callable[[bytes], object]
     release: Callable[[], None]
 
@@ -90,7 +89,7 @@ def _load_steps(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMe
         assert step is not None
         runner.run_part(step)
 
-    return _Part(runner, link.connection, run, runner.release_arenas)
+    return _Part(runner, link, run, runner.release_arenas)
 
 
 def _load_batches(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMember) -> _Part:
@@ -101,7 +100,7 @@ def _load_batches(checkpoint: Checkpoint, setup: Setup, link: RankMember | Stage
     runner.compile_products()
     return _Part(
         runner,
-        link.connection,
+        link,
         lambda message: runner.run(*batch_of(message)),
         runner.release_arena,
     )
@@ -109,12 +108,18 @@ def _load_batches(checkpoint: Checkpoint, setup: Setup, link: RankMember | Stage
 
 def _follow(control: socket.socket, part: _Part) -> None:
     """Run what the leader runs, until it closes the connection."""
+    from varlen.execution.workers.process_group import LOADED
+
     try:
         while True:
-            if not part.connection.poll(IDLE_SECONDS):
+            if not part.link.connection.poll(IDLE_SECONDS):
                 part.release()
                 trim_heap()
-            part.run(part.connection.recv_bytes())
+            message = part.link.connection.recv_bytes()
+            if message == LOADED:
+                part.link.finish_load()
+            else:
+                part.run(message)
     except MemoryError:
         send(control, {"error": ["EngineError", "too little memory"]})
     except VarlenError as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.child import Setup
 from varlen.execution.workers.connection import longest_wait
-from varlen.execution.workers.process_group import ProcessGroup
+from varlen.execution.workers.process_group import LOADED, ProcessGroup
 from varlen.memory.shared import new_shared
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE
@@ -73,6 +73,7 @@ class StageGroup(ProcessGroup[_Work]):
         """Wait until all stages have loaded. From now on, none may keep others waiting."""
         super().finish_load()
         self._longest_wait = longest_wait(self.config, self.stage.number)
+        self.send_message(LOADED)
 
     def send_ahead(self, work: _Work) -> None:
         """Send the others what this stage runs later; from another thread than `running`."""
