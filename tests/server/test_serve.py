@@ -99,6 +99,15 @@ def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
         assert is_gone(server)
 
 
+def test_a_killed_command_leaves_no_server(minilm: Path, tmp_path: Path) -> None:
+    with serving(str(minilm), cache=tmp_path) as it:
+        server = it.server_pid
+
+        it.process.kill()
+
+        assert is_gone(server)
+
+
 def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_path: Path) -> None:
     with serving(str(minilm), cache=tmp_path) as it:
         os.kill(it.server_pid, signal.SIGKILL)

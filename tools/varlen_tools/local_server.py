@@ -22,6 +22,14 @@ LOOPBACK = "127.0.0.1"
 START_ATTEMPTS = 3
 # Below it are the ports of well-known services.
 _LOWEST_PORT = 10_000
+# Runs a command that gets SIGTERM once the thread that started it ends; 1 is PR_SET_PDEATHSIG. Its arguments are the id
+# of that process, and the command.
+_GUARD = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def end_on_sigterm() -> None:
@@ -43,6 +51,7 @@ class LocalServer:
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
         first_port: port of HTTP; gRPC and metrics have the next two. By default all three are free ones.
+        ends_with_thread: whether Linux ends the server with the thread that starts it, also if that is killed.
 
     Raises:
         ServerError: there is no tritonserver command.
@@ -62,6 +71,7 @@ class LocalServer:
         environment: Mapping[str, str] | None = None,
         command: str | Path | None = None,
         first_port: int | None = None,
+        ends_with_thread: bool = False,
     ) -> None:
         self.model_repository = Path(model_repository).resolve()
         loads = [f"--load-model={name}" for name in models]
@@ -70,6 +80,7 @@ class LocalServer:
         self._environment = dict(environment or {})
         self._command = str(command or find_command("tritonserver"))
         self._first_port = first_port
+        self._ends_with_thread = ends_with_thread
         # Also the server's working folder: the python backend imports from there first.
         self._folder = tempfile.TemporaryDirectory(prefix="varlen-server-")
         self.log_file = Path(self._folder.name, "server.log")
@@ -141,7 +152,9 @@ class LocalServer:
             self.http_port, self.grpc_port, self.metrics_port = range(
                 self._first_port, self._first_port + 3
             )
+        guard = [sys.executable, "-ISc", _GUARD, str(os.getpid())] if self._ends_with_thread else []
         command = [
+            *guard,
             self._command,
             f"--model-repository={self.model_repository}",
             f"--http-port={self.http_port}",

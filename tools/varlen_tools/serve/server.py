@@ -125,4 +125,5 @@ def start_server(
         environment={"PATH": path, API_KEYS: ""},
         command=command.path,
         first_port=first_port,
+        ends_with_thread=True,
     )
