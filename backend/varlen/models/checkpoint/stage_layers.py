@@ -23,7 +23,7 @@ class StageLayers:
         layer_of: the layer of each weight, by the weight's id.
     """
 
-    def __init__(self, first: int = 0, last: int = 0, *, is_first: bool = True) -> None:
+    def __init__(self, first: int = 0, last: int = 0, *, is_first: bool = False) -> None:
         """Choose the layers.
 
         Args:
