@@ -85,6 +85,7 @@ class WorkerConnection:
     def replace(self, connection: Connection, pid: int) -> None:
         """Connect to the worker that replaces one that has ended; totals go on."""
         self._earlier = self._use
+        self._connection.close()
         self._connection, self.pid = connection, pid
 
     def run(
@@ -109,7 +110,7 @@ class WorkerConnection:
             else:
                 send(self._connection)
         except OSError:
-            self._connection.close()
+            # it may have answered batches before this one, which `receive` still returns
             raise WorkerEndedError from None
         except BaseException:
             # what was sent is no batch

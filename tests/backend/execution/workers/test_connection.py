@@ -1,9 +1,20 @@
 """The engine's connection to a worker process."""
 
+from multiprocessing.connection import Pipe
+
+import numpy as np
 import pytest
 
 from varlen.config import EngineConfig
-from varlen.execution.workers.connection import hung_after, longest_wait
+from varlen.execution.executor import WorkerEndedError
+from varlen.execution.workers.connection import (
+    HungAfter,
+    WorkerConnection,
+    hung_after,
+    longest_wait,
+)
+from varlen.execution.workers.messages import Answers, send_answers
+from varlen.memory.memory_use import MemoryUse
 
 
 @pytest.mark.parametrize("stages", [2, 5, 64])
@@ -22,3 +33,18 @@ def test_each_stage_has_the_time_of_the_setting():
     # a stage waits for all before it, and reports before the one behind it does
     assert [limit // 10 for limit in limits] == [1, 2, 3]
     assert limits == sorted(set(limits))
+
+
+def test_what_a_worker_has_answered_before_it_ended_is_not_lost():
+    ours, theirs = Pipe()
+    worker = WorkerConnection(ours, 1, HungAfter())
+    worker.send(b"first")
+    send_answers(theirs, Answers([np.ones(3, np.float32)], MemoryUse()))
+    theirs.close()
+
+    with pytest.raises(WorkerEndedError):
+        worker.send(b"second")
+
+    assert worker.receive()[0].tolist() == [1, 1, 1]
+    with pytest.raises(WorkerEndedError):
+        worker.receive()
