@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -75,9 +78,8 @@ class WorkerConnection:
             connection, pid: connection and id of the process.
             hung_after: the time after which it counts as hung.
         """
-        self._connection = connection
-        self.pid = pid
         self._hung_after = hung_after
+        self._take(connection, pid)
         self._use = MemoryUse()
         # totals of the workers before it
         self._earlier = MemoryUse()
@@ -86,7 +88,7 @@ class WorkerConnection:
         """Connect to the worker that replaces one that has ended; totals go on."""
         self._earlier = self._use
         self._connection.close()
-        self._connection, self.pid = connection, pid
+        self._take(connection, pid)
 
     def run(
         self, send: Callable[[Connection], None] | bytes, *, seconds: float = 0.0
@@ -142,10 +144,13 @@ class WorkerConnection:
             limit = self._hung_after
             longest = max(limit.seconds, limit.factor * seconds)
             if not self._connection.poll(longest):
-                reason = f"worker process {self.pid} did not answer within {longest:.0f} s"
-                _log.error("%s; it is ended", reason)
-                os.kill(self.pid, signal.SIGKILL)
+                reason = self._end_hung(longest)
             answers = receive_answers(self._connection)
+        except BlockingIOError:
+            # it hangs in the midst of an answer
+            reason = self._end_hung(limit.seconds)
+            self._connection.close()
+            raise WorkerEndedError(reason) from None
         except (EOFError, OSError):
             self._connection.close()
             raise WorkerEndedError(reason) from None
@@ -154,6 +159,20 @@ class WorkerConnection:
             self._connection.close()
             raise
         return self._rows(answers)
+
+    def _take(self, connection: Connection, pid: int) -> None:
+        """Take the connection of a worker, and let no read of it wait for ever."""
+        self._connection, self.pid = connection, pid
+        seconds = struct.pack("ll", math.ceil(self._hung_after.seconds), 0)
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+
+    def _end_hung(self, seconds: float) -> str:
+        """End the process, which did not answer within this time; return why."""
+        reason = f"worker process {self.pid} did not answer within {seconds:.0f} s"
+        _log.error("%s; it is ended", reason)
+        os.kill(self.pid, signal.SIGKILL)
+        return reason
 
     def use(self) -> MemoryUse:
         """Return the memory use after the last batch. From any thread."""

@@ -1,5 +1,9 @@
 """The engine's connection to a worker process."""
 
+import os
+import signal
+import struct
+import subprocess
 from multiprocessing.connection import Pipe
 
 import numpy as np
@@ -48,3 +52,16 @@ def test_what_a_worker_has_answered_before_it_ended_is_not_lost():
     assert worker.receive()[0].tolist() == [1, 1, 1]
     with pytest.raises(WorkerEndedError):
         worker.receive()
+
+
+def test_a_worker_that_hangs_in_the_midst_of_an_answer_is_ended():
+    ours, theirs = Pipe()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        worker = WorkerConnection(ours, process.pid, HungAfter(seconds=1))
+        # the length of a message, and not all of it
+        os.write(theirs.fileno(), struct.pack("!i", 100) + b"{")
+
+        with pytest.raises(WorkerEndedError, match="did not answer within 1 s"):
+            worker.receive()
+
+        assert process.wait(60) == -signal.SIGKILL
