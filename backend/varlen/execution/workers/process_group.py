@@ -71,9 +71,13 @@ class ProcessGroup(Generic[_Work]):
         # their log lines would all come several times
         message = setup_message(self._setup.folder, self._setup.config)
         message |= {"log_level": "WARNING", "rank": number}
-        member.send(message, descriptors)
         self._connections.append(ours)
         self._members[number] = member
+        try:
+            member.send(message, descriptors)
+        except OSError:
+            # nothing watches it yet
+            self._end_ended(number)
 
     def watch(self) -> None:
         """Watch the others, which have all been started."""
@@ -155,5 +159,10 @@ class ProcessGroup(Generic[_Work]):
         except VarlenError as error:
             self.end(f"{self.name_of(number)}: {error}", type(error).__name__)
         except (EOFError, OSError):
-            member.end()
-            self.end(f"{self.name_of(number)} ended with code {member.code}")
+            self._end_ended(number)
+
+    def _end_ended(self, number: int) -> NoReturn:
+        """End because another process has ended."""
+        member = self._members[number]
+        member.end()
+        self.end(f"{self.name_of(number)} ended with code {member.code}")
