@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from varlen_tools.local_server import LOOPBACK, LocalServer
+from varlen_tools.shared_memory import remove_unused
 
 # Longer than any condition takes on a busy machine. Only a failing test waits this long.
 TIMEOUT_SECONDS = 300.0
@@ -87,6 +89,17 @@ def unload(server: LocalServer, model: str) -> None:
     """Ask the server to unload a model; it may still answer accepted requests."""
     status, answer = http_call(server, "POST", f"/v2/repository/models/{model}/unload", {})
     assert status == 200, answer
+
+
+@contextmanager
+def running_server(repository: Path) -> Iterator[LocalServer]:
+    """Run a server, and remove the shared memory that its killed processes leave."""
+    arguments = ["--model-control-mode=explicit", "--exit-timeout-secs=2"]
+    with LocalServer(repository, arguments=arguments) as server:
+        server.wait_ready()
+        yield server
+        server.stop(timeout=5)
+    remove_unused()
 
 
 def model_state(server: LocalServer, model: str) -> str:

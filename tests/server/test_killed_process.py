@@ -7,9 +7,9 @@ that streams (decision 0048). Tests of a server that survives start another one 
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .serving import (
     add_model,
     load,
     metrics,
+    running_server,
     shared_memory,
     stub_of,
     unload,
@@ -61,17 +62,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, 
     add_model(repository, ENCODER, checkpoints["slow"])
     add_model(repository, DECODER, decoder, task="generate")
     return repository
-
-
-@contextmanager
-def running_server(repository: Path) -> Iterator[LocalServer]:
-    """Run a server, and remove the shared memory that its killed processes leave."""
-    arguments = ["--model-control-mode=explicit", "--exit-timeout-secs=2"]
-    with LocalServer(repository, arguments=arguments) as server:
-        server.wait_ready()
-        yield server
-        server.stop(timeout=5)
-    remove_unused()
 
 
 def run_with_a_surviving_server(repository: Path, run: Callable[[LocalServer], None]) -> None:

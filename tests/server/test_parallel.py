@@ -21,7 +21,6 @@ import pytest
 from tests.checkpoints import save_checkpoint
 from varlen_client import Client
 from varlen_tools.local_server import LocalServer
-from varlen_tools.shared_memory import remove_unused
 
 from .serving import (
     add_model,
@@ -30,6 +29,7 @@ from .serving import (
     load,
     metrics,
     model_state,
+    running_server,
     stub_of,
     unload,
     wait_until,
@@ -66,12 +66,8 @@ def repository(word: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(repository: Path) -> Iterator[LocalServer]:
     """A server with both."""
-    arguments = ["--model-control-mode=explicit", "--exit-timeout-secs=2"]
-    with LocalServer(repository, arguments=arguments) as server:
-        server.wait_ready()
+    with running_server(repository) as server:
         yield server
-        server.stop(timeout=5)
-    remove_unused()
 
 
 @pytest.fixture

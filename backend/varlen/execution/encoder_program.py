@@ -82,7 +82,8 @@ def load_program(
         lambda shapes: record(shapes)[1],
         kernels,
         config,
-        fields,
+        # heads of tasks differ
+        fields | {"dtype": str(dtype), "task": task},
         use=BATCHES,
         seconds=seconds,
         link=link,

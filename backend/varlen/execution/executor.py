@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ModelFaultError
 from varlen.execution.core_share import CoreShare
+from varlen.execution.outcome import raising
 from varlen.request.request import Float32Array
 from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
 from varlen.scheduling.choices import BeamStep, SampledToken
@@ -137,7 +138,7 @@ class Turns:
         try:
             outputs = self._launcher.launch_batch(batch)
         except BaseException as error:
-            outputs = partial(_raise, error)
+            outputs = raising(error)
         with self._lock:
             if not self._expected:
                 # the batch before may have ended while this one was packed
@@ -341,7 +342,3 @@ def _still_runs(runner: CheckedRunner) -> bool:
         _log.exception("the smallest batch failed too; the model stops")
         return False
     return True
-
-
-def _raise(error: BaseException) -> Outputs:
-    raise error

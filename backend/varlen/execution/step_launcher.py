@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Generic, Protocol, TypeVar, cast
 
 from varlen.errors import EngineError
+from varlen.execution.outcome import outcome_of
 from varlen.execution.step_model import StepChoice
 from varlen.execution.step_order import StepOrder
 from varlen.scheduling.batch import StepBatch
@@ -147,7 +148,7 @@ class StepLauncher(Generic[_Packed]):
             started = [each for each in self._in_flight if each.chosen is not None]
         for launched in started:
             assert launched.chosen is not None
-            launched.chosen = _outcome(launched.chosen)
+            launched.chosen = outcome_of(launched.chosen)
 
     def _outputs(self, launched: _Launched[_Packed]) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of the first step in flight."""
@@ -208,16 +209,3 @@ class StepLauncher(Generic[_Packed]):
             launched.chosen = self._device.start(launched.step, packed)
         except BaseException as error:
             launched.error = error
-
-
-def _outcome(wait: Callable[[], DeviceChosen]) -> Callable[[], DeviceChosen]:
-    """Wait for a device; return a function that returns its choices, or raises its error."""
-    try:
-        chosen = wait()
-    except Exception as error:
-        return partial(_raise, error)
-    return lambda: chosen
-
-
-def _raise(error: Exception) -> DeviceChosen:
-    raise error

@@ -81,7 +81,7 @@ def load_programs(
         record_shapes,
         kernels,
         config,
-        fields,
+        fields | {"dtype": str(dtype)},
         use=STEPS,
         seconds=config.warmup_seconds,
         link=link,

@@ -139,19 +139,7 @@ class StepRunner:
         )
         if link.handoffs is not None:
             link.handoffs.map(loaded.parts, [arena.largest for arena in self.arenas])
-        bound = [
-            BoundProgram(
-                program,
-                kernels,
-                arena,
-                self._states,
-                self.kv.block_size,
-                compile_program(program, kernels, self._states),
-                number,
-                link.handoffs,
-            )
-            for number, (program, arena) in enumerate(zip(self.programs, self.arenas, strict=True))
-        ]
+        bound = self._bind(kernels)
         self._encoder = SourceEncoder(bound[1]) if has_sources else None
         blocks = -(-self.max_sequence_tokens // self.kv.block_size)
         self._kernels: Any = kernels
@@ -182,6 +170,22 @@ class StepRunner:
             self._launcher = StepLauncher(GpuSteps(self.steps, self._prepare, choice), choice)
         else:
             self.steps = CpuSteps(bound[0], link.stage)
+
+    def _bind(self, kernels: object) -> list[BoundProgram]:
+        """Return the programs with the memory that they read and write."""
+        return [
+            BoundProgram(
+                program,
+                kernels,
+                arena,
+                self._states,
+                self.kv.block_size,
+                compile_program(program, kernels, self._states),
+                number,
+                self.link.handoffs,
+            )
+            for number, (program, arena) in enumerate(zip(self.programs, self.arenas, strict=True))
+        ]
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.

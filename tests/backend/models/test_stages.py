@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 from threading import Barrier
@@ -15,6 +16,7 @@ import torch
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
+from varlen.execution.cpu import stage_cut
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.runner import Runner
 from varlen.execution.step_model import NoChoice
@@ -203,6 +205,27 @@ def test_a_stage_holds_the_weights_of_its_own_layers(make_checkpoint):
     assert max(sizes) <= (whole.weight_bytes + 2 * table) / 3 * 1.1
     assert len({blocks for _, blocks, _ in stages}) == 1
     assert sum(states for *_, states in stages) == 2 * 6
+
+
+def test_a_cut_is_measured_for_each_dtype_and_task_and_then_stored(
+    make_checkpoint, tmp_path, monkeypatch
+):
+    checkpoint, measured = Checkpoint.open(make_checkpoint("BertModel")), []
+
+    def measure(program, **_):
+        measured.append({weight.dtype for weight in program.weights} & {torch.bfloat16})
+        return [float(op.kernel == "linear") for op in program.ops]
+
+    monkeypatch.setattr(stage_cut, "_measure", measure)
+
+    def load(link, **settings):
+        config = staged(2, warmup_seconds=1, cache_folder=str(tmp_path), **settings)
+        Runner(checkpoint, config, measures=True, link=link)
+
+    for settings in ({}, {"dtype": "bf16"}, {"task": "hidden"}, {}, {"dtype": "bf16"}):
+        on_stages(2, partial(load, **settings))
+
+    assert measured == [set(), {torch.bfloat16}, set()]
 
 
 @pytest.mark.parametrize(

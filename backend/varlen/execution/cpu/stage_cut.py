@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -112,22 +113,32 @@ def choose_bounds(
     Raises:
         ConfigError: there are fewer layers than stages.
     """
-    layers = StageLayers()
-    program, stages = load(layers), config.pipeline_parallel
-    if layers.count < stages:
-        raise ConfigError(
-            f"pipeline_parallel is {stages}; this model has {layers.count} layers with weights of their own:"
-            f" allowed are 1 to {layers.count}"
-        )
-    starts = layer_starts(program, layers.layer_of, layers.count)
-    if not seconds:
-        return balanced_bounds(_bytes(program), starts, stages)
+    stages = config.pipeline_parallel
+
+    def bounds_by(costs_of: Callable[[Program], Sequence[float]]) -> list[int]:
+        """Return the bounds by the costs of a program's ops."""
+        layers = StageLayers()
+        program = load(layers)
+        if layers.count < stages:
+            raise ConfigError(
+                f"pipeline_parallel is {stages}; this model has {layers.count} layers with weights of their own:"
+                f" allowed are 1 to {layers.count}"
+            )
+        starts = layer_starts(program, layers.layer_of, layers.count)
+        return balanced_bounds(costs_of(program), starts, stages)
 
     def measure() -> dict[str, str]:
-        bounds = balanced_bounds(_measure(program, kernels, use, seconds), starts, stages)
+        bounds = bounds_by(partial(_measure, kernels=kernels, use=use, seconds=seconds))
         return {str(number): str(bound) for number, bound in enumerate(bounds)}
 
-    more = {"stages": str(stages), "cut": _VERSION, "threads": str(torch.get_num_threads())}
+    if not seconds:
+        return bounds_by(_bytes)
+    more = {
+        "stages": str(stages),
+        "cut": _VERSION,
+        "threads": str(torch.get_num_threads()),
+        "rows": str(use.rows),
+    }
     store = CostStore(cache_folder(config.cache_folder))
     stored = stored_paths(store, {**key, **more}, measure, "first layers of stages")
     return [int(stored[str(number)]) for number in range(stages + 1)]

@@ -20,6 +20,7 @@ from varlen.errors import EngineError
 from varlen.execution.core_share import CoreShare
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import ModelInfo
+from varlen.execution.outcome import raising
 from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.messages import send_batch
 from varlen.execution.workers.model_process import ENDED, ModelProcess
@@ -211,7 +212,7 @@ class WorkerProcess:
         except WorkerEndedError:
             return self._start_next(first)
         except Exception as error:
-            return partial(_raise, error)
+            return raising(error)
         return lambda: rows
 
     def _start_next(self, first: _Sent) -> Callable[[], Sequence[Float32Array]] | None:
@@ -223,13 +224,11 @@ class WorkerProcess:
         try:
             self._worker.replace(*self._host.fork(self.pid))
         except Exception as error:
-            return partial(_raise, error)
+            return raising(error)
         self._restarted()
         if first.attempts < _ATTEMPTS:
             return None
-        return partial(
-            _raise, EngineError(f"{_ATTEMPTS} worker processes ended while they ran this batch")
-        )
+        return raising(EngineError(f"{_ATTEMPTS} worker processes ended while they ran this batch"))
 
     def _send(self, sent: _Sent) -> None:
         """Send a batch; whether the worker has ended, `_answer` finds out."""
@@ -257,7 +256,3 @@ class WorkerProcess:
 def _limits(info: ModelInfo) -> tuple[object, ...]:
     """Return the facts that the engine relies on."""
     return info.dtype, info.max_sequence_tokens, info.max_batch_tokens, info.workers
-
-
-def _raise(error: Exception) -> Sequence[Float32Array]:
-    raise error

@@ -10,7 +10,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
+
+from varlen.execution.outcome import outcome_of
 
 _Order = TypeVar("_Order")
 _Prepared = TypeVar("_Prepared")
@@ -57,19 +59,7 @@ class ReadAhead(Generic[_Order, _Prepared]):
         try:
             while True:
                 order = self._receive(self._connection)
-                self._arrived.put((order, _outcome(partial(self._prepare, order))))
+                self._arrived.put((order, outcome_of(partial(self._prepare, order))))
         except BaseException as error:
             # also too little memory for an order: the process that runs them must not wait for ever
             self._arrived.put(error)
-
-
-def _outcome(prepare: Callable[[], _Prepared]) -> Callable[[], _Prepared]:
-    try:
-        prepared = prepare()
-    except Exception as error:
-        return partial(_raise, error)
-    return lambda: prepared
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

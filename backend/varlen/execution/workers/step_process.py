@@ -59,7 +59,6 @@ class StepProcess(ModelProcess[StepInfo]):
     Attributes:
         slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each
             stage.
-        runs_apart: whether steps in flight have different sequences, as in a pipeline.
         graph_use: cost of CUDA graphs, which it has none of.
     """
 
@@ -90,11 +89,12 @@ class StepProcess(ModelProcess[StepInfo]):
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
         self._is_lost = False
         stages = config.pipeline_parallel
-        self.runs_apart = stages > 1
-        self.slots = stages if self.runs_apart else MAX_IN_FLIGHT
+        # whether steps in flight have different sequences, as in a pipeline
+        self._runs_apart = stages > 1
+        self.slots = stages if self._runs_apart else MAX_IN_FLIGHT
         # places of logits in the process, and the place of the last step
         self._places, self._place = stages, 0
-        self._launcher = StepLauncher(self, choice, runs_apart=self.runs_apart)
+        self._launcher = StepLauncher(self, choice, runs_apart=self._runs_apart)
         # a token for each row of logits of the last step, if the engine took part in the choice
         self._chosen: npt.NDArray[np.int32] | None = None
         self.graph_use = GraphUse()
@@ -130,7 +130,7 @@ class StepProcess(ModelProcess[StepInfo]):
 
     def may_queue(self, packed: PackedStep) -> bool:
         """Return whether a step can be sent while the process runs another one."""
-        if self.runs_apart:
+        if self._runs_apart:
             return True
         groups = (packed.sources, packed.inputs, packed.edits, packed.beams, packed.searches)
         arrays = (each for group in groups for each in group.values())

@@ -56,7 +56,7 @@ def test_a_cut_is_measured_once(load, tmp_path, monkeypatch):
 
 
 def test_stages_are_balanced_by_measured_seconds(load, tmp_path, monkeypatch):
-    def slow_output(program, *_):
+    def slow_output(program, **_):
         # the last layer takes as long as the others together
         linear = [op.kernel == "linear" for op in program.ops]
         last = max(number for number, is_linear in enumerate(linear) if is_linear)
