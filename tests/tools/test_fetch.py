@@ -70,7 +70,7 @@ def hub(encoder, monkeypatch):
     def snapshot_download(model, **options):
         hub.asked.update(options, model=model)
         leave_out = shutil.ignore_patterns(*hub.left_out)
-        return shutil.copytree(encoder, options["local_dir"], ignore=leave_out)
+        return shutil.copytree(encoder, options["local_dir"], ignore=leave_out, dirs_exist_ok=True)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: hub.files)

