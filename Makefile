@@ -35,7 +35,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve examples test test-kernels test-gpu gpu-report campaign check deploy-check docs
+.PHONY: help setup server demo serve wheels examples test test-kernels test-gpu gpu-report campaign check deploy-check docs
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -87,6 +87,14 @@ demo: server $(MINILM) ## Start a server, embed sentences; train two small model
 
 serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 	$(BIN)/tritonserver --model-repository model_repository
+
+# Code of other sources, which a folder in development keeps, stays out of the wheel.
+wheels: $(VENV)/serve.stamp ## Build both wheels into dist/, with compiled ops for all CPUs with AVX2 (minutes)
+	@rm -rf dist kernels/varlen_kernels/cpu/code
+	$(BIN)/python -m varlen_kernels.cpu.compile_all --all
+	@$(INSTALL) build
+	$(BIN)/python -m build --wheel --outdir dist client
+	$(BIN)/python -m build --wheel --outdir dist .
 
 examples: setup ## Run every example against a real server
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,examples]'
@@ -186,6 +194,6 @@ install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonser
 	@PYTHONPATH=kernels:backend:tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
 
 clean: ## Remove all that was made here: .venv, the server, caches; models stay
-	rm -rf $(VENV) $(DEPLOY_VENV) dist build site
+	rm -rf $(VENV) $(DEPLOY_VENV) dist build site kernels/varlen_kernels/cpu/code
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kernels backend client tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

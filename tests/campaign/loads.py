@@ -120,6 +120,10 @@ def _prepare(cache: str, compiled: str) -> None:
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123  # a descriptor, not a file's content
         os.dup2(nowhere.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    if compiled:
+        from varlen_kernels.cpu import machine_code
+
+        machine_code.BESIDE = Path(compiled)
 
 
 def _load(folder: str, parameters: dict[str, str]) -> Load:

@@ -1,5 +1,7 @@
 """The wheels that users install hold their packages and nothing else."""
 
+import random
+import shutil
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ci.scripts import load_script
+from tests.ci.scripts import PROJECT, load_script
 
 check_wheel = load_script("check_wheel")
 build_wheel, problems = check_wheel.build_wheel, check_wheel.problems
@@ -41,6 +43,7 @@ def test_the_client_needs_neither_torch_nor_the_backend(tmp_path: Path) -> None:
         "varlen_client/sync.py",
         "varlen_tools/tritonserver",
         "varlen_tools/libtriton_python.so",
+        "varlen_tools/attend.o",
         "kernels/__init__.py",
     ],
 )
@@ -48,6 +51,25 @@ def test_what_does_not_belong_is_named(extra: str, tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path, extra=[extra])
 
     assert problems(wheel, BACKEND, []) == [f"holds {extra}"]
+
+
+def test_compiled_ops_are_a_part_of_the_wheel(tmp_path: Path) -> None:
+    project, name = tmp_path / "project", "varlen_kernels/cpu/code/attend-x86_64-avx2-hash.o"
+    for file in (".gitignore", "pyproject.toml", "README.md", "LICENSE"):
+        (project / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(PROJECT / file, project / file)
+    for folder in BACKEND.packages.values():
+        shutil.copytree(
+            PROJECT / folder, project / folder, ignore=lambda *_: ["code", "__pycache__"]
+        )
+    code = project / "kernels" / name
+    code.parent.mkdir()
+    code.write_bytes(random.randbytes(2_000_000))
+    code.with_suffix(".lock").touch()
+
+    wheel = build_wheel(project, tmp_path)
+
+    assert problems(wheel, BACKEND, [*check_wheel.source_files(BACKEND), name]) == []
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -37,13 +37,16 @@ STREAMS: tuple[dict[str, Any], ...] = (
 )
 SEARCH: dict[str, Any] = {"num_beams": 4, "max_tokens": 40}
 WRITER = "writer"
+# Of an answer that does not end before its worker is killed, however late its reader is.
+LONGEST = 30_000
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 whose steps take milliseconds."""
+    """A GPT-2 whose steps take a part of a millisecond, for answers that take seconds."""
     folder = tmp_path_factory.mktemp("decoder") / "gpt2"
-    save_checkpoint(folder, "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096)
+    sizes = {"n_embd": 96, "n_inner": 384, "n_layer": 2, "n_positions": 32_768}
+    save_checkpoint(folder, "GPT2LMHeadModel", **sizes)
     return folder
 
 
@@ -100,13 +103,13 @@ def test_streams_go_on_when_their_worker_is_killed_and_fail_when_two_are(
         )
 
         with pytest.raises(ServerError, match="worker processes ended while they ran this"):
-            stream(STREAMS[0], kills=2, max_tokens=1000)
+            stream(STREAMS[0], kills=2, max_tokens=LONGEST)
         assert stream(STREAMS[0]) == expected[0]
         wait_until_free(server, WRITER)
 
         # the fourth within ten minutes
         with pytest.raises(ServerError, match="stopped after a fault"):
-            stream(STREAMS[0], kills=1, max_tokens=1000)
+            stream(STREAMS[0], kills=1, max_tokens=LONGEST)
     assert not is_running(worker)
 
 

@@ -17,14 +17,14 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub on this machine with one model, which sends only a part of one file until it is mended.
+    """A hub with one model, which holds back half of one file.
 
     Attributes:
         folder: the checkpoint.
         held: name of that file.
         asked: names of files that were asked for.
         is_held: set while the client waits for the rest of the file.
-        is_mended: set once whole files are sent.
+        is_released: set once whole files are sent.
     """
 
     daemon_threads = True
@@ -32,7 +32,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, folder, held):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.folder, self.held, self.asked = folder, held, []
-        self.is_held, self.is_mended = threading.Event(), threading.Event()
+        self.is_held, self.is_released = threading.Event(), threading.Event()
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -75,10 +75,10 @@ class _Answer(BaseHTTPRequestHandler):
         if not is_asked_for:
             return
         self.server.asked.append(path.name)
-        if path.name == self.server.held and not self.server.is_mended.is_set():
+        if path.name == self.server.held and not self.server.is_released.is_set():
             self.wfile.write(content[: len(content) // 2])
             self.server.is_held.set()
-            self.server.is_mended.wait()
+            self.server.is_released.wait()
             self.close_connection = True
         else:
             self.wfile.write(content)
@@ -108,7 +108,7 @@ def hub(checkpoint):
         thread = threading.Thread(target=hub.serve_forever)
         thread.start()
         yield hub
-        hub.is_mended.set()
+        hub.is_released.set()
         hub.shutdown()
         thread.join()
 
@@ -129,7 +129,7 @@ def test_a_killed_download_goes_on(hub, checkpoint, tmp_path):
         while not files - {hub.held} <= {path.name for path in tmp_path.glob("served/*/*")}:
             time.sleep(0.01)
         first.kill()
-    hub.is_mended.set()
+    hub.is_released.set()
     hub.asked.clear()
 
     second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

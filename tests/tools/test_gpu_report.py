@@ -7,6 +7,7 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -279,7 +280,7 @@ def test_the_environment_names_absent_packages(monkeypatch):
     lines = environment.lines()
 
     assert "gpu: nvidia-smi is not installed" in lines
-    assert f"packages: torch={torch.__version__} no-such-package=absent" in lines
+    assert f"packages: torch={metadata.version('torch')} no-such-package=absent" in lines
 
 
 # the summary

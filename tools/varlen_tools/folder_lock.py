@@ -19,7 +19,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_scratch(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is made if it is absent; its holder may remove it."""
+    """Hold the lock of a folder, which is made if absent, and may be removed."""
     while True:
         folder.mkdir(exist_ok=True)
         handle = _locked(folder)

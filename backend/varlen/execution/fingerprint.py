@@ -82,8 +82,11 @@ def library_versions(device: torch.device) -> Mapping[str, str]:
     versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
     if device.type == "cuda":
         versions["triton"] = _version("triton")
-    else:
-        versions["numba"] = _version("numba") if has_compiled_ops() else "none"
+    elif has_compiled_ops():
+        # needs LLVM
+        from varlen_kernels.cpu.target_cpu import target_cpu
+
+        versions["level"] = target_cpu().level
     return versions
 
 

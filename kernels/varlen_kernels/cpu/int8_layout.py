@@ -16,10 +16,8 @@ def has_dot_products() -> bool:
 
 
 def panel_levels() -> int:
-    """Return the largest row code whose sums are exact, or 0 without VNNI and AVX2."""
-    if has_dot_products():
-        return FULL_LEVELS
-    return REDUCED_LEVELS if target_cpu().has("avx2") else 0
+    """Return the largest row code whose sums are exact: AVX2 adds in 16 bits."""
+    return FULL_LEVELS if has_dot_products() else REDUCED_LEVELS
 
 
 # Rows and features of a tile, and numbers of 32 bits in a register.

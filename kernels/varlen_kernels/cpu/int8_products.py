@@ -92,15 +92,8 @@ def choose_product() -> Int8Product:
 
 
 def int4_product() -> Int8Product:
-    """Return the linear layer with weights of 4 bits.
-
-    Raises:
-        NoInt8ProductError: the CPU has neither AVX2 nor VNNI.
-    """
-    levels = panel_levels()
-    if not levels:
-        raise NoInt8ProductError("products with weights of 4 bits need AVX2 or VNNI")
-    return Int8Product("linear_int4_panels", levels)
+    """Return the linear layer with weights of 4 bits."""
+    return Int8Product("linear_int4_panels", panel_levels())
 
 
 def _fastest_product() -> Int8Product:

@@ -1,11 +1,10 @@
 """Machine code of the functions of `entries`.
 
-numba compiles it once for a machine, and LLVM alone loads it.
+numba compiles it once for a level of CPUs, and LLVM alone loads it.
 
-A file holds the code of one function. Its name has a hash of all that the code comes from: the sources of this package,
-the versions of the compiler, and the CPU. Its content begins with a hash of the rest, so a damaged file is compiled
-again. Nothing of it can run but what was compiled here: the file is as trusted as the package's own, next to which it
-lies.
+A file holds the code of one function for one level. Its name has a hash of the sources that the code comes from. Its
+content begins with a hash of the rest, so a damaged file is compiled again. It is as trusted as the files of the
+package, beside which it lies: wheels and images bring the code of all levels along (`compile_all`).
 """
 
 import hashlib
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,11 +22,13 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from varlen_kernels.cpu.compile_lock import compile_lock
-from varlen_kernels.cpu.target_cpu import target_cpu
+from varlen_kernels.cpu.target_cpu import VARIABLE, features_here, target_cpu
 
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
+# Code that came with the package, and the folder of new code if it can be written.
+BESIDE = _FOLDER / "code"
 # The rest of what compiled code is made of: constants of the specifications.
 _REFERENCE = _FOLDER.parent / "reference"
 # What compiled code may call: functions of the C library, and what LLVM turns into its own instructions.
@@ -47,7 +48,7 @@ _EXTERNAL = {
 _HASH_BYTES = 32
 # Of a file: a longer one is damaged. The longest function has 90 KB.
 _MOST_BYTES = 1 << 22
-# Files of a function for other sources or CPUs that stay.
+# Files of a function for other sources that stay.
 _KEPT = 3
 
 _loading = Lock()
@@ -58,25 +59,26 @@ def address_of(name: str) -> int:
     """Return the address of a function of `entries`, loaded, or compiled and stored.
 
     Raises:
-        ImportError, RuntimeError: its code is not stored, and numba cannot compile it.
+        ImportError, RuntimeError: its code is not stored, and numba cannot compile it; or this CPU cannot run it.
         OSError: no folder can hold it.
     """
     with _loading:
-        return _load(name, _stored(name) or _compile_once(name))
+        return _load(name, code_of(name))
+
+
+def code_of(name: str) -> bytes:
+    """Return the code of a function of `entries`; raises as `address_of`."""
+    return _stored(name) or _compile_once(name)
 
 
 @cache
 def code_folder() -> Path:
-    """Return the folder of compiled code.
+    """Return the folder of new code.
 
-    It is beside this file or, where that is not writable, in the user's cache. NUMBA_CACHE_DIR names another one.
+    It is beside this file or, where that is not writable, in the user's cache.
     """
-    named = os.environ.get("NUMBA_CACHE_DIR")
-    beside = _FOLDER / "__pycache__"
-    if named:
-        folder = Path(named)
-    elif os.access(beside if beside.exists() else _FOLDER, os.W_OK):
-        folder = beside
+    if os.access(BESIDE if BESIDE.exists() else BESIDE.parent, os.W_OK):
+        folder = BESIDE
     else:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "varlen" / "code"
@@ -86,42 +88,39 @@ def code_folder() -> Path:
 
 @cache
 def code_hash() -> str:
-    """Return the hash of all that compiled code comes from, in hexadecimal digits."""
+    """Return the hash of all sources of compiled code, in hexadecimal digits."""
     digest = hashlib.sha256()
     for folder in (_FOLDER, _REFERENCE):
         for path in sorted(folder.glob("*.py")):
             content = path.read_bytes()
             digest.update(f"{path.name} {len(content)}\n".encode())
             digest.update(content)
-    versions = [_version(package) for package in ("numba", "llvmlite", "numpy")]
-    digest.update(repr((versions, target_cpu())).encode())
     return digest.hexdigest()[:32]
 
 
-def file_of(name: str) -> Path:
-    """Return the file of a function's code."""
-    return code_folder() / f"{name}-{code_hash()}.o"
+def file_name(name: str) -> str:
+    """Return the name of the file of a function's code."""
+    return f"{_series(name)}{code_hash()}.o"
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
+def _series(name: str) -> str:
+    """Return what the files of a function begin with, whatever its sources."""
+    return f"{name}-{target_cpu().level}-"
 
 
 def _stored(name: str) -> bytes | None:
     """Return the code of a function; None if it is not stored, or damaged."""
-    path = file_of(name)
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES)
-    except OSError:
-        return None
-    digest, code = content[:_HASH_BYTES], content[_HASH_BYTES:]
-    if hashlib.sha256(code).digest() == digest:
-        return code
-    _log.warning("compiled code is damaged and is compiled again: %s", path.name)
+    for folder in dict.fromkeys((BESIDE, code_folder())):
+        path = folder / file_name(name)
+        try:
+            with path.open("rb") as file:
+                content = file.read(_MOST_BYTES)
+        except OSError:
+            continue
+        digest, code = content[:_HASH_BYTES], content[_HASH_BYTES:]
+        if hashlib.sha256(code).digest() == digest:
+            return code
+        _log.warning("compiled code is damaged and is compiled again: %s", path.name)
     return None
 
 
@@ -141,6 +140,8 @@ def _compile_once(name: str) -> bytes:
 
 def _compile(name: str) -> bytes:
     numba: Any = import_module("numba")
+    cpu = target_cpu()
+    numba.config.CPU_NAME, numba.config.CPU_FEATURES = cpu.model, cpu.options
     int64 = numba.types.int64
     function = import_module("varlen_kernels.cpu.entries").MAKERS[name]().py_func
     # sources may have changed since this process began: what it has imported is what it is stored under
@@ -161,12 +162,12 @@ def _compile(name: str) -> bytes:
 
 def _store(name: str, code: bytes) -> None:
     """Store the code of a function, for which this process holds the lock."""
-    path = file_of(name)
+    path = code_folder() / file_name(name)
     # of processes that were ended while they wrote
     unfinished = list(path.parent.glob(f".{name}-*"))
     with _new_file(path) as file:
         file.write(hashlib.sha256(code).digest() + code)
-    others = [each for each in path.parent.glob(f"{name}-*.o") if each != path]
+    others = [each for each in path.parent.glob(f"{_series(name)}*.o") if each != path]
     with suppress(OSError):
         others.sort(key=lambda each: each.stat().st_mtime)
         for each in [*unfinished, *others[:-_KEPT]]:
@@ -194,6 +195,9 @@ def _symbol(name: str) -> str:
 
 
 def _load(name: str, code: bytes) -> int:
+    cpu = target_cpu()
+    if not cpu.features <= features_here():
+        raise RuntimeError(f"this CPU cannot run code of the level {cpu.level}; unset {VARIABLE}")
     engine = _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -208,14 +212,14 @@ def _engine() -> Any:
 
 
 def _new_machine() -> Any:
-    """Return LLVM's description of the CPU, as numba sets it."""
+    """Return LLVM's description of the level, as numba sets it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())
     cpu = target_cpu()
     return target.create_target_machine(
-        cpu=cpu.name,
-        features=cpu.features,
+        cpu=cpu.model,
+        features=cpu.options,
         opt=3,
         reloc="static",
         codemodel="jitdefault",

@@ -1,6 +1,6 @@
-"""The CPU that code is compiled for.
+"""The CPU that code is compiled for: a level of instruction sets, not a model.
 
-It is this one, or the one that numba's environment variables name.
+So code that one machine has compiled runs on every other one of its level, and a wheel or an image can hold it.
 """
 
 import os
@@ -11,35 +11,83 @@ import llvmlite.binding as llvm
 
 # Numbers that compiled code works on at once, in one register or several.
 LANES = 16
+# Names another level than the highest that this CPU has.
+VARIABLE = "VARLEN_CPU_LEVEL"
 
 
 class TargetCpu(NamedTuple):
-    """A CPU as LLVM knows it.
+    """A level of CPUs.
 
     Attributes:
-        name: name of its model.
-        features: names of its instruction sets, each after "+" or "-", separated by commas.
+        level: its name.
+        model: the CPU as LLVM knows it.
+        features: instruction sets that a CPU of this level has, by LLVM's names.
+        tuning: further options of LLVM, such as "-prefer-256-bit".
     """
 
-    name: str
-    features: str
+    level: str
+    model: str
+    features: frozenset[str]
+    tuning: tuple[str, ...] = ()
 
     def has(self, feature: str) -> bool:
         """Return whether it has an instruction set."""
-        return f"+{feature}" in self.features.split(",")
+        return feature in self.features
+
+    @property
+    def options(self) -> str:
+        """Instruction sets and options as LLVM reads them."""
+        return ",".join([*(f"+{name}" for name in sorted(self.features)), *self.tuning])
+
+
+# The level x86-64-v3 of the processor supplement of the ABI, then v4, which most of LLVM's models would use with
+# registers of half the width.
+_V3 = frozenset(
+    "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse3 sse4.1 sse4.2 ssse3 xsave".split()
+)
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_WIDE = ("-prefer-256-bit",)
+# The first that a CPU has is its level; each runs the code of those after it.
+LEVELS = (
+    TargetCpu("avx512_bf16", "x86-64-v4", _V4 | {"avx512vnni", "avx512bf16"}, _WIDE),
+    TargetCpu("avx512_vnni", "x86-64-v4", _V4 | {"avx512vnni"}, _WIDE),
+    TargetCpu("avx512", "x86-64-v4", _V4, _WIDE),
+    TargetCpu("avx2", "x86-64-v3", _V3),
+)
 
 
 @cache
 def target_cpu() -> TargetCpu:
-    """Return the CPU that numba compiles for; loads no numba."""
-    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
-    features = os.environ.get("NUMBA_CPU_FEATURES")
-    return TargetCpu(name, _features() if features is None else features)
+    """Return the level that code is compiled for here, and loaded of; loads no numba.
+
+    Raises:
+        RuntimeError: this CPU has none of the levels.
+        ValueError: the environment variable names an unknown level.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return best_level(features_here())
+    for level in LEVELS:
+        if level.level == named:
+            return level
+    allowed = ", ".join(level.level for level in LEVELS)
+    raise ValueError(f'{VARIABLE} is "{named}"; allowed: {allowed}')
 
 
-def _features() -> str:
+def best_level(features: frozenset[str]) -> TargetCpu:
+    """Return the highest level of a CPU with these instruction sets; raises as `target_cpu`."""
+    for level in LEVELS:
+        if level.features <= features:
+            return level
+    raise RuntimeError("this CPU has no AVX2")
+
+
+@cache
+def features_here() -> frozenset[str]:
+    """Return the instruction sets of this CPU, by LLVM's names."""
     try:
-        return str(llvm.get_host_cpu_features().flatten())
+        known = llvm.get_host_cpu_features()
     except RuntimeError:
         # LLVM does not know the features of this CPU
-        return ""
+        return frozenset()
+    return frozenset(name for name, is_there in known.items() if is_there)

@@ -386,13 +386,11 @@ def test_what_decides_costs_on_a_gpu_includes_triton(checkpoint, monkeypatch):
     assert "triton" in fields
 
 
-@pytest.mark.parametrize("is_usable", [True, False], ids=["numba", "torch"])
-def test_what_decides_costs_on_a_cpu_includes_numba(monkeypatch, is_usable):
+@pytest.mark.parametrize("is_usable", [True, False], ids=["compiled", "torch"])
+def test_what_decides_costs_on_a_cpu_includes_compiled_code(monkeypatch, is_usable):
     monkeypatch.setattr(fingerprint, "has_compiled_ops", lambda: is_usable)
 
-    version = library_versions(torch.device("cpu"))["numba"]
-
-    assert (version == "none") != is_usable
+    assert ("level" in library_versions(torch.device("cpu"))) == is_usable
 
 
 def test_a_checkpoint_is_known_by_its_architecture(make_checkpoint):

@@ -41,14 +41,13 @@ def inputs(tokens, hidden, outliers):
     return x
 
 
-NEEDS_PANELS = pytest.mark.skipif(not panel_levels(), reason="needs AVX2 or VNNI")
 PRODUCTS = pytest.mark.parametrize(
     "kernel",
     [
         "linear_int8",
         "linear_int8_packed",
-        pytest.param("linear_int8_panels", marks=NEEDS_PANELS),
-        pytest.param("linear_int4_panels", marks=NEEDS_PANELS),
+        "linear_int8_panels",
+        "linear_int4_panels",
     ],
 )
 
@@ -153,7 +152,6 @@ def test_no_tokens_give_no_rows(kernel):
     assert actual.shape == (0, 3)
 
 
-@NEEDS_PANELS
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 @pytest.mark.parametrize("kernel", ["linear_int8_panels", "linear_int4_panels"])
@@ -169,7 +167,6 @@ def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden
     check(out, linear_int8_activate(x, quantized, kind=kind))
 
 
-@NEEDS_PANELS
 @pytest.mark.parametrize("tokens", [1, 5, 301])
 def test_threads_give_the_bits_of_one(monkeypatch, tokens):
     x, packed = rand(tokens, 100), PANELS.quantize(*layer(100, 70))
@@ -186,7 +183,6 @@ def test_threads_give_the_bits_of_one(monkeypatch, tokens):
             assert torch.equal(run(torch.full((tokens, 70), torch.nan)), result)
 
 
-@NEEDS_PANELS
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_panels_of_4_bits_have_every_code(tokens):
     numbers = torch.arange(-8, 8, dtype=torch.int8)
@@ -203,7 +199,6 @@ def test_panels_of_4_bits_have_every_code(tokens):
     check(cpu.linear_int4_panels(x, packed), linear_int8(x, quantized))
 
 
-@NEEDS_PANELS
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_panels_of_extreme_codes_are_exact(tokens):
     weight = torch.tensor([1.0, -1.0]).repeat(20, 1).index_fill(0, torch.arange(OUTLIERS), 0)
@@ -345,7 +340,6 @@ def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
     assert chosen.levels in (FULL_LEVELS, REDUCED_LEVELS)
 
 
-@NEEDS_PANELS
 @pytest.mark.usefixtures("small_products")
 def test_a_cpu_with_panels_uses_them_where_torch_has_no_exact_product(monkeypatch):
     monkeypatch.setattr(int8_products, "exact_levels", lambda *args: 0)

@@ -15,6 +15,7 @@ from varlen_kernels.cpu import entries, machine_code
 from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import inlined
+from varlen_kernels.cpu.target_cpu import LEVELS
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
 _NAME = "run_alone"
@@ -23,6 +24,7 @@ _NAME = "run_alone"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Have code stored in an empty folder, and not loaded."""
+    monkeypatch.setattr(machine_code, "BESIDE", tmp_path / "package")
     monkeypatch.setattr(machine_code, "code_folder", lambda: tmp_path)
     monkeypatch.setattr(machine_code, "_load", lambda name, code: code)
     return tmp_path
@@ -54,7 +56,7 @@ def test_code_is_compiled_once_and_stored(folder, compiled):
 @pytest.mark.parametrize("place", [0, 5, 40])
 def test_a_damaged_file_is_compiled_again(folder, compiled, place, caplog):
     load()
-    file = machine_code.file_of(_NAME)
+    file = folder / machine_code.file_name(_NAME)
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
@@ -67,7 +69,7 @@ def test_a_damaged_file_is_compiled_again(folder, compiled, place, caplog):
 @pytest.mark.parametrize("size", [0, 10, 34])
 def test_a_cut_file_is_compiled_again(folder, compiled, size):
     load()
-    file = machine_code.file_of(_NAME)
+    file = folder / machine_code.file_name(_NAME)
     file.write_bytes(file.read_bytes()[:size])
 
     assert load() == b"code of run_alone"
@@ -82,7 +84,40 @@ def test_code_of_other_sources_is_not_used_and_is_removed_in_time(folder, compil
 
     assert compiled == [_NAME] * 10
     assert len(list(folder.glob("*.o"))) <= 4
-    assert machine_code.file_of(_NAME).exists()
+    assert (folder / machine_code.file_name(_NAME)).exists()
+
+
+def test_code_that_came_with_the_package_is_used_first(folder, compiled):
+    load()
+    shipped = machine_code.BESIDE
+    shipped.mkdir()
+    (folder / machine_code.file_name(_NAME)).rename(shipped / machine_code.file_name(_NAME))
+
+    assert load() == b"code of run_alone"
+    assert compiled == [_NAME]
+    # a damaged one is replaced where files can be written
+    (shipped / machine_code.file_name(_NAME)).write_bytes(b"")
+    assert load() == load() == b"code of run_alone"
+    assert compiled == [_NAME] * 2
+    assert (folder / machine_code.file_name(_NAME)).exists()
+
+
+def test_levels_have_code_of_their_own(folder, compiled, monkeypatch):
+    for level in LEVELS:
+        monkeypatch.setattr(machine_code, "target_cpu", lambda level=level: level)
+        load()
+        load()
+
+    assert compiled == [_NAME] * len(LEVELS)
+    assert len(list(folder.glob("*.o"))) == len(LEVELS)
+
+
+def test_code_that_this_cpu_cannot_run_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(machine_code, "features_here", frozenset)
+    monkeypatch.setattr(machine_code, "target_cpu", lambda: LEVELS[0])
+
+    with pytest.raises(RuntimeError, match="cannot run code of the level avx512_bf16; unset"):
+        machine_code._load(_NAME, b"")
 
 
 def test_a_process_waits_for_the_one_that_compiles(folder, compiled):
@@ -133,7 +168,7 @@ def test_what_an_ended_process_left_is_removed(folder, compiled):
     load()
 
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [f"{_NAME}.lock", machine_code.file_of(_NAME).name]
+        [f"{_NAME}.lock", machine_code.file_name(_NAME)]
     )
 
 

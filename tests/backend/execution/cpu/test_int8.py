@@ -35,19 +35,17 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder
 from varlen_kernels.cpu import int8_products
-from varlen_kernels.cpu.int8_layout import panel_levels
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS, nearest_codes
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
 PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
-NEEDS_PANELS = pytest.mark.skipif(not panel_levels(), reason="needs AVX2 or VNNI")
 PRODUCTS = pytest.mark.parametrize(
     "product",
     [
         Int8Product("linear_int8", REDUCED_LEVELS),
         Int8Product("linear_int8_packed", REDUCED_LEVELS),
-        pytest.param(PANELS, marks=NEEDS_PANELS),
+        PANELS,
     ],
     ids=lambda each: each.kernel,
 )
