@@ -23,6 +23,8 @@ TINY_DATES := model_repository/tiny_dates/1/model.safetensors
 TRITON := 3.9.0
 OLDEST_TRITON := 3.6.0
 OLDEST_TRITON_FOLDER := $(VENV)/triton-3.6
+# 3.9 has no wheels for Python 3.10.
+TRITON_WHEEL := 'triton==$(TRITON); python_version >= "3.11"' 'triton==$(OLDEST_TRITON); python_version < "3.11"'
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
 # A worker process for each core, and one more, since tests of servers wait most of their time. tests/conftest.py gives
@@ -54,7 +56,7 @@ $(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
 $(VENV)/setup.stamp: $(VENV)/serve.stamp
 	@echo "setup: installing the development environment (the first time: minutes)"
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev]'
-	@$(INSTALL) --no-deps triton==$(TRITON)
+	@$(INSTALL) --no-deps $(TRITON_WHEEL)
 	@touch $@
 
 $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info: | $(VENV)/setup.stamp
@@ -98,7 +100,7 @@ wheels: $(VENV)/serve.stamp ## Build both wheels into dist/, with compiled ops f
 
 examples: setup ## Run every example against a real server
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,examples]'
-	@$(INSTALL) --no-deps triton==$(TRITON)
+	@$(INSTALL) --no-deps $(TRITON_WHEEL)
 	$(BIN)/python -m examples.run_all
 
 test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
@@ -148,7 +150,7 @@ docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken l
 
 bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
-	$(INSTALL) --no-deps triton==$(TRITON)
+	$(INSTALL) --no-deps $(TRITON_WHEEL)
 	-@$(MAKE) --no-print-directory $(VENV)/peers-zentorch/stamp
 	$(BIN)/python -m varlen_bench.encoder $(if $(MODEL),--model $(MODEL)) $(BENCH)
 
@@ -170,18 +172,18 @@ $(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
 
 bench-generate: setup ## Compare generation with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
-	$(INSTALL) --no-deps triton==$(TRITON)
+	$(INSTALL) --no-deps $(TRITON_WHEEL)
 	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-vllm/stamp $(VENV)/peers-llamacpp/stamp
 	$(BIN)/python -m varlen_bench.generate $(BENCH)
 
 bench-beam: setup ## Compare beam search with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
-	$(INSTALL) --no-deps triton==$(TRITON)
+	$(INSTALL) --no-deps $(TRITON_WHEEL)
 	$(BIN)/python -m varlen_bench.beam $(BENCH)
 
 bench-serving: setup ## Load real servers, ours and plain ones, until they cannot keep up; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
-	$(INSTALL) --no-deps triton==$(TRITON)
+	$(INSTALL) --no-deps $(TRITON_WHEEL)
 	$(BIN)/python -m varlen_bench.serving $(BENCH)
 
 bench-kernels: $(GPU_SETUP) ## Compare every kernel with its peers on this GPU; appends to docs/benchmarks

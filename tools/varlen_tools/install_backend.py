@@ -51,7 +51,7 @@ def install(backends: Path) -> Path:
     # Beside the target, so that the last step is a rename on one file system.
     with tempfile.TemporaryDirectory(prefix=".varlen-", dir=backends) as scratch:
         made = Path(scratch, "varlen")
-        unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
+        unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "*.lock")
         for package in packages:
             # copyfile sets modes by the umask: the files of a checkout may be private to their owner.
             shutil.copytree(

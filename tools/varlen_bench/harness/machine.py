@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from varlen_kernels.cpu.target_cpu import VARIABLE
+
 # Instruction sets that decide the speed of bf16 and int8.
 _INSTRUCTION_SETS = ("avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _SPEED_SECONDS = 0.2
@@ -24,11 +26,13 @@ def cpu_count() -> int:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU and its instruction sets for bf16 and int8."""
+    """Return the name of the CPU, its instruction sets for bf16 and int8, and a lower level."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())
     present = [name for name in _INSTRUCTION_SETS if name in flags]
+    if VARIABLE in os.environ:
+        present.append(f"{VARIABLE}={os.environ[VARIABLE]}")
     return " ".join([fields.get("model name", platform.machine()), *present])
 
 
