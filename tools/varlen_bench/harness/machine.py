@@ -26,7 +26,7 @@ def cpu_count() -> int:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU, its instruction sets for bf16 and int8, and a lower level."""
+    """Return the name of the CPU, its instruction sets, and a lower level."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())
