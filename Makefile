@@ -97,6 +97,7 @@ wheels: $(VENV)/serve.stamp ## Build both wheels into dist/, with compiled ops f
 	@$(INSTALL) build
 	$(BIN)/python -m build --wheel --outdir dist client
 	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python .ci/check_wheel.py dist/varlen-*.whl
 
 examples: setup ## Run every example against a real server
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,examples]'

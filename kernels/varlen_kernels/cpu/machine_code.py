@@ -62,6 +62,9 @@ def address_of(name: str) -> int:
         ImportError, RuntimeError: its code is not stored, and numba cannot compile it; or this CPU cannot run it.
         OSError: no folder can hold it.
     """
+    cpu = target_cpu()
+    if not cpu.features <= features_here():
+        raise RuntimeError(f"this CPU cannot run code of the level {cpu.level}; unset {VARIABLE}")
     with _loading:
         return _load(name, code_of(name))
 
@@ -78,12 +81,9 @@ def code_folder() -> Path:
     It is beside this file or, where that is not writable, in the user's cache.
     """
     if os.access(BESIDE if BESIDE.exists() else BESIDE.parent, os.W_OK):
-        folder = BESIDE
-    else:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = home / "varlen" / "code"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+        return BESIDE
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "varlen" / "code"
 
 
 @cache
@@ -110,23 +110,36 @@ def _series(name: str) -> str:
 
 def _stored(name: str) -> bytes | None:
     """Return the code of a function; None if it is not stored, or damaged."""
-    for folder in dict.fromkeys((BESIDE, code_folder())):
-        path = folder / file_name(name)
-        try:
-            with path.open("rb") as file:
-                content = file.read(_MOST_BYTES)
-        except OSError:
-            continue
-        digest, code = content[:_HASH_BYTES], content[_HASH_BYTES:]
-        if hashlib.sha256(code).digest() == digest:
-            return code
-        _log.warning("compiled code is damaged and is compiled again: %s", path.name)
+    file = file_name(name)
+    # a user without a home has the code of the package all the same
+    code = _read(BESIDE / file)
+    if code is None and code_folder() != BESIDE:
+        code = _read(code_folder() / file)
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the code of a file; None if it is absent or damaged."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES)
+    except OSError:
+        return None
+    digest, code = content[:_HASH_BYTES], content[_HASH_BYTES:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    _log.warning("compiled code is damaged and is compiled again: %s", path.name)
     return None
 
 
 def _compile_once(name: str) -> bytes:
     """Return the code of a function, and store it; one process at a time compiles."""
-    with compile_lock(code_folder() / f"{name}.lock"):
+    folder = code_folder()
+    with suppress(FileExistsError):
+        folder.mkdir(parents=True)
+        # as its files are, for other users of the folder
+        folder.chmod(0o755)
+    with compile_lock(folder / f"{name}.lock"):
         # another process may have stored it meanwhile
         code = _stored(name)
         if code is None:
@@ -140,10 +153,13 @@ def _compile_once(name: str) -> bytes:
 
 def _compile(name: str) -> bytes:
     numba: Any = import_module("numba")
-    cpu = target_cpu()
-    numba.config.CPU_NAME, numba.config.CPU_FEATURES = cpu.model, cpu.options
     int64 = numba.types.int64
     function = import_module("varlen_kernels.cpu.entries").MAKERS[name]().py_func
+    codegen = import_module("numba.core.registry").cpu_target.target_context.codegen()
+    if codegen.magic_tuple()[2] != target_cpu().options:
+        raise RuntimeError(
+            "other code of this process has used numba before: run python -m varlen_kernels.cpu.compile_all once"
+        )
     # sources may have changed since this process began: what it has imported is what it is stored under
     if code_hash.__wrapped__() != code_hash():
         raise RuntimeError("the sources of compiled code have changed: start the process again")
@@ -195,9 +211,6 @@ def _symbol(name: str) -> str:
 
 
 def _load(name: str, code: bytes) -> int:
-    cpu = target_cpu()
-    if not cpu.features <= features_here():
-        raise RuntimeError(f"this CPU cannot run code of the level {cpu.level}; unset {VARIABLE}")
     engine = _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -13,6 +13,11 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.np import arrayobj
 
+from varlen_kernels.cpu.target_cpu import target_cpu
+
+# Before the first function: numba describes the CPU once in a process.
+numba.config.CPU_NAME, numba.config.CPU_FEATURES = target_cpu().model, target_cpu().options
+
 _SIZE = ir.IntType(64)
 _NUMBER: Any = types.int64
 # Of a cache line, in bytes.

@@ -7,8 +7,6 @@ import os
 from functools import cache
 from typing import NamedTuple
 
-import llvmlite.binding as llvm
-
 # Numbers that compiled code works on at once, in one register or several.
 LANES = 16
 # Names another level than the highest that this CPU has.
@@ -47,7 +45,7 @@ _V3 = frozenset(
 )
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _WIDE = ("-prefer-256-bit",)
-# The first that a CPU has is its level; each runs the code of those after it.
+# From the highest level to the lowest: a CPU of a level also runs the code of all lower ones.
 LEVELS = (
     TargetCpu("avx512_bf16", "x86-64-v4", _V4 | {"avx512vnni", "avx512bf16"}, _WIDE),
     TargetCpu("avx512_vnni", "x86-64-v4", _V4 | {"avx512vnni"}, _WIDE),
@@ -61,12 +59,22 @@ def target_cpu() -> TargetCpu:
     """Return the level that code is compiled for here, and loaded of; loads no numba.
 
     Raises:
+        ImportError: LLVM is not installed.
         RuntimeError: this CPU has none of the levels.
-        ValueError: the environment variable names an unknown level.
+        ValueError: see `named_level`.
+    """
+    return named_level() or best_level(features_here())
+
+
+def named_level() -> TargetCpu | None:
+    """Return the level that the environment variable names; None if it is not set.
+
+    Raises:
+        ValueError: there is no such level.
     """
     named = os.environ.get(VARIABLE)
     if not named:
-        return best_level(features_here())
+        return None
     for level in LEVELS:
         if level.level == named:
             return level
@@ -79,12 +87,15 @@ def best_level(features: frozenset[str]) -> TargetCpu:
     for level in LEVELS:
         if level.features <= features:
             return level
-    raise RuntimeError("this CPU has no AVX2")
+    lacking = ", ".join(sorted(LEVELS[-1].features - features))
+    raise RuntimeError(f"this CPU lacks instruction sets of AVX2's level: {lacking}")
 
 
 @cache
 def features_here() -> frozenset[str]:
     """Return the instruction sets of this CPU, by LLVM's names."""
+    import llvmlite.binding as llvm
+
     try:
         known = llvm.get_host_cpu_features()
     except RuntimeError:

@@ -15,7 +15,7 @@ from varlen_kernels.cpu import entries, machine_code
 from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import inlined
-from varlen_kernels.cpu.target_cpu import LEVELS
+from varlen_kernels.cpu.target_cpu import LEVELS, target_cpu
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
 _NAME = "run_alone"
@@ -24,10 +24,12 @@ _NAME = "run_alone"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Have code stored in an empty folder, and not loaded."""
+    own = tmp_path / "own"
+    own.mkdir()
     monkeypatch.setattr(machine_code, "BESIDE", tmp_path / "package")
-    monkeypatch.setattr(machine_code, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(machine_code, "code_folder", lambda: own)
     monkeypatch.setattr(machine_code, "_load", lambda name, code: code)
-    return tmp_path
+    return own
 
 
 @pytest.fixture
@@ -103,6 +105,7 @@ def test_code_that_came_with_the_package_is_used_first(folder, compiled):
 
 
 def test_levels_have_code_of_their_own(folder, compiled, monkeypatch):
+    monkeypatch.setattr(machine_code, "features_here", lambda: LEVELS[0].features)
     for level in LEVELS:
         monkeypatch.setattr(machine_code, "target_cpu", lambda level=level: level)
         load()
@@ -112,12 +115,34 @@ def test_levels_have_code_of_their_own(folder, compiled, monkeypatch):
     assert len(list(folder.glob("*.o"))) == len(LEVELS)
 
 
-def test_code_that_this_cpu_cannot_run_is_not_loaded(monkeypatch):
+def test_code_that_this_cpu_cannot_run_is_not_loaded(folder, compiled, monkeypatch):
     monkeypatch.setattr(machine_code, "features_here", frozenset)
     monkeypatch.setattr(machine_code, "target_cpu", lambda: LEVELS[0])
 
     with pytest.raises(RuntimeError, match="cannot run code of the level avx512_bf16; unset"):
-        machine_code._load(_NAME, b"")
+        load()
+
+    assert not compiled
+
+
+def test_code_is_not_compiled_where_numba_knows_another_cpu(monkeypatch):
+    other = next(level for level in LEVELS if level != target_cpu())
+    monkeypatch.setattr(machine_code, "target_cpu", lambda: other)
+
+    with pytest.raises(RuntimeError, match="has used numba before"):
+        machine_code._compile(_NAME)
+
+
+def test_code_of_the_package_needs_no_other_folder(folder, compiled, monkeypatch):
+    load()
+    folder.rename(machine_code.BESIDE)
+
+    def fail():
+        raise RuntimeError("a user without a home")
+
+    monkeypatch.setattr(machine_code, "code_folder", fail)
+
+    assert load() == b"code of run_alone"
 
 
 def test_a_process_waits_for_the_one_that_compiles(folder, compiled):
@@ -145,9 +170,10 @@ def test_the_lock_is_released_after_an_error(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(folder, compiled, monkeypatch):
-    monkeypatch.setattr(machine_code, "code_folder", lambda: folder / "absent")
+    (folder / "file").touch()
+    monkeypatch.setattr(machine_code, "code_folder", lambda: folder / "file/absent")
 
-    with pytest.raises(OSError, match="absent"):
+    with pytest.raises(OSError, match="file/absent"):
         load()
 
 

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from varlen_kernels.cpu import target_cpu as module
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.target_cpu import LEVELS, VARIABLE, best_level
 
 _AVX2 = frozenset(
@@ -44,11 +45,12 @@ def test_the_environment_names_a_lower_level(monkeypatch):
     assert module.target_cpu.__wrapped__().level == "avx2"
 
 
-def test_an_unknown_level_is_an_error_that_names_the_known(monkeypatch):
+@pytest.mark.parametrize("asked", [module.target_cpu, has_compiled_ops])
+def test_an_unknown_level_is_an_error_that_names_the_known(monkeypatch, asked):
     monkeypatch.setenv(VARIABLE, "avx3")
 
     with pytest.raises(ValueError, match='"avx3"; allowed: avx512_bf16, .*avx2$'):
-        module.target_cpu.__wrapped__()
+        asked.__wrapped__()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_an_unknown_level_is_an_error_that_names_the_known(monkeypatch):
     [set(), {"sse2", "sse4.2", "avx"}, {"neon", "sve"}, (_AVX512 | {"avx512vnni"}) - {"fma"}],
 )
 def test_other_cpus_have_no_level(features):
-    with pytest.raises(RuntimeError, match="no AVX2"):
+    with pytest.raises(RuntimeError, match=r"lacks instruction sets of AVX2's level: .*fma"):
         best_level(frozenset(features))
 
 
@@ -64,6 +66,6 @@ def test_a_cpu_that_llvm_does_not_know_has_no_instruction_set(monkeypatch):
     def fail():
         raise RuntimeError("LLVM does not know it")
 
-    monkeypatch.setattr(module.llvm, "get_host_cpu_features", fail)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", fail)
 
     assert not module.features_here.__wrapped__()

@@ -18,6 +18,7 @@ PLAIN = {
     "int8_ops",
     "packed",
     "panel_ops",
+    "target_cpu",
     "threads",
 }
 

@@ -31,7 +31,7 @@ def cpu_name() -> str:
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())
     present = [name for name in _INSTRUCTION_SETS if name in flags]
-    if VARIABLE in os.environ:
+    if os.environ.get(VARIABLE):
         present.append(f"{VARIABLE}={os.environ[VARIABLE]}")
     return " ".join([fields.get("model name", platform.machine()), *present])
 
