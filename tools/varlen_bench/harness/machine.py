@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from varlen_kernels.cpu.target_cpu import VARIABLE
-
 # Instruction sets that decide the speed of bf16 and int8.
 _INSTRUCTION_SETS = ("avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _SPEED_SECONDS = 0.2
@@ -31,8 +29,9 @@ def cpu_name() -> str:
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())
     present = [name for name in _INSTRUCTION_SETS if name in flags]
-    if os.environ.get(VARIABLE):
-        present.append(f"{VARIABLE}={os.environ[VARIABLE]}")
+    # the module that reads this variable comes with torch
+    if level := os.environ.get("VARLEN_CPU_LEVEL"):
+        present.append(f"VARLEN_CPU_LEVEL={level}")
     return " ".join([fields.get("model name", platform.machine()), *present])
 
 
