@@ -157,12 +157,14 @@ def _meet(ranks, rank, size, turn, clock):
             waits += 1
             if waits < SPINS:
                 pause()
-            elif waits < SPINS + _OFFERS:
-                yield_core()
             else:
+                # an offer that others take lasts for milliseconds, so its time counts
                 now = nanoseconds(clock)
                 began = now if began == 0 else began
                 longest = shared_number(ranks + 8 * LONGEST_WAIT)
                 if longest != 0 and now - began > longest:
                     share_number(ranks + 8 * FAILED, 1 + other)
-                sleep(_SLEEP)
+                if waits < SPINS + _OFFERS:
+                    yield_core()
+                else:
+                    sleep(_SLEEP)
