@@ -1,5 +1,6 @@
 """Reading a checkpoint folder, and every reason to refuse one."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -344,7 +345,15 @@ def test_refuses_a_shard_that_is_missing(make_checkpoint):
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
 
-    with refused(f"{shard.name} cannot be read"):
+    with refused(f"{shard.name} cannot be read: No such file or directory"):
+        load(folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everywhere")
+def test_says_that_weights_may_not_be_read(folder):
+    (folder / WEIGHTS).chmod(0)
+
+    with refused(f"{WEIGHTS} cannot be read: Permission denied"):
         load(folder)
 
 

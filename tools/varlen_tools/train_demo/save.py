@@ -139,4 +139,6 @@ def _write(
     tokenizer.save(str(folder / "tokenizer.json"))
     partial = folder / f"{WEIGHTS}.partial"
     save_file(weights, partial, metadata={"format": "pt"})
+    # safetensors writes for its own user only, and the server may be another
+    partial.chmod(0o644)
     partial.rename(folder / WEIGHTS)

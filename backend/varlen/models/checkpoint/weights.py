@@ -57,6 +57,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for path in shards(folder):
         try:
+            # safetensors says of any file that it cannot open that there is none
+            path.open("rb").close()
             with safe_open(path, framework="np") as file:
                 for stored_name in file.keys():  # noqa: SIM118  # not a mapping
                     view = file.get_slice(stored_name)
@@ -67,7 +69,11 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
                     if name in headers:
                         raise CheckpointError(f'the checkpoint has two tensors "{name}"')
                     headers[name] = header
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise CheckpointError(
+                f"{path.name} cannot be read: {error.strerror or error}"
+            ) from None
+        except SafetensorError as error:
             raise CheckpointError(f"{path.name} cannot be read: {error}") from None
     return headers
 
