@@ -23,6 +23,7 @@ from varlen.models.checkpoint.weights import shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.rank import ALONE, Rank
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.target_cpu import target_cpu
 
 # Our own packages that run a batch, and the files of theirs that count.
 _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
@@ -83,9 +84,6 @@ def library_versions(device: torch.device) -> Mapping[str, str]:
     if device.type == "cuda":
         versions["triton"] = _version("triton")
     elif has_compiled_ops():
-        # needs LLVM
-        from varlen_kernels.cpu.target_cpu import target_cpu
-
         versions["level"] = target_cpu().level
     return versions
 

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         print(f"nothing is compiled: {error}")
         return
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         parser.error(str(error))
     if machine() != "x86_64":
         print(f"nothing is compiled: {machine()} has none of the levels")
