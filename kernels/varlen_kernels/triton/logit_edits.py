@@ -16,7 +16,8 @@ from varlen_kernels.triton.checks import check_contiguous, check_row_layout
 
 _EDIT_COLUMNS = tl.constexpr(reference.EDIT_COLUMNS)
 _KEPT, _UNSEEN = tl.constexpr(reference.KEPT), tl.constexpr(reference.UNSEEN)
-_NO_BIAS = tl.constexpr(reference.NO_BIAS)
+# Bits of -0.0 (`reference.NO_BIAS`): Triton 3.6 takes a constant that equals 0 for +0.0.
+_NO_BIAS_BITS = tl.constexpr(-(1 << 31))
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
 # Entries that a program reads at once.
 _BLOCK = 512
@@ -108,13 +109,14 @@ def _edit_logits_kernel(
         edited = _edited(logit, count, bias, is_banned, repetition, presence, frequency)
         tl.store(logits_ptr + token, edited, mask=inside)
 
+    no_bias = tl.full([], _NO_BIAS_BITS, tl.int32).to(tl.float32, bitcast=True)
     is_new = is_added & (is_listed == 0)
     keeps_new = is_new & has_place
     tl.store(tokens_ptr + first + size, added, mask=keeps_new)
     tl.store(counts_ptr + first + size, 1, mask=keeps_new)
-    tl.store(biases_ptr + first + size, _NO_BIAS, mask=keeps_new)
+    tl.store(biases_ptr + first + size, no_bias, mask=keeps_new)
     logit = tl.load(logits_ptr + added, mask=is_new, other=0.0)
-    edited = _edited(logit, 1, _NO_BIAS, False, repetition, presence, frequency)
+    edited = _edited(logit, 1, no_bias, False, repetition, presence, frequency)
     tl.store(logits_ptr + added, edited, mask=is_new)
     tl.store(sizes_ptr + place, size + is_new.to(tl.int32), mask=has_place)
 
