@@ -42,6 +42,7 @@ ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_tem
 # States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")

@@ -5,6 +5,8 @@ and its logit, so nothing has to wait.
 Source: the specification is `reference.logit_edits`.
 """
 
+from struct import pack, unpack
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,8 +18,8 @@ from varlen_kernels.triton.checks import check_contiguous, check_row_layout
 
 _EDIT_COLUMNS = tl.constexpr(reference.EDIT_COLUMNS)
 _KEPT, _UNSEEN = tl.constexpr(reference.KEPT), tl.constexpr(reference.UNSEEN)
-# Bits of -0.0 (`reference.NO_BIAS`): Triton 3.6 takes a constant that equals 0 for +0.0.
-_NO_BIAS_BITS = tl.constexpr(-(1 << 31))
+# By its bits, since it is -0.0: Triton 3.6 takes a constant that equals 0 for +0.0.
+_NO_BIAS_BITS = tl.constexpr(unpack("i", pack("f", reference.NO_BIAS))[0])
 _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
 # Entries that a program reads at once.
 _BLOCK = 512
