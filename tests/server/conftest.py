@@ -1,7 +1,7 @@
 """Fixtures: one server with several models, clients of both protocols, and oracles in process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests in this folder, with a longer timeout for the server's start."""
     item.add_marker(pytest.mark.server)
     item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report the log of a server that has ended, with the test that failed."""
+    report = yield
+    server = getattr(item, "funcargs", {}).get("server")
+    if report.failed and isinstance(server, LocalServer) and not server.is_running:
+        report.sections.append((f"the server ended with code {server.stop()}", server.log_tail()))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

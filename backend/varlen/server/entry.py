@@ -218,8 +218,7 @@ class TritonPythonModel:
             else:
                 arrived.accept(replace(draft.complete(), arrival=reply.arrival))
         except VarlenError as error:
-            # the reply keeps the error, whose traceback would keep the texts
-            reply.fail(error.with_traceback(None))
+            reply.fail(error)
         except Exception:
             _log.exception("a request could not be read")
             reply.fail(EngineError("the request could not be read; the server's log says why"))

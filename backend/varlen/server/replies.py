@@ -36,7 +36,6 @@ from varlen.telemetry.tracing import RequestTrace, RequestTracer
 
 _log = logging.getLogger(__name__)
 
-_End: TypeAlias = Literal["finished"] | Exception
 
 _SENDER_THREADS = 2
 # Longest time between two questions whether the client of a running request is still there.
@@ -51,6 +50,28 @@ _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
     (RequestCancelled, "cancelled", "CANCELLED"),
     (Exception, "failed", "INTERNAL"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error as its client gets it.
+
+    A reply keeps no exception: the frames of its tracebacks, and of the errors behind it, would keep the request and
+    the reply, so only the garbage collector could free the tensors.
+    """
+
+    outcome: Outcome
+    code: str
+    message: str
+
+    @staticmethod
+    def of(error: Exception) -> _Failure:
+        outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
+        # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
+        return _Failure(outcome, code, str(error).encode(errors="replace").decode())
+
+
+_End: TypeAlias = Literal["finished"] | _Failure
 
 
 class Answer(Protocol):
@@ -160,7 +181,7 @@ class ServerReply:
         self._finish("finished")
 
     def fail(self, error: Exception) -> None:
-        self._finish(error)
+        self._finish(_Failure.of(error))
 
     def send_ready(self) -> None:
         """Send what is ready, and ask whether the client is still there. Never raises."""
@@ -172,7 +193,7 @@ class ServerReply:
                 error = EngineError("the response could not be sent; the server's log says why")
             # ends the generation
             self._cancelled = True
-            self._send_error(error)
+            self._send_error(_Failure.of(error))
         with self._lock:
             if self._answered:
                 self._outputs.clear()
@@ -211,7 +232,7 @@ class ServerReply:
             end, ready = self._end, self._num_ready()
             outputs = self._outputs[:ready]
             del self._outputs[:ready]
-        if isinstance(end, Exception):
+        if isinstance(end, _Failure):
             self._send_error(end)
         elif end:
             self._send_outputs(outputs, is_final=True)
@@ -230,13 +251,13 @@ class ServerReply:
             else:
                 self._sender.send(_response(tensors))
 
-    def _send_error(self, error: Exception) -> None:
-        outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
-        message = f"{code}: {error}" if self._names_codes else str(error)
-        # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
-        message = message.encode(errors="replace").decode()
-        server_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-        self._send_final(pb_utils.InferenceResponse(error=server_error), outcome, error=message)
+    def _send_error(self, failure: _Failure) -> None:
+        code, message = failure.code, failure.message
+        if self._names_codes:
+            message = f"{code}: {message}"
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+        response = pb_utils.InferenceResponse(error=error)
+        self._send_final(response, failure.outcome, error=message)
 
     def _send_final(
         self, response: pb_utils.InferenceResponse, outcome: Outcome, *, error: str | None = None

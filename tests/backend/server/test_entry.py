@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -112,6 +113,26 @@ def test_execute_answers_later_and_returns_none(load, ask):
     assert result(request).name() == "sentence_embedding"
     assert result(request).as_numpy().shape == (1, 24)
     assert request.sends == 1
+
+
+@pytest.mark.parametrize("parameters", [None, {"varlen": 1}], ids=["not_utf8", "unknown_parameter"])
+def test_nothing_keeps_a_refused_request(load, ask, parameters):
+    model = load()
+    gc.collect()
+    gc.disable()
+    try:
+        request = ask(parameters, text=text(b"\xff"))
+        kept = weakref.ref(request)
+        model.execute([request])
+        failure(request)
+        del request
+        # the thread that has sent the answer may hold it for a moment
+        deadline = time.monotonic() + SECONDS
+        while kept() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def hold_tokenizer(model, monkeypatch):
