@@ -111,10 +111,10 @@ def code_problems(wheel: Path) -> list[str]:
     """Return one line for each file of code that is missing or of other sources."""
     # only this check needs what compiles them
     from varlen_kernels.cpu.entries import MAKERS
-    from varlen_kernels.cpu.machine_code import code_hash
+    from varlen_kernels.cpu.machine_code import file_name
     from varlen_kernels.cpu.target_cpu import LEVELS
 
-    expected = {f"{name}-{each.level}-{code_hash()}.o" for name in MAKERS for each in LEVELS}
+    expected = {file_name(name, each.level) for name in MAKERS for each in LEVELS}
     with zipfile.ZipFile(wheel) as archive:
         found = {PurePosixPath(name).name for name in fnmatch.filter(archive.namelist(), CODE)}
     return [

@@ -6,6 +6,8 @@ below are here because importing this module does not import torch.
 
 from typing import Literal, TypeAlias
 
+# An environment variable: another level of CPUs than the highest that this CPU has, see `cpu.target_cpu`.
+CPU_LEVEL_VARIABLE = "VARLEN_CPU_LEVEL"
 # How the tokens of a sequence are reduced to one vector. `mean_sqrt` is their sum divided by the root of their number;
 # in the `weighted_mean` a token weighs as much as its place, counted from 1.
 Pooling: TypeAlias = Literal["cls", "mean", "max", "last", "sum", "mean_sqrt", "weighted_mean"]

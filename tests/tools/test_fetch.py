@@ -1,6 +1,9 @@
 """`fetch` puts a whole checkpoint into a repository, or nothing."""
 
 import shutil
+import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -669,6 +672,24 @@ def test_a_user_without_a_folder_for_caches_downloads_too(hub, repository, tmp_p
 
     assert (fetch("org/tiny", repository=repository) / "1" / WEIGHTS).is_file()
     nothing_is_left_over(repository)
+
+
+def test_a_fetch_that_is_told_to_end_leaves_nothing_beside_the_repository(repository):
+    script = f"""
+import time
+from pathlib import Path
+import huggingface_hub
+from varlen_tools.fetch import main
+huggingface_hub.model_info = lambda *_, **__: (print("asked", flush=True), time.sleep(600))
+main("org/tiny", repository=Path({str(repository)!r}))
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as fetching:
+        assert fetching.stdout.readline() == "asked\n"
+        fetching.terminate()
+        assert fetching.wait() == 128 + signal.SIGTERM
+
+    assert list(repository.parent.glob(".fetch-*")) == list(repository.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
 from varlen_tools.folder_lock import exclusive
 from varlen_tools.links import LinkError, resolve_inside
+from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
 from varlen_tools.messages import first_line
@@ -357,6 +358,8 @@ def main(
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository and write its config.pbtxt."""
+    # the folder of an unfinished copy is removed
+    end_on_sigterm()
     try:
         typer.echo(f"fetching {source}", err=True)
         target = fetch(

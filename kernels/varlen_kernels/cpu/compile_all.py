@@ -16,7 +16,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from platform import machine
 
-from varlen_kernels.cpu.target_cpu import LEVELS, VARIABLE, target_cpu
+from varlen_kernels import CPU_LEVEL_VARIABLE
+from varlen_kernels.cpu.target_cpu import LEVELS, target_cpu
 from varlen_kernels.cpu.threads import usable_cores
 
 # The functions that take longest: they begin first, so that cores end at about the same time.
@@ -44,7 +45,7 @@ def compile_all(level: str) -> None:
 
 def _choose(level: str) -> None:
     """Choose the level of a process that has not imported the ops."""
-    os.environ[VARIABLE] = level
+    os.environ[CPU_LEVEL_VARIABLE] = level
 
 
 def _names() -> list[str]:

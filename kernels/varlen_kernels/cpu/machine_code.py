@@ -21,8 +21,9 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from varlen_kernels import CPU_LEVEL_VARIABLE
 from varlen_kernels.cpu.compile_lock import compile_lock
-from varlen_kernels.cpu.target_cpu import VARIABLE, features_here, target_cpu
+from varlen_kernels.cpu.target_cpu import features_here, target_cpu
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ def address_of(name: str) -> int:
     """
     cpu = target_cpu()
     if not cpu.features <= features_here():
-        raise RuntimeError(f"this CPU cannot run code of the level {cpu.level}; unset {VARIABLE}")
+        raise RuntimeError(
+            f"this CPU cannot run code of the level {cpu.level}; unset {CPU_LEVEL_VARIABLE}"
+        )
     with _loading:
         return _load(name, code_of(name))
 
@@ -98,19 +101,19 @@ def code_hash() -> str:
     return digest.hexdigest()[:32]
 
 
-def file_name(name: str) -> str:
-    """Return the name of the file of a function's code."""
-    return f"{_series(name)}{code_hash()}.o"
+def file_name(name: str, level: str) -> str:
+    """Return the name of the file of a function's code for a level."""
+    return f"{_series(name, level)}{code_hash()}.o"
 
 
-def _series(name: str) -> str:
+def _series(name: str, level: str) -> str:
     """Return what the files of a function begin with, whatever its sources."""
-    return f"{name}-{target_cpu().level}-"
+    return f"{name}-{level}-"
 
 
 def _stored(name: str) -> bytes | None:
     """Return the code of a function; None if it is not stored, or damaged."""
-    file = file_name(name)
+    file = file_name(name, target_cpu().level)
     # a user without a home has the code of the package all the same
     code = _read(BESIDE / file)
     if code is None and code_folder() != BESIDE:
@@ -178,12 +181,13 @@ def _compile(name: str) -> bytes:
 
 def _store(name: str, code: bytes) -> None:
     """Store the code of a function, for which this process holds the lock."""
-    path = code_folder() / file_name(name)
+    level = target_cpu().level
+    path = code_folder() / file_name(name, level)
     # of processes that were ended while they wrote
     unfinished = list(path.parent.glob(f".{name}-*"))
     with _new_file(path) as file:
         file.write(hashlib.sha256(code).digest() + code)
-    others = [each for each in path.parent.glob(f"{_series(name)}*.o") if each != path]
+    others = [each for each in path.parent.glob(f"{_series(name, level)}*.o") if each != path]
     with suppress(OSError):
         others.sort(key=lambda each: each.stat().st_mtime)
         for each in [*unfinished, *others[:-_KEPT]]:

@@ -7,10 +7,10 @@ import os
 from functools import cache
 from typing import NamedTuple
 
+from varlen_kernels import CPU_LEVEL_VARIABLE
+
 # Numbers that compiled code works on at once, in one register or several.
 LANES = 16
-# Names another level than the highest that this CPU has.
-VARIABLE = "VARLEN_CPU_LEVEL"
 
 
 class TargetCpu(NamedTuple):
@@ -72,14 +72,14 @@ def named_level() -> TargetCpu | None:
     Raises:
         ValueError: there is no such level.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(CPU_LEVEL_VARIABLE)
     if not named:
         return None
     for level in LEVELS:
         if level.level == named:
             return level
     allowed = ", ".join(level.level for level in LEVELS)
-    raise ValueError(f'{VARIABLE} is "{named}"; allowed: {allowed}')
+    raise ValueError(f'{CPU_LEVEL_VARIABLE} is "{named}"; allowed: {allowed}')
 
 
 def best_level(features: frozenset[str]) -> TargetCpu:

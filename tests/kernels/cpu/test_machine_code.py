@@ -45,6 +45,10 @@ def compiled(monkeypatch):
     return names
 
 
+def file_name():
+    return machine_code.file_name(_NAME, target_cpu().level)
+
+
 def load(name=_NAME):
     """Return what another process loads."""
     return machine_code.address_of.__wrapped__(name)
@@ -58,7 +62,7 @@ def test_code_is_compiled_once_and_stored(folder, compiled):
 @pytest.mark.parametrize("place", [0, 5, 40])
 def test_a_damaged_file_is_compiled_again(folder, compiled, place, caplog):
     load()
-    file = folder / machine_code.file_name(_NAME)
+    file = folder / file_name()
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
@@ -71,7 +75,7 @@ def test_a_damaged_file_is_compiled_again(folder, compiled, place, caplog):
 @pytest.mark.parametrize("size", [0, 10, 34])
 def test_a_cut_file_is_compiled_again(folder, compiled, size):
     load()
-    file = folder / machine_code.file_name(_NAME)
+    file = folder / file_name()
     file.write_bytes(file.read_bytes()[:size])
 
     assert load() == b"code of run_alone"
@@ -86,22 +90,22 @@ def test_code_of_other_sources_is_not_used_and_is_removed_in_time(folder, compil
 
     assert compiled == [_NAME] * 10
     assert len(list(folder.glob("*.o"))) <= 4
-    assert (folder / machine_code.file_name(_NAME)).exists()
+    assert (folder / file_name()).exists()
 
 
 def test_code_that_came_with_the_package_is_used_first(folder, compiled):
     load()
     shipped = machine_code.BESIDE
     shipped.mkdir()
-    (folder / machine_code.file_name(_NAME)).rename(shipped / machine_code.file_name(_NAME))
+    (folder / file_name()).rename(shipped / file_name())
 
     assert load() == b"code of run_alone"
     assert compiled == [_NAME]
     # a damaged one is replaced where files can be written
-    (shipped / machine_code.file_name(_NAME)).write_bytes(b"")
+    (shipped / file_name()).write_bytes(b"")
     assert load() == load() == b"code of run_alone"
     assert compiled == [_NAME] * 2
-    assert (folder / machine_code.file_name(_NAME)).exists()
+    assert (folder / file_name()).exists()
 
 
 def test_levels_have_code_of_their_own(folder, compiled, monkeypatch):
@@ -193,9 +197,7 @@ def test_what_an_ended_process_left_is_removed(folder, compiled):
 
     load()
 
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [f"{_NAME}.lock", machine_code.file_name(_NAME)]
-    )
+    assert sorted(path.name for path in folder.iterdir()) == sorted([f"{_NAME}.lock", file_name()])
 
 
 def test_sources_that_changed_meanwhile_are_not_stored_under_the_old_hash(monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+from varlen_kernels import CPU_LEVEL_VARIABLE
 from varlen_kernels.cpu import target_cpu as module
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
-from varlen_kernels.cpu.target_cpu import LEVELS, VARIABLE, best_level
+from varlen_kernels.cpu.target_cpu import LEVELS, best_level
 
 _AVX2 = frozenset(
     "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse sse2 sse3 sse4.1 sse4.2 ssse3 xsave".split()
@@ -40,14 +41,14 @@ def test_each_level_runs_the_code_of_the_next():
 
 
 def test_the_environment_names_a_lower_level(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "avx2")
+    monkeypatch.setenv(CPU_LEVEL_VARIABLE, "avx2")
 
     assert module.target_cpu.__wrapped__().level == "avx2"
 
 
 @pytest.mark.parametrize("asked", [module.target_cpu, has_compiled_ops])
 def test_an_unknown_level_is_an_error_that_names_the_known(monkeypatch, asked):
-    monkeypatch.setenv(VARIABLE, "avx3")
+    monkeypatch.setenv(CPU_LEVEL_VARIABLE, "avx3")
 
     with pytest.raises(ValueError, match='"avx3"; allowed: avx512_bf16, .*avx2$'):
         asked.__wrapped__()

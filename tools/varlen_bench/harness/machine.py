@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from varlen_kernels import CPU_LEVEL_VARIABLE
+
 # Instruction sets that decide the speed of bf16 and int8.
 _INSTRUCTION_SETS = ("avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _SPEED_SECONDS = 0.2
@@ -29,9 +31,8 @@ def cpu_name() -> str:
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())
     present = [name for name in _INSTRUCTION_SETS if name in flags]
-    # the module that reads this variable comes with torch
-    if level := os.environ.get("VARLEN_CPU_LEVEL"):
-        present.append(f"VARLEN_CPU_LEVEL={level}")
+    if level := os.environ.get(CPU_LEVEL_VARIABLE):
+        present.append(f"{CPU_LEVEL_VARIABLE}={level}")
     return " ".join([fields.get("model name", platform.machine()), *present])
 
 
