@@ -115,26 +115,6 @@ def test_execute_answers_later_and_returns_none(load, ask):
     assert request.sends == 1
 
 
-@pytest.mark.parametrize("parameters", [None, {"varlen": 1}], ids=["not_utf8", "unknown_parameter"])
-def test_nothing_keeps_a_refused_request(load, ask, parameters):
-    model = load()
-    gc.collect()
-    gc.disable()
-    try:
-        request = ask(parameters, text=text(b"\xff"))
-        kept = weakref.ref(request)
-        model.execute([request])
-        failure(request)
-        del request
-        # the thread that has sent the answer may hold it for a moment
-        deadline = time.monotonic() + SECONDS
-        while kept() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert kept() is None
-    finally:
-        gc.enable()
-
-
 def hold_tokenizer(model, monkeypatch):
     """Hold the tokenizer; return events: it has begun, it may go on."""
     tokenizer = model._service.intake.tokenizer
@@ -1040,6 +1020,59 @@ def test_a_bad_request_to_generate_is_the_caller_s_fault(load_generator, ask, pb
 
     assert [failure(request)[0] for request in bad] == [pb_utils.TritonError.INVALID_ARG] * 6
     assert all(request.sends == 1 for request in bad)
+
+
+def assert_nothing_keeps(model, make_request):
+    """Run a request, and check that all of it is freed without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        request = make_request()
+        kept = weakref.ref(request)
+        model.execute([request])
+        wait_for(request)
+        del request
+        # the thread that has sent the answer may hold it for a moment
+        deadline = time.monotonic() + SECONDS
+        while kept() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"text": text("the cat")},
+        {"text": text("")},
+        {"text": text(b"\xff")},
+        {"text": text("the cat " * 10**5)},
+        {"input_ids": ids([2, 5, 3])},
+        {"input_ids": ids([2, 5, 10**6])},
+        {"parameters": {"deadline_ms": 1e-3}, "text": text("the cat")},
+        {"parameters": {"deadline_ms": "soon"}, "text": text("the cat")},
+    ],
+)
+def test_nothing_keeps_a_request_once_it_is_answered(load, ask, tensors):
+    assert_nothing_keeps(load(), lambda: ask(**tensors))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"text_input": prompt()},
+        {"text_input": prompt(), "stream": flag(True)},
+        {"text_input": np.array([b"\xff"], dtype=object)},
+        {"messages": prompt("[]")},
+        {"parameters": {"guided_json": "{"}, "text_input": prompt()},
+        {"parameters": {"guided_json": '{"type": 1}'}, "text_input": prompt()},
+        {"parameters": {"guided_regex": "("}, "text_input": prompt()},
+    ],
+)
+def test_nothing_keeps_a_request_to_generate_once_it_is_answered(load_generator, ask, tensors):
+    options = {"parameters": {"max_tokens": 5}} | tensors
+    assert_nothing_keeps(load_generator(), lambda: ask(**options, decoupled=True))
 
 
 @pytest.mark.parametrize("stream", [True, False])
