@@ -30,6 +30,8 @@ ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
 # A worker process for each core, and one more, since tests of servers wait most of their time. tests/conftest.py gives
 # each file to one worker, kernel tests wherever one is free.
 PARALLEL := --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadgroup
+# The newest Python 3 that runs a target: the server of `make setup` needs numpy 1, which 3.13 does not have.
+NEWEST_PYTHON := 12
 # Both distributions of the tree; extras of the second one follow.
 EDITABLE := --editable ./client --editable .
 ON_GPU := PYTHONPATH=$(CURDIR)/kernels:$(CURDIR)/backend:$(CURDIR)/client:$(CURDIR)/tools:$$PYTHONPATH $(GPU_PYTHON)
@@ -37,7 +39,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve wheels examples test test-kernels test-gpu gpu-report campaign check deploy-check docs
+.PHONY: help setup server demo serve wheels examples test test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -47,7 +49,7 @@ setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-
 
 # What serving needs, in half a minute.
 $(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, $(NEWEST_PYTHON)) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12, and test-engine 3.13: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing varlen"
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[serve]'
@@ -107,6 +109,10 @@ examples: setup ## Run every example against a real server
 test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
 	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/kernels/triton --ignore tests/kernels/compiled)
 	@$(if $(TESTS),,$(MAKE) --no-print-directory test-kernels)
+
+test-engine: NEWEST_PYTHON := 13
+test-engine: $(VENV)/compiled.stamp $(MINILM) ## Run the tests of the engine and the client without a server, which Python 3.13 runs too
+	$(BIN)/python -m pytest $(PARALLEL) tests/backend tests/client tests/kernels --ignore tests/kernels/triton --ignore tests/kernels/compiled
 
 # The interpreter replaces Triton's functions as they are imported: a process of its own.
 test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info ## Interpret and compile every kernel; needs no GPU

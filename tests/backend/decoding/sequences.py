@@ -1,5 +1,7 @@
 """Sequences that a sampler extends, and a model of random logits."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -30,7 +32,7 @@ class RandomModel:
         rng = np.random.default_rng(seed)
         self.vocab_size = vocab_size
         self._tables = (
-            rng.standard_normal((3, 257, vocab_size)).astype(np.float32) * scale / np.sqrt(3)
+            rng.standard_normal((3, 257, vocab_size)).astype(np.float32) * scale / math.sqrt(3)
         )
 
     def logits(self, sequences):
