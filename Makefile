@@ -30,7 +30,7 @@ ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
 # A worker process for each core, and one more, since tests of servers wait most of their time. tests/conftest.py gives
 # each file to one worker, kernel tests wherever one is free.
 PARALLEL := --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadgroup
-# The newest Python 3 that runs a target: the server of `make setup` needs numpy 1, which 3.13 does not have.
+# The minor version of the newest Python 3 that runs a target: the server of `make setup` needs numpy 1, which 3.13 does not have.
 NEWEST_PYTHON := 12
 # Both distributions of the tree; extras of the second one follow.
 EDITABLE := --editable ./client --editable .

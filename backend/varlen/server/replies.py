@@ -36,7 +36,6 @@ from varlen.telemetry.tracing import RequestTrace, RequestTracer
 
 _log = logging.getLogger(__name__)
 
-
 _SENDER_THREADS = 2
 # Longest time between two questions whether the client of a running request is still there.
 _CANCEL_CHECK_SECONDS = 0.02
