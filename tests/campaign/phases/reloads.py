@@ -6,6 +6,7 @@ from functools import partial
 from threading import Event
 
 from tests.server.serving import load, model_state, unload, wait_until
+from varlen_client import ModelNotFound, ModelUnloaded, ServerUnavailable
 from varlen_tools.local_server import LocalServer
 
 from ..attacks import good
@@ -20,7 +21,7 @@ from ..target import Target
 
 _MODELS = (CACHED, DECODER, TRANSLATOR)
 # Errors of varlen's client when a model is not there.
-_ABSENT = ("ModelNotFound", "ServerUnavailable")
+_ABSENT = tuple(each.__name__ for each in (ModelNotFound, ModelUnloaded, ServerUnavailable))
 
 
 def reloads(campaign: Campaign, report: Report, seconds: float) -> None:
