@@ -1,0 +1,10 @@
+"""All edge cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.edges import embeddings
+from tests.edges.case import Edge
+
+EDGES: Sequence[Edge] = (*embeddings.EDGES,)
