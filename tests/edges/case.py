@@ -1,4 +1,4 @@
-"""Edge cases of requests: a route, a body, the right answer, and the source of that answer.
+"""Edge cases of requests: a route, a body, the right answer and its source.
 
 A case names a role, such as `embedder`, in place of a model. Two tests run the table:
 `tests/client/gateway/test_edges.py` on a gateway over fake models, which have no weights, and
@@ -26,7 +26,7 @@ class Same:
 
     Attributes:
         body: other body.
-        route: its route; None is that of the case.
+        route: its route; None is the route of the case.
         without: names of fields that may differ, such as `usage`.
     """
 
@@ -44,7 +44,11 @@ class Gives:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Right is an answer for which `check` does not raise; it gets the JSON, or the list of events of a stream."""
+    """Right is an answer for which `check` does not raise.
+
+    Attributes:
+        check: function of the JSON, or of the list of events of a stream.
+    """
 
     check: Callable[[Any], None]
 
@@ -65,7 +69,7 @@ class Edge:
     """One edge case.
 
     Attributes:
-        name: what is right, as a sentence without spaces at its ends; the test's id.
+        name: sentence that says what is right; the id of the test.
         route: path of the request.
         body: JSON of the request.
         right: right answer.
