@@ -142,8 +142,9 @@ _OPTIONAL_OUTPUTS = (
         "logprobs",
         "BYTES",
         ("n",),
-        'JSON: per token, `{"id": {"logprob": …, "rank": …, "decoded_token": …}}`; `rank` is null for a chosen token'
-        " outside the most likely ones",
+        'JSON: per token, `{"id": {"logprob": …, "rank": …, "decoded_token": …, "bytes": […]}}`; `rank` is null for a'
+        " chosen token outside the most likely ones; `bytes` are the UTF-8 that the token adds to the text, perhaps a"
+        " part of a character",
     ),
     Tensor(
         "score",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
 
@@ -39,7 +39,9 @@ class GeneratedPart:
         finish_reason: reason of the end, set in the last part: a stop condition held, or `max_tokens` was reached.
         logprobs: log probabilities, by token, of the most likely tokens and the chosen one; empty without the
             sampling parameter `logprobs`.
-        token_texts: texts, by token, of the tokens in `logprobs`.
+        token_texts: texts, by token, of the tokens in `logprobs`, each by itself.
+        token_bytes: UTF-8, by token, that these tokens add to the text, perhaps a part of a character; empty from
+            an older server.
         num_prompt_tokens: length of the prompt, in tokens.
     """
 
@@ -49,6 +51,7 @@ class GeneratedPart:
     logprobs: tuple[Mapping[int, float], ...] = ()
     token_texts: tuple[Mapping[int, str], ...] = ()
     num_prompt_tokens: int = 0
+    token_bytes: tuple[Mapping[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Generation:
 
     Attributes:
         text: the text, without the prompt.
-        token_ids, finish_reason, logprobs, token_texts, num_prompt_tokens: fields of `GeneratedPart`.
+        token_ids, finish_reason, logprobs, token_texts, num_prompt_tokens, token_bytes: fields of `GeneratedPart`.
     """
 
     text: str
@@ -66,6 +69,7 @@ class Generation:
     num_prompt_tokens: int
     logprobs: tuple[Mapping[int, float], ...] = ()
     token_texts: tuple[Mapping[int, str], ...] = ()
+    token_bytes: tuple[Mapping[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +196,8 @@ def read_parts(response: Response, rows: int) -> list[GeneratedPart]:
                 texts[row],
                 tuple(ids[ends[row] - counts[row] : ends[row]]),
                 _finish_reason(reasons[row]),
-                *_logprobs(logprobs[row]),
-                num_prompt_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                **_logprobs(logprobs[row]),
             )
             for row in range(rows)
         ]
@@ -222,6 +226,7 @@ def read_generations(responses: Sequence[Response], rows: int) -> list[Generatio
                 parts[0].num_prompt_tokens,
                 tuple(entry for part in parts for entry in part.logprobs),
                 tuple(entry for part in parts for entry in part.token_texts),
+                tuple(entry for part in parts for entry in part.token_bytes),
             )
         )
     return answers
@@ -304,15 +309,30 @@ def _finish_reason(reason: str) -> FinishReason | None:
     return cast(FinishReason, reason)
 
 
-def _logprobs(text: str) -> tuple[tuple[Mapping[int, float], ...], tuple[Mapping[int, str], ...]]:
-    """Return log probabilities and texts of the reported tokens, by token."""
+class _Logprobs(TypedDict):
+    """Fields of `GeneratedPart` about the reported tokens, each by token."""
+
+    logprobs: tuple[Mapping[int, float], ...]
+    token_texts: tuple[Mapping[int, str], ...]
+    token_bytes: tuple[Mapping[int, bytes], ...]
+
+
+def _logprobs(text: str) -> _Logprobs:
     tokens = [
         {int(token_id): entry for token_id, entry in token.items()} for token in json.loads(text)
     ]
-    return (
-        tuple({each: float(entry["logprob"]) for each, entry in token.items()} for token in tokens),
-        tuple(
+    has_bytes = all("bytes" in entry for token in tokens for entry in token.values())
+    return {
+        "logprobs": tuple(
+            {each: float(entry["logprob"]) for each, entry in token.items()} for token in tokens
+        ),
+        "token_texts": tuple(
             {each: str(entry.get("decoded_token", "")) for each, entry in token.items()}
             for token in tokens
         ),
-    )
+        "token_bytes": tuple(
+            {each: bytes(entry["bytes"]) for each, entry in token.items()}
+            for token in tokens
+            if has_bytes
+        ),
+    }

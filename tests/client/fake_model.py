@@ -238,7 +238,14 @@ class FakeModel:
             ids = range(begin, begin + size)
             is_last = begin + size == tokens
             logprobs = [
-                {str(each): {"logprob": -0.5, "rank": 1, "decoded_token": f"token {each}"}}
+                {
+                    str(each): {
+                        "logprob": -0.5,
+                        "rank": 1,
+                        "decoded_token": f"token {each}",
+                        "bytes": [240 + each],
+                    }
+                }
                 for each in ids
             ]
             response: dict[str, list[Any]] = {

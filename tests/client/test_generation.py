@@ -146,6 +146,7 @@ def test_log_probabilities_come_by_token(client):
 
     assert answer.logprobs == ({0: -0.5}, {1: -0.5})
     assert answer.token_texts == ({0: "token 0"}, {1: "token 1"})
+    assert answer.token_bytes == ({0: b"\xf0"}, {1: b"\xf1"})
     [first, _] = client.stream("hello", max_tokens=2, logprobs=0)
     assert first.logprobs == ({0: -0.5},)
 

@@ -63,6 +63,11 @@ class Detokenizer:
             self._boundary = len(window)
         return new
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text that came out ends with the last token, not before an unfinished character."""
+        return self._written >= len(self._decode())
+
     def finish(self) -> str:
         """Return the rest of the text: bytes that are no character, as replacement characters."""
         return self._decode()[self._written :]

@@ -1,11 +1,13 @@
 """The answer of one sequence: its text in parts, and when it ends."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
 from varlen.decoding.detokenizer import Detokenizer
 from varlen.decoding.stop_strings import StopStrings
+from varlen.decoding.token_bytes import TokenBytes
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, GeneratedPart
 from varlen.scheduling.choices import BeamAnswer, SampledToken
@@ -26,6 +28,7 @@ class TextWriter:
         *,
         prompt_ids: Sequence[int],
         eos_ids: Collection[int],
+        token_bytes: TokenBytes,
     ) -> None:
         """Start an answer.
 
@@ -34,6 +37,7 @@ class TextWriter:
             options: options of the request.
             prompt_ids: tokens of the prompt, whose text is not part of the answer.
             eos_ids: end tokens of the checkpoint.
+            token_bytes: bytes of the tokens, for answers with log probabilities.
         """
         self._detokenizer = Detokenizer(
             tokenizer, prompt_ids, skip_special_tokens=options.skip_special_tokens
@@ -42,6 +46,9 @@ class TextWriter:
         self._end_ids = frozenset(
             (*options.stop_token_ids, *(() if options.ignore_eos else eos_ids))
         )
+        self._token_bytes = token_bytes
+        # whether the text so far does not end inside of a character
+        self._is_complete = True
         self._options = options
         self._num_tokens = 0
 
@@ -67,9 +74,11 @@ class TextWriter:
         # the sampler chooses no end token before `min_tokens`, unless a grammar leaves no other
         is_end = token.token_id in self._end_ids
         is_last = is_end or self._num_tokens >= options.max_tokens
-        text = ""
+        text, added = "", b""
         if not is_end or options.include_stop_str_in_output:
             text = self._detokenizer.add(token.token_id)
+            if token.logprobs is not None:
+                added = self._added_bytes(token.token_id, text)
         if is_last:
             text += self._detokenizer.finish()
         text, is_stopped = self._stop_strings.add(
@@ -82,5 +91,17 @@ class TextWriter:
             finish_reason = "stop"
         elif is_last:
             finish_reason = "length"
-        logprobs = () if token.logprobs is None else (token.logprobs,)
+        logprobs = () if token.logprobs is None else (replace(token.logprobs, token_bytes=added),)
         return GeneratedPart(text, (token.token_id,), logprobs, finish_reason)
+
+    def _added_bytes(self, token_id: int, text: str) -> bytes:
+        """Return the UTF-8 that a token adds, given the text that it completes.
+
+        An answer may start without the space of its first token, so the text decides. Only a part of a character has
+        the bytes of the token itself; if they are no character in the end, the text has replacement characters.
+        """
+        was_complete, self._is_complete = self._is_complete, self._detokenizer.is_complete
+        if was_complete and self._is_complete:
+            return text.encode(errors="replace")
+        skip = self._options.skip_special_tokens
+        return self._token_bytes.of(token_id, skip_special_tokens=skip)

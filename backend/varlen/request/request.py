@@ -179,11 +179,13 @@ class TokenLogprobs:
     Attributes:
         token_id, logprob: token id and logprob of the token that was chosen.
         top: the most likely tokens and theirs, the most likely first.
+        token_bytes: UTF-8 that the token adds to the text: part of a character, or nothing for an end token.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

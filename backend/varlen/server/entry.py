@@ -52,6 +52,7 @@ from varlen.server.process import (
     start_watchdog,
 )
 from varlen.server.replies import Answer, Outbox, ServerReply
+from varlen.server.shared_memory import hide_pool
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.telemetry.tracing import import_packages, load_tracer
@@ -163,6 +164,7 @@ class TritonPythonModel:
 
     def _load(self, args: dict[str, str]) -> None:
         close_inherited_sockets()
+        hide_pool()
         log_to_server(args["model_name"], args["model_version"])
         return_large_memory()
         model_config = json.loads(args["model_config"])
@@ -262,7 +264,10 @@ class TritonPythonModel:
         if isinstance(spec, TokenizerAnswer):
             return draft, lambda _: spec
         answer_to = partial(
-            wire_generate.answer_to, spec=spec, token_text=service.intake.token_text
+            wire_generate.answer_to,
+            spec=spec,
+            token_text=service.intake.token_text,
+            token_bytes=generation.token_bytes,
         )
         return generation.with_bad_words(draft), answer_to
 

@@ -15,6 +15,7 @@ from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
 from varlen.decoding.grammars import MAX_COMPILING, Grammars
 from varlen.decoding.token_bias import BadWords
+from varlen.decoding.token_bytes import TokenBytes
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
@@ -56,6 +57,7 @@ class GenerationService(RunningModel):
     Attributes:
         grammars: compiler for grammars of structured outputs.
         bad_words: tokenizer of words that requests forbid.
+        token_bytes: bytes of the tokens, for log probabilities.
         compile_queue: requests that wait for their grammar.
         sandbox: processes of grammars and of the chat template.
         defaults: options of requests by name, where the checkpoint has its own.
@@ -65,6 +67,7 @@ class GenerationService(RunningModel):
 
     grammars: Grammars
     bad_words: BadWords
+    token_bytes: TokenBytes
     compile_queue: TokenizerPool
     sandbox: Sandbox
     defaults: Mapping[str, object]
@@ -130,6 +133,7 @@ class GenerationService(RunningModel):
             executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
         # steps in flight run one after another
         admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+        token_bytes = TokenBytes(tokenizer.huggingface)
 
         def new_writer(sequence: GeneratedSequence) -> OutputWriter:
             return TextWriter(
@@ -137,6 +141,7 @@ class GenerationService(RunningModel):
                 sequence.generation,
                 prompt_ids=sequence.prompt.token_ids.tolist(),
                 eos_ids=ends,
+                token_bytes=token_bytes,
             )
 
         scheduler = _new_scheduler(config, info, admission)
@@ -148,7 +153,15 @@ class GenerationService(RunningModel):
         compile_queue = _new_compile_queue(config, admission, stats)
         compile_queue.start()
         model = cls(
-            *parts, grammars, bad_words, compile_queue, sandbox, defaults, scheduler, runner
+            *parts,
+            grammars,
+            bad_words,
+            token_bytes,
+            compile_queue,
+            sandbox,
+            defaults,
+            scheduler,
+            runner,
         )
         model.log_notes(info.max_sequence_tokens)
         return model

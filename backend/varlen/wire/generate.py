@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.decoding.token_bytes import TokenBytes
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.parameter import OPTION_JSON, JsonLimits, check_bytes, items_of, read_json, refuse
@@ -185,11 +186,13 @@ class GeneratedAnswer:
         spec: contents of the responses.
         num_input_tokens: length of the prompt, or of the source text, in tokens.
         token_text: returns the text of a token id, for log probabilities.
+        token_bytes: returns the UTF-8 that a token id would add to the text, for those that were not chosen.
     """
 
     spec: ResponseSpec
     num_input_tokens: int
     token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
     _rows: list[_Row] = field(init=False)
     _prefix: str = field(init=False)
 
@@ -252,25 +255,39 @@ class GeneratedAnswer:
     def _token_object(self, token: TokenLogprobs) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         for rank, (token_id, logprob) in enumerate(token.top, start=1):
-            found[token_id] = self._entry(token_id, logprob, rank)
+            found[token_id] = self._entry(token, token_id, logprob, rank)
         if token.token_id not in found:
-            found[token.token_id] = self._entry(token.token_id, token.logprob, None)
+            found[token.token_id] = self._entry(token, token.token_id, token.logprob, None)
         return found
 
-    def _entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _entry(
+        self, chosen: TokenLogprobs, token_id: int, logprob: float, rank: int | None
+    ) -> dict[str, Any]:
+        is_chosen = token_id == chosen.token_id
         return {
             "logprob": max(logprob, _LOWEST_LOGPROB),
             "rank": rank,
             "decoded_token": self.token_text(token_id),
+            "bytes": [*(chosen.token_bytes if is_chosen else self.token_bytes(token_id))],
         }
 
 
 def answer_to(
-    request: Request, spec: ResponseSpec, token_text: Callable[[int], str]
+    request: Request,
+    spec: ResponseSpec,
+    token_text: Callable[[int], str],
+    token_bytes: TokenBytes,
 ) -> GeneratedAnswer:
     """Return what makes the responses to a request; see `GeneratedAnswer`."""
     (prompt,) = request.prompts
-    return GeneratedAnswer(spec, prompt.num_source_tokens or prompt.num_tokens, token_text)
+    options = request.options.generation
+    assert options is not None
+    return GeneratedAnswer(
+        spec,
+        prompt.num_source_tokens or prompt.num_tokens,
+        token_text,
+        partial(token_bytes.of, skip_special_tokens=options.skip_special_tokens),
+    )
 
 
 def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> None:

@@ -62,6 +62,47 @@ def whole_answer(
     return head.object(choices, usage=usage(prompt_tokens, completion_tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class ReportedToken:
+    r"""A token whose log probability is reported.
+
+    Attributes:
+        token_id: the token.
+        text: its text; OpenAI's form `bytes:\xe2\x82` for a part of a character.
+        utf8: UTF-8 that it adds to the answer; None where an older server does not say it.
+        logprob: its log probability.
+    """
+
+    token_id: int
+    text: str
+    utf8: bytes | None
+    logprob: float
+
+
+def reported_tokens(
+    part: Generation | GeneratedPart,
+) -> Iterator[tuple[ReportedToken, list[ReportedToken]]]:
+    """Yield each token of an answer, and all that are reported with it, the most likely first."""
+    for at, (token_id, logprobs) in enumerate(zip(part.token_ids, part.logprobs, strict=False)):
+        texts, utf8 = part.token_texts[at], part.token_bytes[at] if part.token_bytes else {}
+        found = [
+            _reported(each, texts[each], utf8.get(each), logprob)
+            for each, logprob in sorted(logprobs.items(), key=lambda item: -item[1])
+        ]
+        yield next(each for each in found if each.token_id == token_id), found
+
+
+def _reported(token_id: int, text: str, utf8: bytes | None, logprob: float) -> ReportedToken:
+    if utf8 is None and "\N{REPLACEMENT CHARACTER}" not in text:
+        utf8 = text.encode()
+    if utf8:
+        try:
+            text = utf8.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
+    return ReportedToken(token_id, text, utf8, logprob)
+
+
 @dataclass(slots=True)
 class Chunks:
     """Makes the chunks of a stream.

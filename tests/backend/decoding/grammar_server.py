@@ -4,6 +4,7 @@ import torch
 
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.token_bias import BadWords
+from varlen.decoding.token_bytes import TokenBytes
 from varlen.decoding.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 
@@ -43,7 +44,11 @@ class Server:
         """Return text and finish reason of each sequence, or text and error."""
         writers = [
             TextWriter(
-                self.tokenizer, each.generation, prompt_ids=each.token_ids, eos_ids=[self.eos_id]
+                self.tokenizer,
+                each.generation,
+                prompt_ids=each.token_ids,
+                eos_ids=[self.eos_id],
+                token_bytes=TokenBytes(self.tokenizer),
             )
             for each in sequences
         ]

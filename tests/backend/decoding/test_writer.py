@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.decoding.stop_strings import StopStrings
+from varlen.decoding.token_bytes import TokenBytes
 from varlen.decoding.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
@@ -17,6 +18,7 @@ from .small_tokenizers import END, PAD, byte_level
 TOKENIZER = byte_level()
 EOS = TOKENIZER.token_to_id(END)
 SPECIAL = TOKENIZER.token_to_id(PAD)
+BYTES = TokenBytes(TOKENIZER)
 
 
 def parts_of(ids, prompt_ids=(), **options):
@@ -26,6 +28,7 @@ def parts_of(ids, prompt_ids=(), **options):
         GenerationOptions(**{"max_tokens": 1000, **options}),
         prompt_ids=prompt_ids,
         eos_ids=[EOS],
+        token_bytes=BYTES,
     )
     parts = []
     for token_id in ids:
@@ -126,11 +129,15 @@ def test_a_stop_string_counts_after_the_smallest_number_of_tokens():
 
 
 def test_log_probabilities_come_with_their_token():
-    writer = TextWriter(TOKENIZER, GenerationOptions(), prompt_ids=[], eos_ids=[])
-    logprobs = TokenLogprobs(5, -1.0)
+    writer = TextWriter(
+        TOKENIZER, GenerationOptions(), prompt_ids=[], eos_ids=[], token_bytes=BYTES
+    )
+    [letter] = letters("x")
 
-    assert writer.write(SampledToken(5, logprobs)).logprobs == (logprobs,)
-    assert writer.write(SampledToken(5)).logprobs == ()
+    [found] = writer.write(SampledToken(letter, TokenLogprobs(letter, -1.0))).logprobs
+
+    assert found == TokenLogprobs(letter, -1.0, token_bytes=b"x")
+    assert writer.write(SampledToken(letter)).logprobs == ()
 
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)

@@ -54,7 +54,7 @@ def start(pb_utils, outbox):
         request.done = request.answered.set
         reply = outbox.reply_to(request)
         spec = ResponseSpec(rows, stream, returns=frozenset({"finish_reason", *returns}))
-        reply.expect(answer or GeneratedAnswer(spec, 3, str))
+        reply.expect(answer or GeneratedAnswer(spec, 3, str, bytes))
         return request, reply
 
     return start
@@ -378,7 +378,7 @@ def test_closing_sends_what_ends_during_a_send(replies, stats, pb_utils, hold):
     for _ in range(4):
         request = pb_utils.InferenceRequest(decoupled=True)
         reply = outbox.reply_to(request)
-        reply.expect(GeneratedAnswer(ResponseSpec(1, True), 3, str))
+        reply.expect(GeneratedAnswer(ResponseSpec(1, True), 3, str, bytes))
         held.append((request, *hold(request)))
         reply.send(0, part("a"))
         reply.send(0, part("b", end="stop"))

@@ -405,7 +405,10 @@ def test_asking_for_log_probabilities_has_them_computed(intake, name, given, exp
 
 def answer(*, rows=1, prefix="", returns=ALL_OUTPUTS):
     return GeneratedAnswer(
-        ResponseSpec(rows, False, prefix, frozenset(returns)), 4, lambda i: f"<{i}>"
+        ResponseSpec(rows, False, prefix, frozenset(returns)),
+        4,
+        lambda i: f"<{i}>",
+        lambda i: f"<{i}>".encode(),
     )
 
 
@@ -415,29 +418,33 @@ def listed(tensors):
 
 def test_a_response_holds_what_came_since_the_last_one():
     made = answer(rows=2, prefix="x ")
-    first = GeneratedPart("a", (1,), (TokenLogprobs(1, -0.5),))
-    second = GeneratedPart("b", (2, 3), (TokenLogprobs(2, -1.0), TokenLogprobs(3, -2.0)), "stop")
+    first = GeneratedPart("a", (1,), (TokenLogprobs(1, -0.5, token_bytes=b"a"),))
+    tokens = TokenLogprobs(2, -1.0, token_bytes=b"b"), TokenLogprobs(3, -2.0, token_bytes=b"c")
+    second = GeneratedPart("b", (2, 3), tokens, "stop")
 
     assert listed(made.tensors([(0, first), (0, second), (1, first)])) == {
         "text_output": [b"x ab", b"x a"],
         "finish_reason": [b"stop", b"None"],
         "cumulative_logprob": [-3.5, -0.5],
         "logprobs": [
-            b'[{"1": {"logprob": -0.5, "rank": null, "decoded_token": "<1>"}},'
-            b' {"2": {"logprob": -1.0, "rank": null, "decoded_token": "<2>"}},'
-            b' {"3": {"logprob": -2.0, "rank": null, "decoded_token": "<3>"}}]',
-            b'[{"1": {"logprob": -0.5, "rank": null, "decoded_token": "<1>"}}]',
+            b'[{"1": {"logprob": -0.5, "rank": null, "decoded_token": "<1>", "bytes": [97]}},'
+            b' {"2": {"logprob": -1.0, "rank": null, "decoded_token": "<2>", "bytes": [98]}},'
+            b' {"3": {"logprob": -2.0, "rank": null, "decoded_token": "<3>", "bytes": [99]}}]',
+            b'[{"1": {"logprob": -0.5, "rank": null, "decoded_token": "<1>", "bytes": [97]}}]',
         ],
         "num_input_tokens": [4],
         "num_output_tokens": [3, 1],
         "output_ids": [1, 2, 3, 1],
     }
-    last = GeneratedPart("é", (9,), (TokenLogprobs(9, -1.5),), "length")
+    last = GeneratedPart("é", (9,), (TokenLogprobs(9, -1.5, token_bytes="é".encode()),), "length")
     assert listed(made.tensors([(1, last)])) == {
         "text_output": [b"", "é".encode()],
         "finish_reason": [b"stop", b"length"],
         "cumulative_logprob": [-3.5, -2.0],
-        "logprobs": [b"[]", b'[{"9": {"logprob": -1.5, "rank": null, "decoded_token": "<9>"}}]'],
+        "logprobs": [
+            b"[]",
+            b'[{"9": {"logprob": -1.5, "rank": null, "decoded_token": "<9>", "bytes": [195, 169]}}]',
+        ],
         "num_input_tokens": [4],
         "num_output_tokens": [0, 1],
         "output_ids": [9],
@@ -454,6 +461,8 @@ def test_log_probabilities_name_the_chosen_token_once_and_are_finite_json():
     assert {token: entry["rank"] for token, entry in first.items()} == {"8": 1, "5": 2}
     assert {token: entry["rank"] for token, entry in second.items()} == {"8": 1, "3": None}
     assert second["3"]["logprob"] == -9999.0
+    # a token that was not chosen has the bytes that it would have added
+    assert [entry["bytes"] for entry in first.values()] == [[*b"<8>"], []]
 
 
 def test_the_types_are_those_of_the_configuration():
@@ -480,11 +489,11 @@ def test_answers_of_a_search_have_scores_instead_of_log_probabilities(intake):
 
     assert request.options.generation.num_beams == 2
     part = GeneratedPart("a", (1,), finish_reason="stop", score=-0.5)
-    made = GeneratedAnswer(spec, 4, str).tensors([(0, part)])
+    made = GeneratedAnswer(spec, 4, str, bytes).tensors([(0, part)])
     assert made["score"].tolist() == [-0.5]
     # JSON has no infinity
     nothing = GeneratedPart("", (), finish_reason="length", score=float("-inf"))
-    assert np.isfinite(GeneratedAnswer(spec, 4, str).tensors([(0, nothing)])["score"]).all()
+    assert np.isfinite(GeneratedAnswer(spec, 4, str, bytes).tensors([(0, nothing)])["score"]).all()
     with refused("return_logprobs is true; score is that of a beam search"):
         read(intake, text_input=text("a"), sampling_parameters=beams, return_logprobs=yes)
     with refused("return_score is true; only a beam search has it"):

@@ -39,6 +39,8 @@ class Calls:
     """Number of parts before the failure."""
     least_logprob: float = -1.5
     """Of the second most likely token."""
+    utf8: dict = field(default_factory=dict)
+    """UTF-8 of each token, by id; those that were not chosen are reported too. Empty is an older server."""
     empty_parts: int = 0
     """Number of parts without text before the others."""
     is_down: bool = False
@@ -149,6 +151,7 @@ class FakeClient:
                 7,
                 tuple(each for part in parts for each in part[row].logprobs),
                 tuple(each for part in parts for each in part[row].token_texts),
+                tuple(each for part in parts for each in part[row].token_bytes),
             )
             for row in range(n)
         ]
@@ -162,7 +165,6 @@ class FakeClient:
             await self._wait()
             if self.calls.failure and step == self.calls.fail_after:
                 raise self.calls.failure
-            has_logprobs = "logprobs" in sampling
             yield [
                 # sample 1 ends a token before the others
                 GeneratedPart("", (), "stop", num_prompt_tokens=7)
@@ -175,12 +177,26 @@ class FakeClient:
                     else "length"
                     if step == tokens - 1
                     else None,
-                    ({step: -0.5, 90: self.calls.least_logprob},) if has_logprobs else (),
-                    ({step: f"{row}.{step} ", 90: "é"},) if has_logprobs else (),
+                    **self._reported(step, f"{row}.{step} ", sampling),
                     num_prompt_tokens=7,
                 )
                 for row in range(n)
             ]
+
+    def _reported(self, step, text, sampling):
+        """Return the log probabilities of a token, with texts and bytes."""
+        if "logprobs" not in sampling:
+            return {}
+        if not self.calls.utf8:
+            logprobs = {step: -0.5, 90: self.calls.least_logprob}
+            return {"logprobs": (logprobs,), "token_texts": ({step: text, 90: "é"},)}
+        utf8 = {step: text.encode(), **self.calls.utf8}
+        likely = [step, *(each for each in self.calls.utf8 if each >= 90)]
+        return {
+            "logprobs": ({each: -0.5 - at for at, each in enumerate(likely)},),
+            "token_texts": ({each: utf8[each].decode(errors="replace") for each in likely},),
+            "token_bytes": ({each: utf8[each] for each in likely},),
+        }
 
     async def _answer(self, method, inputs, options):
         self.calls.received.append((self.name, method, inputs, options))
