@@ -2,7 +2,7 @@
 
 The server's python backend copies a response into its pool, a file in shared memory that grows and never shrinks. It
 grows by the whole response, in steps, unless one free part of the pool holds it. A send that finds no memory leaves its
-client without an answer, so it must not happen.
+client without an answer, so it must not happen. The server makes the pool readable to every user: `hide_pool` ends that.
 
 A model can have what is free, and its pool. A response of at most a third of that, less the steps, always finds a part
 of its size: either as much is free, or the pool is at least twice as large.
@@ -30,6 +30,16 @@ _DEFAULT_STEP = 1 << 20
 # A send takes milliseconds; a process that has stopped while it holds the lock must not stop the others.
 _LOCK_SECONDS = 30.0
 _POLL_SECONDS = 0.002
+
+
+def hide_pool() -> None:
+    """Let only this process's user read the pool: requests and answers pass through it.
+
+    The server sets the mode of the file, so its umask changes nothing.
+    """
+    if file := _pool_file(_arguments()):
+        with suppress(FileNotFoundError):
+            file.chmod(0o600)
 
 
 def check_answer(size: int) -> None:
@@ -116,10 +126,10 @@ class _Pool:
     @classmethod
     def of_process(cls) -> "_Pool":
         """Return the pool; one of no size in processes that are not the python backend's."""
-        arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-        if len(arguments) <= _STEP_ARGUMENT or b"/" in arguments[_POOL_ARGUMENT]:
+        arguments = _arguments()
+        file = _pool_file(arguments)
+        if file is None:
             return cls(0, _DEFAULT_STEP)
-        file = Path(_FOLDER, os.fsdecode(arguments[_POOL_ARGUMENT]))
         step = arguments[_STEP_ARGUMENT]
         return cls(
             file.stat().st_size if file.is_file() else 0,
@@ -135,6 +145,17 @@ class _Pool:
         """Return whether a response of `size` bytes fits, however the pool has grown."""
         in_pool = _POOL_SHARE * size
         return in_pool <= self.size or in_pool + self.growth(size) <= _free_bytes() + self.size
+
+
+def _arguments() -> list[bytes]:
+    return Path("/proc/self/cmdline").read_bytes().split(b"\0")
+
+
+def _pool_file(arguments: list[bytes]) -> Path | None:
+    """Return the file of the pool; None in processes that are not the python backend's."""
+    if len(arguments) <= _STEP_ARGUMENT or b"/" in arguments[_POOL_ARGUMENT]:
+        return None
+    return Path(_FOLDER, os.fsdecode(arguments[_POOL_ARGUMENT]))
 
 
 def _free_bytes() -> int:

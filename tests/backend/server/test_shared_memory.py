@@ -9,7 +9,7 @@ import pytest
 from tests.backend.refusals import raises, refused_request
 from varlen.errors import EngineError, QueueFullError, RequestError
 from varlen.server import shared_memory
-from varlen.server.shared_memory import check_answer, sending
+from varlen.server.shared_memory import check_answer, hide_pool, sending
 
 MEGABYTE = 1 << 20
 SECONDS = 20.0
@@ -119,6 +119,22 @@ def test_the_pool_and_its_step_are_arguments_of_the_python_backends_process(monk
     for other in (b"python\0", b"python\0-m\0varlen\0a\0b\0", b"python\0-c\0../pool_1\0a\0b\0"):
         monkeypatch.setattr(Path, "read_bytes", lambda _, other=other: other)
         assert shared_memory._Pool.of_process() == shared_memory._Pool(0, MEGABYTE)
+
+
+def test_only_the_user_of_the_process_may_read_the_pool(monkeypatch, tmp_path):
+    pool = tmp_path / "pool_1"
+    pool.touch(mode=0o644)
+    monkeypatch.setattr(shared_memory, "_FOLDER", str(tmp_path))
+    for command in (b"python\0-m\0varlen\0", b"stub\0/models/m\0pool_2\0001048576\0001048576\0"):
+        monkeypatch.setattr(Path, "read_bytes", lambda _, command=command: command)
+        hide_pool()
+        assert pool.stat().st_mode & 0o777 == 0o644
+
+    command = b"stub\0/models/m\0pool_1\0001048576\0001048576\0"
+    monkeypatch.setattr(Path, "read_bytes", lambda _: command)
+    hide_pool()
+
+    assert pool.stat().st_mode & 0o777 == 0o600
 
 
 def test_large_answers_are_sent_one_at_a_time_and_small_ones_meanwhile():
