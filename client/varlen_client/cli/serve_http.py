@@ -34,6 +34,13 @@ CorsOrigins = Annotated[
         help="Origin of browser pages that may send requests; may be repeated; * is all.",
     ),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse unknown fields of requests; default: they are ignored, and counted in the metrics.",
+    ),
+]
 DEFAULT_PORT = 8080
 Urls = Annotated[
     list[str],
@@ -102,6 +109,7 @@ def serve_http(
             help="Cut texts that are too long, unless the request says otherwise; default: they are errors.",
         ),
     ] = False,
+    strict: Strict = False,
 ) -> None:
     """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
     try:
@@ -127,6 +135,7 @@ def serve_http(
             watch_seconds=watch_seconds,
             chat_max_tokens=chat_max_tokens,
             auto_truncate=auto_truncate,
+            strict=strict,
         )
     except (InvalidUrl, ValueError) as error:
         usage_error(str(error))

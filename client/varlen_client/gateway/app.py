@@ -48,6 +48,7 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
         redoc_url=None,
     )
     app.router.route_class = BodyRoute
+    app.state.ignore_fields = gateway.ignore_fields
     add_error_handlers(app)
     for add in (
         add_embedding_routes,

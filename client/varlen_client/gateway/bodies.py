@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
@@ -12,6 +15,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -19,9 +23,12 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.unserved_fields import UnservedFields
 
 _Fields = TypeVar("_Fields", bound="Fields")
 _Item = TypeVar("_Item")
+# Counts the names of fields that are ignored.
+Ignore: TypeAlias = Callable[[Collection[str]], None]
 
 # As many as OpenAI takes.
 MAX_INPUTS = 2048
@@ -30,6 +37,10 @@ _MAX_REPEATED = 1 << 26
 
 # Fields of one object; no form has as many.
 MAX_FIELDS = 256
+# Characters of the name of a field that are looked at.
+MAX_NAME = 64
+# Type of the error of a field that is unknown or not served, whose object is its location.
+REFUSED_FIELD = "refused_field"
 
 
 def _ids_or_checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -82,14 +93,60 @@ def check_number_of_fields(given: Any, most: int) -> Any:
 
 
 class Object(BaseModel):
-    """An object that refuses unknown fields, and values of other JSON types."""
+    """An object of a body.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Values are read as by pydantic, as vLLM's are: "true" is a boolean, "2" and 2.0 are integers. Unknown fields are
+    ignored if `checked` says so, else refused with the nearest name.
+
+    Attributes:
+        unserved: fields that are refused with a reason.
+        noun: name of such an object in counts of ignored fields; empty is a body.
+        is_strict: whether unknown fields are always refused.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    unserved: ClassVar[UnservedFields] = {}
+    noun: ClassVar[str] = ""
+    is_strict: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        return check_number_of_fields(given, MAX_FIELDS)
+    def _without_unknown_fields(cls, given: Any, info: ValidationInfo) -> Any:
+        check_number_of_fields(given, MAX_FIELDS)
+        names = _names_of(cls)
+        is_open = cls.model_config.get("extra") == "allow"
+        if is_open or not isinstance(given, dict) or names.issuperset(given):
+            return given
+        ignored: set[str] | None = None if cls.is_strict else info.context
+        for name in given.keys() - names:
+            field = cls.unserved.get(name)
+            if field is not None:
+                if not field.allows(given[name]):
+                    raise _refused(name, f"is not supported: {field.reason}")
+            elif given[name] is None:
+                continue
+            elif ignored is None:
+                raise _refused(name, _unknown(name, names))
+            else:
+                ignored.add(f"{cls.noun}.{name}" if cls.noun else name)
+        return {name: value for name, value in given.items() if name in names}
+
+
+@cache
+def _names_of(form: type[Object]) -> frozenset[str]:
+    """Return the names that fields of a form have in JSON."""
+    return frozenset(field.alias or name for name, field in form.model_fields.items())
+
+
+def _refused(name: str, why: str) -> PydanticCustomError:
+    return PydanticCustomError(REFUSED_FIELD, "{why}", {"name": name, "why": why})
+
+
+def _unknown(name: str, names: Collection[str]) -> str:
+    nearest = get_close_matches(name[:MAX_NAME], names, 1)
+    remedy = f"write {nearest[0]}" if nearest else "leave it out"
+    return f"is no field of this object; {remedy}"
 
 
 class Fields(Object):
@@ -119,24 +176,33 @@ class RequestBody(Fields):
 class OpenAIBody(RequestBody):
     """A body of OpenAI's interface, with fields that change no answer."""
 
-    user: str | None = None
+    user: Any = None
     """Ignored."""
-    metadata: dict[str, Any] | None = None
+    metadata: Any = None
     """Ignored."""
 
 
-def checked(form: type[_Fields], body: Any) -> _Fields:
+def checked(form: type[_Fields], body: Any, ignore: Ignore | None) -> _Fields:
     """Return a body in this form.
+
+    Args:
+        form: form of the body.
+        body: value of its JSON.
+        ignore: function that gets the names of unknown fields; None refuses them.
 
     Raises:
         RequestValidationError: it has another form.
     """
+    ignored: set[str] = set()
     try:
-        return form.model_validate(body)
+        found = form.model_validate(body, context=None if ignore is None else ignored)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in found]
-        raise RequestValidationError(errors, body=body) from None
+        errors = error.errors(include_url=False, include_input=False)
+        located = [{**each, "loc": ("body", *each["loc"])} for each in errors]
+        raise RequestValidationError(located, body=body) from None
+    if ignore is not None and ignored:
+        ignore(ignored)
+    return found
 
 
 def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:

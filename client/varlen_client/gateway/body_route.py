@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, Fields, checked
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, Ignore, checked
 from varlen_client.gateway.errors import BodyRefused, describe
 from varlen_client.gateway.json_reading import (
     MAX_IDS,
@@ -57,7 +57,8 @@ class _BodyRequest(Request):
             BodyRefused: the body has another form; FastAPI passes on no other errors.
         """
         try:
-            return await read_body(self._body_form, await self.body())
+            ignore: Ignore | None = self.app.state.ignore_fields
+            return await read_body(self._body_form, await self.body(), ignore)
         except InvalidRequest as error:
             raise BodyRefused(str(error)) from None
         except RequestValidationError as error:
@@ -65,25 +66,25 @@ class _BodyRequest(Request):
             raise BodyRefused(message, param) from None
 
 
-async def read_body(form: type[_Form], body: bytes) -> _Form:
-    """Return a body in this form.
+async def read_body(form: type[_Form], body: bytes, ignore: Ignore | None) -> _Form:
+    """Return a body in this form; `ignore` is the argument of `checked`.
 
     Raises:
         InvalidRequest: it is no JSON, or exceeds the limits.
         RequestValidationError: it has another form.
     """
     if len(body) <= SMALL_BYTES:
-        return checked(form, read_json(body))
-    return await in_thread(partial(_read_large, form, body))
+        return checked(form, read_json(body), ignore)
+    return await in_thread(partial(_read_large, form, body, ignore))
 
 
-def _read_large(form: type[_Form], body: bytes) -> _Form:
+def _read_large(form: type[_Form], body: bytes, ignore: Ignore | None) -> _Form:
     size = size_of(body)
     size.check(MAX_VALUES + (MAX_IDS if form.ids_field else 0))
     given = read_json(body)
     if form.ids_field is not None:
         _check_ids(given, form.ids_field, size)
-    return checked(form, given)
+    return checked(form, given, ignore)
 
 
 def _check_ids(given: Any, name: str, size: JsonSize) -> None:

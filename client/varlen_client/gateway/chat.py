@@ -10,11 +10,19 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
+from varlen_client.gateway.answers import (
+    Chunks,
+    EventStream,
+    Head,
+    ReportedToken,
+    reported_tokens,
+    whole_answer,
+)
 from varlen_client.gateway.bodies import ListOf, Object
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.gateway.unserved_fields import CHATS
 from varlen_client.generation import GeneratedPart, Generation
 
 MAX_MESSAGES = 4096
@@ -59,6 +67,8 @@ Messages: TypeAlias = Annotated[ListOf[Message], Field(min_length=1, max_length=
 
 class ChatBody(SamplingBody):
     """A request to `/v1/chat/completions`."""
+
+    unserved = CHATS
 
     messages: Messages
     max_completion_tokens: int | None = None
@@ -147,17 +157,12 @@ def _delta(
 
 def _ending(part: Generation | GeneratedPart, top: int) -> dict[str, Any]:
     """Return the end of a choice, with `top` tokens in each of its `top_logprobs`."""
-    tokens = zip(part.token_ids, part.logprobs, part.token_texts, strict=False)
     content = [
         {
-            **_token(texts[token_id], logprobs[token_id]),
-            # the chosen token is there too, and may not be one of them
-            "top_logprobs": [
-                _token(texts[each], logprob)
-                for each, logprob in sorted(logprobs.items(), key=lambda item: -item[1])[:top]
-            ],
+            **_token(chosen),
+            "top_logprobs": [_token(each) for each in _most_likely(chosen, found, top)],
         }
-        for token_id, logprobs, texts in tokens
+        for chosen, found in reported_tokens(part)
     ]
     return {
         "logprobs": {"content": content} if content else None,
@@ -165,7 +170,14 @@ def _ending(part: Generation | GeneratedPart, top: int) -> dict[str, Any]:
     }
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    # half a character has no text
-    encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": encoded}
+def _most_likely(
+    chosen: ReportedToken, found: list[ReportedToken], top: int
+) -> list[ReportedToken]:
+    """Return `top` tokens, with the chosen one in the last place if it is less likely, as vLLM does."""
+    tokens = found[:top]
+    return tokens if chosen in tokens else [*tokens[:-1], chosen][:top]
+
+
+def _token(token: ReportedToken) -> dict[str, Any]:
+    encoded = None if token.utf8 is None else [*token.utf8]
+    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}

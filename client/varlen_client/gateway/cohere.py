@@ -6,7 +6,7 @@ import uuid
 from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
@@ -15,6 +15,7 @@ from varlen_client.gateway.embeddings import ENCODINGS
 from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import CutEnd, TextFields, given_options
+from varlen_client.gateway.unserved_fields import EMBEDDINGS
 from varlen_client.row_options import InputType
 from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
@@ -27,6 +28,8 @@ _MAX_TYPES = 2
 class TextContent(Fields):
     """A part of an input; only texts are served."""
 
+    noun = "content"
+
     type: Literal["text"]
     text: StrictStr
 
@@ -34,11 +37,15 @@ class TextContent(Fields):
 class Input(Fields):
     """An input in the form of an object."""
 
+    noun = "input"
+
     content: ListOf[TextContent] = Field(min_length=1, max_length=1)
 
 
 class EmbedBody(RequestBody):
     """A request to `/v1/embed`."""
+
+    unserved = EMBEDDINGS
 
     texts: ListOf[StrictStr] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     inputs: ListOf[Input] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
@@ -48,7 +55,7 @@ class EmbedBody(RequestBody):
     )
     truncate: CutEnd = "END"
     """As by Cohere, a text that is too long is cut by default."""
-    output_dimension: StrictInt | None = Field(default=None, ge=1)
+    output_dimension: int | None = Field(default=None, ge=1)
 
     def rows(self) -> list[str]:
         """Return the texts.

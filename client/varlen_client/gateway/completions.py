@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,11 +13,19 @@ from pydantic import Field
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
+from varlen_client.gateway.answers import (
+    Chunks,
+    EventStream,
+    Head,
+    ReportedToken,
+    reported_tokens,
+    whole_answer,
+)
 from varlen_client.gateway.bodies import Texts, rows_of
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.gateway.unserved_fields import COMPLETIONS
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.waits import all_or_first_error
 
@@ -27,6 +36,7 @@ class CompletionsBody(SamplingBody):
     """A request to `/v1/completions`."""
 
     ids_field = "prompt"
+    unserved = COMPLETIONS
 
     prompt: Texts
     max_tokens: int | None = None
@@ -105,18 +115,30 @@ def _choice(
 
 
 def _logprobs(part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
-    tokens, offsets = [], []
-    for token_id, texts in zip(part.token_ids, part.token_texts, strict=True):
-        tokens.append(texts[token_id])
+    tokens, logprobs, top, offsets = [], [], [], []
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    for chosen, found in reported_tokens(part):
+        tokens.append(chosen.text)
+        logprobs.append(chosen.logprob)
+        top.append(_by_text(chosen, found))
         offsets.append(offset)
-        offset += len(texts[token_id])
-    chosen = zip(part.token_ids, part.logprobs, strict=True)
+        # a part of a character begins where the character does
+        offset += len(chosen.text if chosen.utf8 is None else decoder.decode(chosen.utf8))
     return {
         "tokens": tokens,
-        "token_logprobs": [logprobs[token_id] for token_id, logprobs in chosen],
-        "top_logprobs": [
-            {texts[token_id]: logprob for token_id, logprob in logprobs.items()}
-            for logprobs, texts in zip(part.logprobs, part.token_texts, strict=True)
-        ],
+        "token_logprobs": logprobs,
+        "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+def _by_text(chosen: ReportedToken, found: list[ReportedToken]) -> dict[str, float]:
+    """Return log probabilities by text; of two tokens with one text, the second has vLLM's form of its id."""
+    names = {chosen.token_id: chosen.text}
+    taken = {chosen.text}
+    for each in found:
+        if each.token_id not in names:
+            name = f"token_id:{each.token_id}" if each.text in taken else each.text
+            names[each.token_id] = name
+            taken.add(name)
+    return {names[each.token_id]: each.logprob for each in found}

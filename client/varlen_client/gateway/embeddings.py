@@ -6,7 +6,7 @@ import base64
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
@@ -14,6 +14,7 @@ from varlen_client.gateway.bodies import OpenAIBody, Texts, rows_of, usage
 from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.gateway.unserved_fields import EMBEDDINGS
 from varlen_client.row_options import InputType
 from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
@@ -23,10 +24,11 @@ class EmbeddingsBody(OpenAIBody, TextFields):
     """A request to `/v1/embeddings`."""
 
     ids_field = "input"
+    unserved = EMBEDDINGS
 
     input: Texts
-    dimensions: StrictInt | None = Field(default=None, ge=1)
-    output_dimension: StrictInt | None = Field(default=None, ge=1)
+    dimensions: int | None = Field(default=None, ge=1)
+    output_dimension: int | None = Field(default=None, ge=1)
     """Infinity's name of `dimensions`, from litellm."""
     encoding_format: Literal["float", "base64"] = "float"
     normalize: bool | None = None

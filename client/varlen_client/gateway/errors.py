@@ -29,6 +29,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
+from varlen_client.gateway.bodies import REFUSED_FIELD
 
 _LOG = logging.getLogger("varlen.gateway")
 
@@ -157,6 +158,9 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
     errors = error.errors()
     first = errors[0]
     location = first["loc"][1:]
+    if first["type"] == REFUSED_FIELD:
+        name = ".".join(map(str, [*_wrong_value(error.body, location)[0], first["ctx"]["name"]]))
+        return name, f"{_shortened.repr(name)[1:-1]} {first['ctx']['why']}"
     if not location:
         if isinstance(error.body, bytes):
             # FastAPI reads JSON only with this header; plain `curl -d` sends another
@@ -171,7 +175,7 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
         path.append(location[-1])
     name = ".".join(map(str, path))
     is_always_empty = first["type"] == "too_long" and first["ctx"]["max_length"] == 0
-    if first["type"] == "extra_forbidden" or is_always_empty:
+    if is_always_empty:
         return name, f"{name} is not supported"
     # a field of several types has an error for each
     same = [each for each in errors if list(each["loc"][1 : 1 + len(path)]) == path]

@@ -18,6 +18,7 @@ from varlen_client.gateway.body_route import read_body
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
+from varlen_client.gateway.unserved_fields import OUTPUTS
 from varlen_client.tasks import EMBED
 
 _OUTPUT = "sentence_embedding"
@@ -25,6 +26,8 @@ _OUTPUT = "sentence_embedding"
 
 class InputTensor(Fields):
     """The texts."""
+
+    noun = "input"
 
     name: Literal["input_text", "text"]
     datatype: Literal["BYTES"]
@@ -52,7 +55,16 @@ class InputTensor(Fields):
 class OutputName(Fields):
     """A requested output."""
 
+    noun = "output"
+    unserved = OUTPUTS
+
     name: Literal["sentence_embedding"]
+
+
+class InferParameters(TextFields):
+    """Parameters of a request; as at the server, an unknown one is refused."""
+
+    is_strict = True
 
 
 class InferBody(Fields):
@@ -61,7 +73,7 @@ class InferBody(Fields):
     id: StrictStr | None = None
     inputs: ListOf[InputTensor] = Field(min_length=1, max_length=1)
     outputs: ListOf[OutputName] = Field(default=[], max_length=1)
-    parameters: TextFields = TextFields()
+    parameters: InferParameters = InferParameters()
 
 
 def add_kserve_route(app: FastAPI, gateway: Gateway) -> None:
@@ -71,7 +83,7 @@ def add_kserve_route(app: FastAPI, gateway: Gateway) -> None:
     async def infer(name: str, request: Request) -> Response:
         """Embed the texts of the tensor `input_text`; the answer has one output, in JSON."""
         # litellm sends no Content-Type, without which FastAPI reads no body
-        body = await read_body(InferBody, await request.body())
+        body = await read_body(InferBody, await request.body(), gateway.ignore_fields)
         _, vectors, _ = await gateway.answer(
             name, EMBED, body.inputs[0].rows(), text_fields=body.parameters
         )

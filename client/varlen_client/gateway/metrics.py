@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +14,12 @@ from starlette.routing import Route
 
 # Seconds; a long answer streams for minutes.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+# Ignored fields that have a name in metrics and in the log; all others are "other".
+MAX_IGNORED_NAMES = 64
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+_LOG = logging.getLogger("varlen.gateway")
 
 # The status of a request whose client left before its answer, as in nginx's log.
 CLIENT_LEFT = 499
@@ -63,6 +71,13 @@ class GatewayMetrics:
             ["kind"],
             registry=self._registry,
         )
+        self._ignored = Counter(
+            "varlen_gateway_ignored_fields",
+            "Requests with a field that is unknown and ignored",
+            ["field"],
+            registry=self._registry,
+        )
+        self._ignored_names: set[str] = set()
 
     @contextmanager
     def request(self, path: str) -> Iterator[Observed]:
@@ -80,6 +95,21 @@ class GatewayMetrics:
         """Count the tokens of an answered request."""
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("completion").inc(completion)
+
+    def count_ignored(self, names: Collection[str]) -> None:
+        """Count the unknown fields of a request; the first of each name is logged."""
+        for name in {self._ignored_name(name) for name in names}:
+            self._ignored.labels(name).inc()
+
+    def _ignored_name(self, name: str) -> str:
+        """Return the name of an unknown field in metrics."""
+        if name in self._ignored_names:
+            return name
+        if len(self._ignored_names) >= MAX_IGNORED_NAMES or not _PLAIN_NAME.fullmatch(name):
+            return "other"
+        self._ignored_names.add(name)
+        _LOG.warning("requests have the field %s, which is unknown and ignored", name)
+        return name
 
     def page(self) -> bytes:
         """Return the metrics page."""

@@ -19,6 +19,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
+from varlen_client.gateway.bodies import Ignore
 from varlen_client.gateway.caller import TENANT
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
@@ -146,6 +147,11 @@ class Gateway:
     models: Models
     settings: GatewaySettings
     metrics: GatewayMetrics
+
+    @property
+    def ignore_fields(self) -> Ignore | None:
+        """Function that counts the names of ignored fields; None where they are refused."""
+        return None if self.settings.strict else self.metrics.count_ignored
 
     async def answer(
         self,

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
@@ -23,12 +23,15 @@ from varlen_client.gateway.bodies import (
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
+from varlen_client.gateway.unserved_fields import RANKS
 from varlen_client.tasks import RERANK
 from varlen_client.wire import query_and_documents
 
 
 class Document(Fields):
     """A document in the form of an object."""
+
+    noun = "document"
 
     text: StrictStr
 
@@ -39,8 +42,10 @@ _Documents: TypeAlias = ListOf[StrictStr | Document]
 class RankBody(RequestBody, TextFields):
     """What all requests for ranks have."""
 
+    unserved = RANKS
+
     query: StrictStr
-    top_n: StrictInt | None = Field(default=None, ge=1)
+    top_n: int | None = Field(default=None, ge=1)
     raw_scores: bool = False
 
 

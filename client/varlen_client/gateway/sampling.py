@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import ListOf, Object, OpenAIBody, check_number_of_fields
+from varlen_client.gateway.unserved_fields import GENERATION
 
 # Kind of structured output that each field of older vLLM clients asks for.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
@@ -139,6 +140,8 @@ class IgnoredFields(OpenAIBody):
 
 class SamplingBody(ServerFields, FixedFields, IgnoredFields):
     """Fields of OpenAI, and fields of vLLM and Hugging Face that the backend has too."""
+
+    unserved = GENERATION
 
     n: int = Field(1, ge=1)
     best_of: int | None = None

@@ -22,6 +22,7 @@ from varlen_client.gateway.bodies import (
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.gateway.unserved_fields import RANKS
 from varlen_client.tasks import EMBED, RERANK
 from varlen_client.wire import Floats
 
@@ -33,6 +34,8 @@ _SIDES = (("text_1", "queries"), ("text_2", "documents"))
 
 class ScoreBody(OpenAIBody, TextFields):
     """A request to `/v1/score`: a text with one or several, or lists of equal length."""
+
+    unserved = RANKS
 
     text_1: _OneOrMore | None = None
     text_2: _OneOrMore | None = None

@@ -27,6 +27,7 @@ class GatewaySettings:
         watch_seconds: argument of `AsyncClient`; 0 never asks the server about a model's process.
         chat_max_tokens: longest answer in a chat, unless the request has its own limit.
         auto_truncate: whether texts that are too long are cut, unless the request says otherwise.
+        strict: whether unknown fields of requests are refused.
 
     Raises:
         ValueError: a limit is not above 0, watch_seconds is less than 0, or a key is empty.
@@ -42,6 +43,7 @@ class GatewaySettings:
     watch_seconds: float = DEFAULT_WATCH_SECONDS
     chat_max_tokens: int = DEFAULT_CHAT_MAX_TOKENS
     auto_truncate: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_requests", "timeout_seconds", "chat_max_tokens"):

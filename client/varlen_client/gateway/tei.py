@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastapi import FastAPI
-from pydantic import ConfigDict, Field, StrictInt, StrictStr
+from pydantic import ConfigDict, Field, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
@@ -29,6 +29,7 @@ from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
 from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS
 from varlen_client.row_answers import LabelScore, SparseVector
 from varlen_client.tasks import EMBED, HIDDEN, PREDICT, SPARSE_EMBED, TOKEN_EMBED, RowTask
 from varlen_client.wire import Floats, ModelInfo, Pairs
@@ -54,6 +55,8 @@ _TOKEN_TASKS: Mapping[str, RowTask[list[Floats]]] = {
 class HubOptions(Fields):
     """Options of Hugging Face's inference endpoints; none of them changes an answer here."""
 
+    noun = "options"
+
     use_cache: bool = True
     use_gpu: bool = True
     wait_for_model: bool = False
@@ -71,6 +74,8 @@ class _InputsBody(RequestBody):
 class PromptFields(TextFields):
     """Options of `/embed_sparse` and `/embed_all`."""
 
+    unserved = EMBEDDINGS
+
     prompt_name: StrictStr | None = None
 
 
@@ -87,7 +92,7 @@ class EmbedFields(PromptFields):
     """Options of `/embed`."""
 
     normalize: bool = True
-    dimensions: StrictInt | None = Field(default=None, ge=1)
+    dimensions: int | None = Field(default=None, ge=1)
 
 
 class EmbedBody(_InputsBody, EmbedFields):
@@ -101,6 +106,8 @@ class EmbedBody(_InputsBody, EmbedFields):
 
 class Sentences(Fields):
     """Sentences that are compared with one."""
+
+    noun = "sentences"
 
     source_sentence: StrictStr
     sentences: ListOf[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS - 1)
@@ -124,8 +131,10 @@ class AnyBody(RequestBody):
 class PredictFields(TextFields):
     """Options of `/predict`; `top_k` and `function_to_apply` have the names of pipelines of transformers."""
 
+    unserved = LABELS
+
     raw_scores: bool = False
-    top_k: StrictInt | None = Field(default=None, ge=1)
+    top_k: int | None = Field(default=None, ge=1)
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
 
 
@@ -269,7 +278,9 @@ async def _call(
     body: dict[str, Any],
 ) -> Response:
     """Return the answer of a route to a body, which is checked for its form."""
-    return await answer(gateway, await in_thread(partial(checked, form, body)))
+    return await answer(
+        gateway, await in_thread(partial(checked, form, body, gateway.ignore_fields))
+    )
 
 
 def _merged(body: _Body) -> _Body:

@@ -22,6 +22,7 @@ from varlen_client.gateway.bodies import (
 from varlen_client.gateway.chat import Messages
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.unserved_fields import TOKENIZATION
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText
 
 # The answer has many times the bytes of a text.
@@ -36,6 +37,8 @@ _Token: TypeAlias = dict[str, Any]
 
 class TokenizeBody(RequestBody):
     """A request to `/tokenize`: `inputs` of TEI, or `prompt` or `messages` of vLLM."""
+
+    unserved = TOKENIZATION
 
     inputs: StrictStr | ListOf[StrictStr] | None = None
     prompt: StrictStr | None = None

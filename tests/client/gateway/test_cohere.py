@@ -84,7 +84,7 @@ def test_options_have_coheres_names(post, calls, options, expected):
         ({"texts": ["a"] * 2049}, "texts", "2048"),
         ({"embedding_types": ["float", "int8"]}, "embedding_types.1", "'float' or 'base64'"),
         ({"images": ["data:"]}, "images", "images is not supported"),
-        ({"max_tokens": 5}, "max_tokens", "max_tokens is not supported"),
+        ({"images": [{}]}, "images", "that are no text are not served"),
         ({"truncate": True}, "truncate", "'NONE', 'START' or 'END'"),
         (
             {"inputs": [{"content": [{"type": "image_url", "image_url": {}}]}]},
@@ -92,7 +92,7 @@ def test_options_have_coheres_names(post, calls, options, expected):
             "Input should be 'text'",
         ),
     ],
-    ids="no-type image no-texts empty many int8 images max_tokens truncate image-input".split(),
+    ids="no-type image no-texts empty many int8 images objects truncate image-input".split(),
 )
 def test_what_is_not_served_is_refused_by_name(refusal, calls, body, param, message):
     status, error = refusal("/v2/embed", **BODY | body)

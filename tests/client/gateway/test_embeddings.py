@@ -171,7 +171,7 @@ def test_embed_passes_its_options_on(post, calls, options, parameters):
         ({"input": ["a"] * 2049}, None, "input has 2049 rows"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0: Input should be greater"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "a", "encoding": "float"}, "encoding", "encoding is not supported"),
+        ({"input": "a", "output_dtype": "int8"}, "output_dtype", "is not supported: vectors are"),
         (
             {"input": "a", "truncate_prompt_tokens": 5},
             "truncate_prompt_tokens",

@@ -19,6 +19,7 @@ from varlen_client.cli.serve_http import (
     CorsOrigins,
     Host,
     Port,
+    Strict,
     check_access,
 )
 
@@ -61,6 +62,7 @@ def serve(
     ] = 8000,
     api_key: ApiKeys = None,
     cors_origin: CorsOrigins = None,
+    strict: Strict = False,
 ) -> None:
     """Fetch models, start a server and the HTTP gateway, and print requests to try."""
     try:
@@ -90,6 +92,7 @@ def serve(
                     ports,
                     api_keys=tuple(api_key or ()),
                     cors_origins=tuple(cors_origin or ()),
+                    strict=strict,
                     began=began,
                 )
         except (ServeError, OSError) as error:

@@ -74,6 +74,7 @@ def run(
     *,
     api_keys: tuple[str, ...],
     cors_origins: tuple[str, ...],
+    strict: bool,
     began: float,
 ) -> None:
     """Run the server and the gateway until a signal ends the gateway.
@@ -84,6 +85,7 @@ def run(
         ports: ports on which both listen.
         api_keys: keys of the gateway.
         cors_origins: origins of browser pages that may send it requests.
+        strict: whether the gateway refuses unknown fields.
         began: time of `time.monotonic` from which the start counts.
 
     Raises:
@@ -101,7 +103,7 @@ def run(
         print_message(f"loading {', '.join(folder.name for folder in folders)}")
         server.wait_ready(LOAD_SECONDS)
         settings = GatewaySettings(
-            url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins
+            url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins, strict=strict
         )
         gateway = uvicorn.Server(
             uvicorn.Config(create_app(settings), log_level="warning", **UVICORN_OPTIONS)

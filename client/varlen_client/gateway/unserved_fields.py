@@ -1,0 +1,113 @@
+"""Fields of the originals that would change an answer and are not served: each is refused with its reason.
+
+A field that stands neither in a form nor here is unknown, and ignored. A form names its tables in `Object.unserved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+# Values that ask for nothing, whatever the field; 0 is no such value, since vLLM's `prompt_logprobs: 0` asks for some.
+_EMPTY: tuple[Any, ...] = (None, "", [], {}, "false", "False")
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """Why a field is not served.
+
+    Attributes:
+        reason: end of the message; says what to do instead, where there is something.
+        allowed: values that ask for nothing, besides null, false and empty ones.
+    """
+
+    reason: str
+    allowed: tuple[Any, ...] = ()
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value asks for nothing."""
+        return value is False or value in _EMPTY or value in self.allowed
+
+
+UnservedFields: TypeAlias = Mapping[str, Unserved]
+
+_ONE_PROCESS = "the whole answer is computed in one process"
+_UNCUT = "prompts are not cut; send a shorter one"
+_TEXT_ONLY = "parts of an input that are no text are not served"
+
+GENERATION: UnservedFields = {
+    "allowed_token_ids": Unserved("write structured_outputs with a choice, or logit_bias"),
+    "ec_transfer_params": Unserved(_ONE_PROCESS),
+    "guided_grammar": Unserved("write structured_outputs with a regex or a JSON schema"),
+    "guided_whitespace_pattern": Unserved("write structured_outputs with a regex"),
+    "kv_transfer_params": Unserved(_ONE_PROCESS),
+    "logprob_token_ids": Unserved("write logprobs"),
+    "prompt_logprobs": Unserved("the tokens of prompts have no log probabilities"),
+    "repetition_detection": Unserved("write repetition_penalty or stop"),
+    "truncate_prompt_tokens": Unserved(_UNCUT),
+    "truncation_side": Unserved(_UNCUT),
+    "vllm_xargs": Unserved("they are for plugins of vLLM"),
+}
+COMPLETIONS: UnservedFields = {
+    **GENERATION,
+    "prompt_embeds": Unserved("write text or token ids in prompt"),
+}
+CHATS: UnservedFields = {
+    **GENERATION,
+    "audio": Unserved("answers are text"),
+    "chat_template": Unserved("chats have the template of the checkpoint"),
+    "documents": Unserved("write them in a message"),
+    "moderation": Unserved("there is no moderation"),
+    "prediction": Unserved("there are no predicted outputs"),
+    "prompt_cache_options": Unserved(
+        "the prefix cache has no options; cache_salt separates callers"
+    ),
+    "web_search_options": Unserved("there is no web search"),
+}
+TOKENIZATION: UnservedFields = {
+    "chat_template": Unserved("chats have the template of the checkpoint"),
+    "documents": Unserved("write them in a message"),
+}
+# Of all routes that read texts, not of generation.
+TEXTS: UnservedFields = {
+    # vLLM's
+    "add_special_tokens": Unserved("texts always have the model's special tokens", (True,)),
+    "chat_template": Unserved("inputs are texts, which have no chat template"),
+    "chat_template_kwargs": Unserved("inputs are texts, which have no chat template"),
+    "messages": Unserved("write texts"),
+    "mm_processor_kwargs": Unserved(_TEXT_ONLY),
+    "images": Unserved(_TEXT_ONLY),
+}
+EMBEDDINGS: UnservedFields = {
+    **TEXTS,
+    # vLLM's
+    "embed_dtype": Unserved("vectors are float32", ("float32",)),
+    "endianness": Unserved("base64 has little-endian numbers", ("native", "little")),
+    # Voyage's, and NVIDIA NIM's and Jina's name of it
+    "output_dtype": Unserved("vectors are float; the server itself has output_dtype", ("float",)),
+    "embedding_type": Unserved("vectors are float; write encoding_format", ("float",)),
+    # Jina's
+    "late_chunking": Unserved("each text is embedded by itself"),
+    "return_multivector": Unserved("write to /embed_all, which has a vector for each token"),
+    "task": Unserved("write input_type or prompt_name"),
+}
+RANKS: UnservedFields = {
+    **TEXTS,
+    "instruct": Unserved("write it in the query"),
+    "instruction": Unserved("write it in the query"),
+    "max_chunks_per_doc": Unserved("a document is one text; write truncate", (1,)),
+    "max_tokens_per_doc": Unserved("write truncate, which cuts at the model's longest input"),
+    "rank_fields": Unserved("the field text of a document is ranked", (["text"],)),
+    "return_embeddings": Unserved("rerankers have no embeddings"),
+    "top_k": Unserved("write top_n"),
+}
+OUTPUTS: UnservedFields = {
+    "parameters": Unserved("outputs are JSON, without parameters", ({"binary_data": False},)),
+}
+LABELS: UnservedFields = {
+    **TEXTS,
+    "candidate_labels": Unserved("labels are those of the checkpoint"),
+    "hypothesis_template": Unserved("labels are those of the checkpoint"),
+    "multi_label": Unserved("labels are those of the checkpoint"),
+}
