@@ -17,6 +17,7 @@ PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
+GenerationDefaults: TypeAlias = Literal["auto", "none"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
@@ -307,6 +308,17 @@ class EngineConfig:
         " prompt came before.",
         choices=FLAG,
         tasks=ITERATIVE_TASKS,
+    )
+
+    generation_config: GenerationDefaults = parameter_field(
+        "auto",
+        "Where requests get the sampling options from that they do not send. `auto` is the checkpoint's"
+        " generation_config.json, as in vLLM: `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty`; its"
+        " `max_new_tokens` limits all answers. `none` is varlen's own defaults.",
+        when="Set `none` if requests without options should not depend on the checkpoint, or if its `max_new_tokens` is"
+        " too small.",
+        choices=get_args(GenerationDefaults),
+        tasks=("generate",),
     )
 
     # Grammars and templates

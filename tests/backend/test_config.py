@@ -77,6 +77,7 @@ def test_every_setting_can_be_spelt_out():
         "kv_block_tokens": "17",
         "kv_policy": "optimistic",
         "prefix_cache": "false",
+        "generation_config": "none",
         "sandbox_seconds": "19",
         "sandbox_bytes": "20000000",
         "grammar_cache_bytes": "21",

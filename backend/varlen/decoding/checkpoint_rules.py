@@ -1,10 +1,15 @@
 """What a checkpoint says about choosing tokens: rules of beam search, and defaults of requests."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
 
+from varlen.config import GenerationDefaults
 from varlen.decoding.token_edits import TokenRules
-from varlen.errors import CheckpointError
+from varlen.errors import CheckpointError, RequestError
+from varlen.models.checkpoint.generation_config import read_sampling_fields
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.generation import OPTIONS, GenerationOptions
 
 
 def search_rules(checkpoint: Checkpoint) -> TokenRules:
@@ -30,21 +35,74 @@ def search_rules(checkpoint: Checkpoint) -> TokenRules:
     )
 
 
-def search_defaults(checkpoint: Checkpoint, max_sequence_tokens: int) -> Mapping[str, object]:
-    """Return a checkpoint's own options for requests; none for the task `generate`."""
+@dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """A checkpoint's own options for requests.
+
+    Attributes:
+        options: options by name.
+        max_new_tokens: limit of `max_tokens` in all requests, if it has one.
+    """
+
+    options: Mapping[str, object]
+    max_new_tokens: int | None = None
+
+    def read(self, parameters: Mapping[str, object]) -> GenerationOptions:
+        """Return the checked options of a request, given by name.
+
+        Raises:
+            RequestError: see `GenerationOptions.from_parameters`.
+        """
+        options = GenerationOptions.from_parameters(parameters, self.options)
+        most = self.max_new_tokens
+        if most is None or options.max_tokens <= most:
+            return options
+        return replace(options, max_tokens=most, min_tokens=min(options.min_tokens, most))
+
+
+def request_defaults(
+    checkpoint: Checkpoint, max_sequence_tokens: int, source: GenerationDefaults
+) -> RequestDefaults:
+    """Return a checkpoint's own options for requests.
+
+    Args:
+        checkpoint: the checkpoint.
+        max_sequence_tokens: longest sequence of the served model.
+        source: setting of the model; it does not concern translations.
+
+    Raises:
+        CheckpointError: generation_config.json has a value that no request may have.
+    """
     if checkpoint.translate is None:
-        return {}
+        return RequestDefaults({}) if source == "none" else _sampling_defaults(checkpoint)
     given = checkpoint.translate.defaults
     # beside the first token, which begins every target
     longest = max_sequence_tokens - 1
-    return {
-        "num_beams": given.num_beams,
-        "n": given.num_return_sequences,
-        "length_penalty": given.length_penalty,
-        "early_stopping": given.early_stopping,
-        "no_repeat_ngram_size": given.no_repeat_ngram_size,
-        "repetition_penalty": given.repetition_penalty,
-        "min_tokens": given.min_new_tokens,
-        "max_tokens": min(given.max_new_tokens or longest, longest),
-        "temperature": 0.0,
-    }
+    return RequestDefaults(
+        {
+            "num_beams": given.num_beams,
+            "n": given.num_return_sequences,
+            "length_penalty": given.length_penalty,
+            "early_stopping": given.early_stopping,
+            "no_repeat_ngram_size": given.no_repeat_ngram_size,
+            "repetition_penalty": given.repetition_penalty,
+            "min_tokens": given.min_new_tokens,
+            "max_tokens": min(given.max_new_tokens or longest, longest),
+            "temperature": 0.0,
+        }
+    )
+
+
+def _sampling_defaults(checkpoint: Checkpoint) -> RequestDefaults:
+    given = {**read_sampling_fields(checkpoint.folder)}
+    limit = OPTIONS["max_tokens"].from_json(given.pop("max_new_tokens", None))
+    try:
+        checked = GenerationOptions.from_parameters(given)
+        if limit is not None:
+            OPTIONS["max_tokens"].check("max_new_tokens", limit)
+    except RequestError as error:
+        raise CheckpointError(
+            f"generation_config.json: {error}; correct it, or set generation_config: none to leave its defaults out"
+        ) from None
+    options = {name: getattr(checked, name) for name in given}
+    return RequestDefaults(options, cast("int | None", limit))

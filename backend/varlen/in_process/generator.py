@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from varlen.config import KvPolicy
+from varlen.config import GenerationDefaults, KvPolicy
 from varlen.errors import RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
@@ -62,6 +62,7 @@ class GeneratorSettings(ModelSettings, total=False):
     kv_block_tokens: int
     kv_policy: KvPolicy
     prefix_cache: bool
+    generation_config: GenerationDefaults
 
 
 class Generator(InProcess):

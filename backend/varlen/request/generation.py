@@ -324,13 +324,26 @@ def _fitting_defaults(
         # a number that is not allowed is refused under its own name
         if isinstance(default, int) and isinstance(most, int) and most >= 1:
             fitting[name] = min(default, most)
-    if values.get("do_sample") is True:
+    if values.get("do_sample") is True and not fitting.get("temperature", 1):
         # a random choice has vLLM's default
-        fitting.pop("temperature", None)
+        del fitting["temperature"]
+    elif _asks_for_search(values):
+        # options that it has not
+        for name in _ONLY_SAMPLING:
+            if fitting.get(name):
+                del fitting[name]
     if values.get("do_sample") is False and "temperature" not in values:
         # Hugging Face's word for the most likely token
         fitting["temperature"] = 0.0
     return fitting
+
+
+def _asks_for_search(values: Mapping[str, object]) -> bool:
+    """Whether a request asks for a search that takes the best tokens."""
+    names = ("num_beams", *_ONLY_SEARCH)
+    return not values.get("do_sample") and any(
+        values.get(name, OPTIONS[name].default) != OPTIONS[name].default for name in names
+    )
 
 
 def _value(name: str, value: object) -> object:

@@ -11,7 +11,7 @@ import torch
 
 from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.decoding.chat import ChatTemplate
-from varlen.decoding.checkpoint_rules import search_defaults, search_rules
+from varlen.decoding.checkpoint_rules import RequestDefaults, request_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
 from varlen.decoding.grammars import MAX_COMPILING, Grammars
 from varlen.decoding.token_bias import BadWords
@@ -60,7 +60,7 @@ class GenerationService(RunningModel):
         token_bytes: bytes of the tokens, for log probabilities.
         compile_queue: requests that wait for their grammar.
         sandbox: processes of grammars and of the chat template.
-        defaults: options of requests by name, where the checkpoint has its own.
+        defaults: the checkpoint's own options for requests.
         scheduler: forms steps.
         runner: the model that the executor runs.
     """
@@ -70,7 +70,7 @@ class GenerationService(RunningModel):
     token_bytes: TokenBytes
     compile_queue: TokenizerPool
     sandbox: Sandbox
-    defaults: Mapping[str, object]
+    defaults: RequestDefaults
     scheduler: IterationScheduler
     runner: StepModel
 
@@ -125,6 +125,9 @@ class GenerationService(RunningModel):
             )
             if template is not None:
                 template.check()
+            defaults = request_defaults(
+                checkpoint, info.max_sequence_tokens, config.generation_config
+            )
             # nothing fails from here on
             opened.pop_all()
         executor: ModelExecutor = InlineExecutor(runner, is_pipeline=config.pipeline_parallel > 1)
@@ -148,7 +151,7 @@ class GenerationService(RunningModel):
         engine = Engine(scheduler, executor, stats, new_writer=new_writer)
         engine.start()
         _log_loaded(checkpoint, config, info, seconds=time.monotonic() - began)
-        defaults = search_defaults(checkpoint, info.max_sequence_tokens)
+        _log_defaults(checkpoint, defaults)
         parts = checkpoint, intake, admission, engine, executor
         compile_queue = _new_compile_queue(config, admission, stats)
         compile_queue.start()
@@ -182,7 +185,7 @@ class GenerationService(RunningModel):
         Raises:
             RequestError: see `GenerationOptions.from_parameters`; or a token is none of the model.
         """
-        options = GenerationOptions.from_parameters(parameters, self.defaults)
+        options = self.defaults.read(parameters)
         self._check_tokens(options)
         if self.checkpoint.translate is not None:
             check_search(options)
@@ -283,10 +286,11 @@ def _new_intake(
         max_text_bytes=max_text_bytes,
         vocab_size=checkpoint.vocab_size,
         type_vocab_size=1,
+        can_truncate=False,
     )
     translate = checkpoint.translate
     start = None if translate is None else translate.tokens.start
-    return Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
+    return Intake(tokenizer, limits, template, target_start=start)
 
 
 def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats) -> TokenizerPool:
@@ -315,6 +319,20 @@ def _new_scheduler(
     )
     blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)
     return IterationScheduler(limits, blocks, config.kv_policy, admission)
+
+
+def _log_defaults(checkpoint: Checkpoint, defaults: RequestDefaults) -> None:
+    """Say which sampling options requests get that do not send them."""
+    if checkpoint.translate is not None:
+        return
+    options = [f"{name} {value:g}" for name, value in defaults.options.items()]
+    if defaults.max_new_tokens is not None:
+        options.append(f"max_tokens up to {defaults.max_new_tokens}")
+    if options:
+        _log.info(
+            "defaults of generation_config.json: %s; generation_config: none leaves them out",
+            ", ".join(options),
+        )
 
 
 def _log_loaded(

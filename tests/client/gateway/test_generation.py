@@ -146,6 +146,54 @@ def test_a_chat_has_as_many_likely_tokens_as_it_asks_for(post, stream, top, text
         assert [each["token"] for each in token["top_logprobs"]] == texts
 
 
+# "€" in two tokens, and what else each might have been; 92 and 93 have one text
+_PARTS = {0: b"\xe2\x82", 1: b"\xac", 90: b"\xe2", 91: b"\xf0\x9f", 92: b"x", 93: b"x"}
+
+
+def test_parts_of_characters_are_entries_of_their_own_in_completions(post, stream, calls):
+    calls.utf8 = _PARTS
+    options = {"prompt": "a", "max_tokens": 2, "logprobs": 5}
+
+    [choice] = post("/v1/completions", model="writer", **options)["choices"]
+
+    found = choice["logprobs"]
+    assert found["tokens"] == [r"bytes:\xe2\x82", r"bytes:\xac"]
+    others = {r"bytes:\xe2": -1.5, r"bytes:\xf0\x9f": -2.5, "x": -3.5, "token_id:93": -4.5}
+    assert found["top_logprobs"] == [{token: -0.5, **others} for token in found["tokens"]]
+    # both begin where the character does
+    assert found["text_offset"] == [0, 0]
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in stream("/v1/completions", **options)]
+    assert [each for chunk in chunks for each in chunk["top_logprobs"]] == found["top_logprobs"]
+
+
+def test_parts_of_characters_have_their_bytes_in_chats(post, stream, calls):
+    calls.utf8 = _PARTS
+    options = {"messages": HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 5}
+
+    answer = post("/v1/chat/completions", model="writer", **options)
+
+    chunks = stream("/v1/chat/completions", **options)
+    streamed = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["content"]]
+    for content in (answer["choices"][0]["logprobs"]["content"], streamed):
+        assert b"".join(bytes(token["bytes"]) for token in content) == "€".encode()
+        for at, token in enumerate(content):
+            top = token["top_logprobs"]
+            assert [bytes(each["bytes"]) for each in top] == [
+                _PARTS[each] for each in (at, 90, 91, 92, 93)
+            ]
+            assert top[0].items() <= token.items()
+
+
+def test_the_chosen_token_is_among_the_likely_ones_of_a_chat(post, calls):
+    calls.least_logprob = -0.25
+    options = {"messages": HELLO, "max_tokens": 1, "logprobs": True, "top_logprobs": 1}
+
+    answer = post("/v1/chat/completions", model="writer", **options)
+
+    [token] = answer["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in token["top_logprobs"]] == [token["token"]] == ["0.0 "]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_streamed_completion_makes_the_whole_one(post, stream, n):
     options = {"prompt": "a", "max_tokens": 4, "n": n}

@@ -1,8 +1,7 @@
-"""What generation_config.json says: the tokens that begin and end a sequence, and what is refused.
+"""What generation_config.json says: end tokens, defaults of sampling, and what is refused.
 
-Defaults of sampling in that file are not applied: a request's own options, with vLLM's defaults, decide; see
-docs/decisions/0017-decoder-checkpoints.md. A field that would change the answer and that no request option
-stands for is refused by name.
+Defaults apply as in vLLM; see docs/decisions/0077-generation-as-elsewhere.md. A field that would change the answer and that no
+request option stands for is refused by name.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from varlen.models.checkpoint.config_file import Json, check_fields, read_option
 
 _FILE = "generation_config.json"
 
-# Options that a request has, so the checkpoint's defaults are not applied.
+# Fields that are defaults of a request's options, and the limit of an answer, in vLLM.
+SAMPLING_FIELDS = tuple("temperature top_k top_p min_p repetition_penalty max_new_tokens".split())
+# Options that a request has; only those of vLLM are applied.
 REQUEST_FIELDS = frozenset(
     "do_sample temperature top_k top_p min_p repetition_penalty max_length max_new_tokens min_length"
     " min_new_tokens num_return_sequences stop_strings max_time"
@@ -73,6 +74,12 @@ def read_end_tokens(folder: Path, config: Json) -> tuple[int, ...]:
             raise CheckpointError(f"{name} has eos_token_id {value!r}; allowed: token ids")
         return tuple(ids)
     return ()
+
+
+def read_sampling_fields(folder: Path) -> Mapping[str, object]:
+    """Return the fields of sampling in generation_config.json, without nulls; their values are not checked."""
+    fields = read_optional_object(folder, _FILE)
+    return {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
 
 
 def check_generation(folder: Path) -> None:
