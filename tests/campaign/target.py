@@ -38,7 +38,7 @@ MAX_ROWS = 64
 # Limits of the random checkpoint, and of minilm.
 LONGEST, VOCABULARY = 512, len(SPECIAL_TOKENS) + len(WORDS)
 MINILM_LONGEST, MINILM_VOCABULARY = 256, 30522
-_ARGUMENTS = ("--model-control-mode=explicit", "--exit-timeout-secs=60")
+_ARGUMENTS = ("--exit-timeout-secs=60",)
 _READY_SECONDS = 180.0
 _SLOW_TEMPLATE = (
     "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}{% endfor %}"
@@ -207,7 +207,11 @@ def running(
     arguments = [*_ARGUMENTS, *loads, *arguments]
     mark = uuid.uuid4().hex
     with LocalServer(
-        repository, arguments=arguments, environment={MARK: mark}, command=command
+        repository,
+        arguments=arguments,
+        environment={MARK: mark},
+        command=command,
+        is_managed=True,
     ) as server:
         server.wait_ready(_READY_SECONDS)
         target = Target(server, known, models, mark)

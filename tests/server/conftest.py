@@ -111,7 +111,8 @@ def repository(
 
 @pytest.fixture(scope="session")
 def server(repository: Path) -> Iterator[LocalServer]:
-    with LocalServer(repository, models=LOADED) as running:
+    loads = [f"--load-model={name}" for name in LOADED]
+    with LocalServer(repository, arguments=loads, is_managed=True) as running:
         running.wait_ready(TIMEOUT_SECONDS)
         yield running
 

@@ -93,9 +93,8 @@ def unload(server: LocalServer, model: str) -> None:
 
 @contextmanager
 def running_server(repository: Path) -> Iterator[LocalServer]:
-    """Run a server, and remove the shared memory that its killed processes leave."""
-    arguments = ["--model-control-mode=explicit", "--exit-timeout-secs=2"]
-    with LocalServer(repository, arguments=arguments) as server:
+    """Run a server that loads no model yet, and remove the shared memory that its killed processes leave."""
+    with LocalServer(repository, arguments=["--exit-timeout-secs=2"], is_managed=True) as server:
         server.wait_ready()
         yield server
         server.stop(timeout=5)

@@ -44,8 +44,9 @@ def start_server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[Start
     add_model(tmp_path, "slow", checkpoints["slow"])
     with ExitStack() as stack:
 
-        def start(*arguments: str) -> tuple[LocalServer, list[Client]]:
-            server = stack.enter_context(LocalServer(tmp_path, arguments=arguments))
+        def start(*arguments: str, is_managed: bool = False) -> tuple[LocalServer, list[Client]]:
+            server = LocalServer(tmp_path, arguments=arguments, is_managed=is_managed)
+            stack.enter_context(server)
             # runs before the stack's other exits, which may hang on a server that no longer answers
             stack.callback(server.stop, timeout=5)
             server.wait_ready()
@@ -99,9 +100,7 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
 def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
     start_server: StartServer, roundings: dict[str, int]
 ) -> None:
-    server, clients = start_server(
-        "--model-control-mode=explicit", "--load-model=slow", "--exit-timeout-secs=2"
-    )
+    server, clients = start_server("--load-model=slow", "--exit-timeout-secs=2", is_managed=True)
     expected = clients[0].infer("slow", SMALL)
     # this server never answers requests of a killed process, so only the clients' deadlines end them
     held = [client.start("slow", BULK, timeout=3) for client in clients for _ in range(2)]

@@ -54,7 +54,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(decoder: Path, tmp_path: Path) -> Iterator[LocalServer]:
     """A server with a model that generates."""
     add_model(tmp_path, WRITER, decoder, task="generate")
-    with LocalServer(tmp_path, models=[WRITER]) as running:
+    with LocalServer(tmp_path, arguments=[f"--load-model={WRITER}"], is_managed=True) as running:
         running.wait_ready()
         yield running
 

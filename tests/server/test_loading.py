@@ -235,12 +235,8 @@ def bare_server(
     """A server that completes no configuration and keeps no metrics, as hardened deployments run it."""
     folder = tmp_path_factory.mktemp("bare")
     add_model(folder, "spare", checkpoints["encoder"])
-    arguments = [
-        "--model-control-mode=explicit",
-        "--disable-auto-complete-config",
-        "--allow-metrics=false",
-    ]
-    with LocalServer(folder, arguments=arguments) as running:
+    arguments = ["--disable-auto-complete-config", "--allow-metrics=false"]
+    with LocalServer(folder, arguments=arguments, is_managed=True) as running:
         running.wait_ready()
         yield running
 

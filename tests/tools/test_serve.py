@@ -26,7 +26,6 @@ from varlen_tools.serve.models import (
 from varlen_tools.serve.running import Ports
 from varlen_tools.serve.server import (
     ServerCommand,
-    linked,
     server_command,
     start_server,
 )
@@ -109,9 +108,10 @@ def test_models_of_a_repository_are_served_where_they_are(encoder, tmp_path):
     assert model_folders(repository / "one", said.append) == [repository / "one"]
     assert model_folders(encoder, said.append) == model_folders(tmp_path / "no", said.append) == []
     assert find([repository, encoder], fetching())[0][:3] == models
-    with linked(models) as links:
+    with start_server(ServerCommand("/bin/echo", tmp_path), models) as server:
+        links = sorted(server.model_repository.iterdir())
         assert [link.name for link in links] == ["all", "one", "two"]
-        assert {link.parent for link in links} != {repository}
+        assert server.model_repository != repository
         assert (links[1] / "config.pbtxt").is_file()
 
 
@@ -212,18 +212,18 @@ def test_a_command_of_another_environment_is_no_installed_server(monkeypatch, tm
 
 
 def test_a_server_loads_only_the_models_that_were_asked_for(tmp_path):
-    models = [tmp_path / "a/one", tmp_path / "a/two"]
+    models = [tmp_path / "a/one", tmp_path / "b/two"]
 
     with start_server(
         ServerCommand("/bin/echo", tmp_path), models, ["--more"], first_port=7000
     ) as server:
         arguments = server.log().split()
+        served = server.model_repository
+        assert [link.readlink() for link in sorted(served.iterdir())] == models
 
     assert [word for word in arguments if word.startswith(("--model", "--load"))] == [
-        f"--model-repository={tmp_path / 'a'}",
-        "--model-control-mode=explicit",
-        "--load-model=one",
-        "--load-model=two",
+        f"--model-repository={served}",
+        "--model-control-mode=none",
     ]
     assert {"--more", "--http-port=7000", "--grpc-port=7001", "--metrics-port=7002"} < {*arguments}
     assert {f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")} < {*arguments}

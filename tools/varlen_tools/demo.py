@@ -143,7 +143,7 @@ def main(
         names = [name for name, _ in chosen]
         print(f"starting tritonserver with {', '.join(names)} of {repository}", flush=True)
         start = time.perf_counter()
-        with LocalServer(repository, models=names) as server:
+        with LocalServer([repository / name for name in names]) as server:
             server.wait_ready(timeout)
             print(f"tritonserver is ready after {time.perf_counter() - start:.1f} s")
             for name, show in chosen:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
+from varlen_tools.scratch import scratch_folder
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
@@ -89,18 +89,18 @@ def fetch(
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     repository.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging_parent(repository)) as scratch:
-        staged = Path(scratch, name)
+    with scratch_folder(".fetch-", staging_parent(repository)) as scratch:
+        staged = scratch.path / name
         version = staged / VERSION
         version.mkdir(parents=True)
-        facts = _copy_source(source, version, Path(scratch))
+        facts = _copy_source(source, version, scratch.path)
         with _refusing(CheckpointError, ConfigError, folder=version, shown=source):
             checkpoint = Checkpoint.open(version, ignore_config_fields=config.ignored_fields)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
             if on_found is not None:
                 on_found(find(checkpoint, config, facts))
         (staged / "config.pbtxt").write_text(text)
-        _publish(staged, target, Path(scratch, "replaced"), force=force)
+        _publish(staged, target, scratch.path / "replaced", force=force)
     return target
 
 

@@ -12,10 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from varlen_tools.run_server import MANAGEMENT, restrictions
+from varlen_tools.scratch import ScratchFolder, scratch_folder
 
 LOOPBACK = "127.0.0.1"
 # The metrics port cannot be reserved: another process may take it before the server does.
@@ -44,14 +46,18 @@ class ServerError(Exception):
 class LocalServer:
     """One tritonserver process on free loopback ports.
 
+    Other users of the machine, and web pages in their browsers, reach these ports too. So no client can load a model,
+    which is code, or register shared memory.
+
     Args:
-        model_repository: folder to serve.
-        models: names of the models to load; by default all of the folder.
+        models: a model repository, or the folders of single models, with their names.
         arguments: arguments of tritonserver, such as `["--log-verbose=1"]`.
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
         first_port: port of HTTP; gRPC and metrics have the next two. By default all three are free ones.
         ends_with_thread: whether Linux ends the server with the thread that starts it, also if that is killed.
+        is_managed: whether clients load and unload models, and register shared memory. For tests. It starts without
+            models, unless `arguments` name some.
 
     Raises:
         ServerError: there is no tritonserver command.
@@ -64,29 +70,41 @@ class LocalServer:
 
     def __init__(
         self,
-        model_repository: str | Path,
+        models: str | Path | Sequence[Path],
         *,
-        models: Sequence[str] = (),
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         command: str | Path | None = None,
         first_port: int | None = None,
         ends_with_thread: bool = False,
+        is_managed: bool = False,
     ) -> None:
-        self.model_repository = Path(model_repository).resolve()
-        loads = [f"--load-model={name}" for name in models]
-        only = ["--model-control-mode=explicit"] if loads else []
-        self._arguments = (*arguments, *only, *loads)
+        self._models = models
+        groups = [name for name in MANAGEMENT if not (is_managed and name == "shared-memory")]
+        management = {"model-control-mode": "explicit" if is_managed else "none"}
+        management |= restrictions(groups)
+        self._arguments = (*(f"--{name}={value}" for name, value in management.items()), *arguments)
         self._environment = dict(environment or {})
         self._command = str(command or find_command("tritonserver"))
         self._first_port = first_port
         self._ends_with_thread = ends_with_thread
-        # Also the server's working folder: the python backend imports from there first.
-        self._folder = tempfile.TemporaryDirectory(prefix="varlen-server-")
-        self.log_file = Path(self._folder.name, "server.log")
         self._process: subprocess.Popen[bytes] | None = None
-        self._reserved = contextlib.ExitStack()
+        # Also the server's working folder: the python backend imports from there first.
+        self._folder: ScratchFolder | None = None
+        self._opened, self._reserved = contextlib.ExitStack(), contextlib.ExitStack()
         self.http_port, self.grpc_port, self.metrics_port = 0, 0, 0
+
+    @property
+    def model_repository(self) -> Path:
+        """The folder that it serves."""
+        if isinstance(self._models, str | Path):
+            return Path(self._models).resolve()
+        return self._scratch.path / "models"
+
+    @property
+    def log_file(self) -> Path:
+        """The file with everything that it prints."""
+        return self._scratch.path / "server.log"
 
     @property
     def http_url(self) -> str:
@@ -120,6 +138,8 @@ class LocalServer:
             ServerError: its ports were taken every time.
         """
         try:
+            self._folder = self._opened.enter_context(scratch_folder("varlen-server-"))
+            self._link_models()
             for _ in range(START_ATTEMPTS):
                 process = self._start_once()
                 # The command refuses a taken port within this time, before the server starts.
@@ -130,15 +150,22 @@ class LocalServer:
             raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
         except BaseException:
             # a signal, perhaps
-            self.stop()
-            self._reserved.close()
-            self._folder.cleanup()
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
         self.stop()
         self._reserved.close()
-        self._folder.cleanup()
+        self._opened.close()
+
+    def _link_models(self) -> None:
+        """Make a repository of single models."""
+        if isinstance(self._models, str | Path):
+            return
+        self.model_repository.mkdir()
+        for model in self._models:
+            # the link keeps its name: the server compares it with config.pbtxt
+            self.model_repository.joinpath(model.name).symlink_to(model.absolute())
 
     def _start_once(self) -> subprocess.Popen[bytes]:
         self._reserved.close()
@@ -169,8 +196,10 @@ class LocalServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=self._folder.name,
+                cwd=self._scratch.path,
                 env=os.environ | self._environment,
+                # the folder stays as long as the server and its stubs, also if this process is killed
+                pass_fds=[self._scratch.lock],
                 # A group of its own: Ctrl-C reaches only this process, and `stop` can end the stubs.
                 start_new_session=True,
             )
@@ -224,7 +253,9 @@ class LocalServer:
 
     def log(self) -> str:
         """Return everything the server has printed so far."""
-        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
+        if self._folder is None or not self.log_file.exists():
+            return ""
+        return self.log_file.read_text(errors="replace")
 
     def log_tail(self) -> str:
         """Return the last 25 lines the server has printed, without its tables of options."""
@@ -240,6 +271,12 @@ class LocalServer:
         except OSError:
             return False
         return True
+
+    @property
+    def _scratch(self) -> ScratchFolder:
+        if self._folder is None:
+            raise ServerError("the server has not been started")
+        return self._folder
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

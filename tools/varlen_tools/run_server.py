@@ -15,6 +15,9 @@ from typing import NoReturn
 
 from varlen_tools.shared_memory import described, remove_unused
 
+# Groups of calls that let a client write the server's memory, or change what it logs and traces. The calls that load
+# models are shut by the server's mode of model control, `none` by default.
+MANAGEMENT = ("shared-memory", "trace", "logging")
 LOOPBACK = "127.0.0.1"
 # endpoint -> default port
 ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -43,13 +46,24 @@ def perf_analyzer() -> NoReturn:
 
 
 def server_arguments(arguments: Sequence[str], kit: Path) -> list[str]:
-    """Return `arguments`, by default with the kit's backends and loopback addresses."""
+    """Return `arguments`, by default with the kit's backends, loopback addresses and no management."""
     given = options(arguments)
     defaults = {"backend-directory": str(kit / "backends")}
     # Metrics too: by default the server uses the HTTP address, which may be public.
     defaults |= {f"{endpoint}-address": LOOPBACK for endpoint in ENDPOINTS}
+    defaults |= restrictions(MANAGEMENT)
     added = [f"--{name}={value}" for name, value in defaults.items() if name not in given]
     return [*added, *arguments]
+
+
+def restrictions(groups: Sequence[str]) -> dict[str, str]:
+    """Return the server's options that refuse groups of calls to every client.
+
+    A request would need a header whose name has a colon, and neither protocol can carry one. A secret would stand in
+    the arguments of the server, which every user of the machine can read.
+    """
+    rule = f"{','.join(groups)}:closed:to-all=clients"
+    return {"http-restricted-api": rule, "grpc-restricted-protocol": rule}
 
 
 def options(arguments: Sequence[str]) -> dict[str, str]:

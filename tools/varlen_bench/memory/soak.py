@@ -51,7 +51,7 @@ class Soak:
 
 def soak(settings: Soak) -> list[Result]:
     """Return the results of the process that serves the model and of the server."""
-    with LocalServer(settings.repository, models=[settings.model]) as server:
+    with LocalServer([settings.repository / settings.model]) as server:
         server.wait_ready(_READY_SECONDS)
         stub = model_process(server.pid, settings.model)
         # the model's process has workers

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +26,7 @@ from varlen_tools.doctor.comparison import Comparison, compare_values
 from varlen_tools.fetch import FetchError, fetch, staging_parent
 from varlen_tools.model_config import Inputs
 from varlen_tools.model_source import find_source, read_model_config
+from varlen_tools.scratch import scratch_folder
 from varlen_tools.serve.server import ServerCommand
 
 # Largest difference of a vector's length from 1, if lengths are 1 but for rounding in 16 bits.
@@ -96,10 +96,11 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
     Raises:
         AdoptError: the model is not of a kind that can be adopted, or refuses a request.
         CheckpointError: a config.pbtxt or the checkpoint cannot be read.
-        ServerError: the server ends, or does not load the old model.
+        ServerError: the server ends, or does not load a model.
     """
-    with TemporaryDirectory(prefix="varlen-adopt-") as folder:
-        view = Path(folder)
+    with scratch_folder("varlen-adopt-") as folder:
+        view = folder.path / "view"
+        view.mkdir()
         replaced = write_view(wish.repository, view, command.backends)
         model = wish.model or _entry(view)
         name = wish.name or f"{model}_varlen"
@@ -107,7 +108,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         _check_target(target, force=wish.force)
         source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
         report(f"starting a server with {model}")
-        with open_session(command, view, model) as session:
+        with open_session(command, view, [model]) as session:
             old = session.read(model, wish.output)
             report(f"making {name} of {source}")
             # in the view until it is compared: a server may watch the repository
@@ -119,8 +120,9 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
             task = _task(theirs[0], checkpoint, wish.settings)
             if task not in (checkpoint.task, wish.settings.get("task")):
                 made = _fetch(view, str(made / "1"), name, {**wish.settings, "task": task})
-            report(f"loading {name}")
-            session.load(name)
+        report(f"starting a server with {model} and {name}")
+        # a server that loads a model while it runs loads one of any client, which is code
+        with open_session(command, view, [model, name]) as session:
             new = _new(old, name, task, theirs)
             our_requests = _requests(new, wish.texts, checkpoint)
             comparison = _compare(wish, old, task, session.ask(our_requests), theirs)
@@ -145,11 +147,11 @@ def _check_target(target: Path, *, force: bool) -> None:
 def _publish(made: Path, target: Path) -> None:
     """Put a model in its place by a rename, instead of an earlier one."""
     repository = target.parent
-    with TemporaryDirectory(prefix=".adopt-", dir=staging_parent(repository)) as scratch:
+    with scratch_folder(".adopt-", staging_parent(repository)) as scratch:
         # perhaps from another file system
-        staged = Path(shutil.move(made, scratch))
+        staged = Path(shutil.move(made, scratch.path))
         if target.exists():
-            target.rename(Path(scratch, "replaced"))
+            target.rename(scratch.path / "replaced")
         staged.rename(target)
 
 

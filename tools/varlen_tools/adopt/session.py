@@ -1,4 +1,4 @@
-"""A server that runs the existing model, and then the new one beside it."""
+"""A server that runs the existing model, alone or with the new one beside it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from varlen.request.request import Float32Array
 from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.adopt.existing import Existing, Request, read_existing
 from varlen_tools.adopt.load import Measured, compare_loads
+from varlen_tools.adopt.view import with_parts
 from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
 
 
@@ -37,10 +38,6 @@ class Session:
         config = self.client.get_model_config(model, as_json=True)["config"]
         optional = [each["name"] for each in config.get("input", ()) if each.get("optional")]
         return read_existing(model, metadata, optional, output)
-
-    def load(self, model: str) -> None:
-        """Load another model of the view."""
-        self.client.load_model(model)
 
     def ask(self, requests: Sequence[Request]) -> list[Float32Array]:
         """Return the answer to each text: `[features]`, or `[tokens, features]`.
@@ -76,14 +73,15 @@ class Session:
 
 
 @contextmanager
-def open_session(command: ServerCommand, view: Path, model: str) -> Iterator[Session]:
-    """Start a server with one model of a view, and end it.
+def open_session(command: ServerCommand, view: Path, models: Sequence[str]) -> Iterator[Session]:
+    """Start a server with models of a view, and end it.
 
     Raises:
         AdoptError: the server refuses a request.
-        ServerError: it ends, or does not load the model.
+        ServerError: it ends, or does not load a model.
     """
-    with start_server(command, [view / model]) as server:
+    folders = [view / name for name in with_parts(view, models)]
+    with start_server(command, folders) as server:
         server.wait_ready(LOAD_SECONDS)
         address = server.grpc_url.removeprefix("grpc://")
         with InferenceServerClient(address) as client:

@@ -6,6 +6,7 @@ The stand-ins run where the server has no ONNX backend.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
     if not models:
         raise AdoptError(f"{repository} has no models: folders with numbered versions")
     return replaced
+
+
+def with_parts(view: Path, models: Sequence[str]) -> list[str]:
+    """Return models, and those of which they are ensembles."""
+    found = list(dict.fromkeys(models))
+    for model in found:
+        steps = _config(view / model).ensemble_scheduling.step
+        parts = dict.fromkeys(step.model_name for step in steps)
+        found += [part for part in parts if part not in found]
+    return found
 
 
 def _config(model: Path) -> model_config_pb2.ModelConfig:

@@ -21,7 +21,7 @@ from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import is_taken
 from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import ServeError
-from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, linked, start_server
+from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
 
 _POLL_SECONDS = 0.5
 # Addresses that stand for all of this machine, as clients here call them.
@@ -96,10 +96,7 @@ def run(
     # what auto-completion would do takes a second and a half of a start
     is_whole = all(model is not None and model.has_whole_config for model in models)
     arguments = ["--disable-auto-complete-config"] if is_whole else []
-    with (
-        linked(folders) as links,
-        start_server(command, links, arguments, first_port=ports.server) as server,
-    ):
+    with start_server(command, folders, arguments, first_port=ports.server) as server:
         print_message(f"loading {', '.join(folder.name for folder in folders)}")
         server.wait_ready(LOAD_SECONDS)
         settings = GatewaySettings(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from varlen_client.cli.serve_http import API_KEYS
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS
+from varlen_tools.scratch import scratch_folder
 from varlen_tools.setup_server import SERVER_FOLDER, SetupError, backend_package, set_up
 
 _COMMAND = "tritonserver"
@@ -78,21 +78,11 @@ def _with_backend(server: Path) -> Iterator[ServerCommand]:
         package = backend_package()
     except SetupError as error:
         raise ServerError(str(error)) from None
-    with tempfile.TemporaryDirectory(prefix="varlen-backends-") as folder:
+    with scratch_folder("varlen-backends-") as folder:
         for entry in backends.iterdir():
-            Path(folder, entry.name).symlink_to(entry)
-        Path(folder, "varlen").symlink_to(package)
-        yield ServerCommand(str(server), backends, (f"--backend-directory={folder}",))
-
-
-@contextmanager
-def linked(models: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yield links to models, in a repository without other models."""
-    with tempfile.TemporaryDirectory(prefix="varlen-models-") as folder:
-        links = [Path(folder, model.name) for model in models]
-        for link, model in zip(links, models, strict=True):
-            link.symlink_to(model)
-        yield links
+            Path(folder.path, entry.name).symlink_to(entry)
+        Path(folder.path, "varlen").symlink_to(package)
+        yield ServerCommand(str(server), backends, (f"--backend-directory={folder.path}",))
 
 
 def start_server(
@@ -106,7 +96,7 @@ def start_server(
 
     Args:
         command: the server.
-        models: folders `REPOSITORY/NAME` of one repository.
+        models: folders of the models, with their names.
         arguments: further arguments of the server.
         first_port: first of its three ports on loopback; None takes free ones.
     """
@@ -118,8 +108,7 @@ def start_server(
     # the server's stubs find packages beside the first python3 on PATH
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return LocalServer(
-        models[0].parent,
-        models=[model.name for model in models],
+        models,
         arguments=all_arguments,
         # keys of the gateway are not for models
         environment={"PATH": path, API_KEYS: ""},
