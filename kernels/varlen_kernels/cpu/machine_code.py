@@ -3,16 +3,16 @@
 numba compiles it once for a level of CPUs, and LLVM alone loads it.
 
 A file holds the code of one function for one level. Its name has a hash of the sources that the code comes from. Its
-content begins with a hash of the rest, so a damaged file is compiled again. It is as trusted as the files of the
-package, beside which it lies: wheels and images bring the code of all levels along (`compile_all`).
+content begins with a hash of its name and of the rest, so a damaged file is compiled again. Beside the package it is as
+trusted as the package, since wheels and images bring the code of all levels along (`compile_all`). Elsewhere it is used
+only if no other user can write it (`cache_files`). Without a folder for it, each start compiles.
 """
 
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from varlen_kernels import CPU_LEVEL_VARIABLE
-from varlen_kernels.cpu.compile_lock import compile_lock
+from varlen_kernels.cache_files import CacheFolder, cache_home
 from varlen_kernels.cpu.target_cpu import features_here, target_cpu
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ _HASH_BYTES = 32
 _MOST_BYTES = 1 << 22
 # Files of a function for other sources that stay.
 _KEPT = 3
+# Longest wait for another process that compiles a function; then this one compiles it too.
+_LOCK_SECONDS = 60.0
 
 _loading = Lock()
 
@@ -61,7 +63,6 @@ def address_of(name: str) -> int:
 
     Raises:
         ImportError, RuntimeError: its code is not stored, and numba cannot compile it; or this CPU cannot run it.
-        OSError: no folder can hold it.
     """
     cpu = target_cpu()
     if not cpu.features <= features_here():
@@ -82,11 +83,13 @@ def code_folder() -> Path:
     """Return the folder of new code.
 
     It is beside this file or, where that is not writable, in the user's cache.
+
+    Raises:
+        CacheError: the user has no folder for caches.
     """
     if os.access(BESIDE if BESIDE.exists() else BESIDE.parent, os.W_OK):
         return BESIDE
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "varlen" / "code"
+    return cache_home() / "varlen" / "code"
 
 
 @cache
@@ -115,43 +118,80 @@ def _stored(name: str) -> bytes | None:
     """Return the code of a function; None if it is not stored, or damaged."""
     file = file_name(name, target_cpu().level)
     # a user without a home has the code of the package all the same
-    code = _read(BESIDE / file)
-    if code is None and code_folder() != BESIDE:
-        code = _read(code_folder() / file)
+    code = _read(_package_folder(), file)
+    if code is None and (folder := _new_code_folder()) not in (None, _package_folder()):
+        code = _read(folder, file)
     return code
 
 
-def _read(path: Path) -> bytes | None:
-    """Return the code of a file; None if it is absent or damaged."""
+def _read(folder: CacheFolder, file: str) -> bytes | None:
+    """Return the code in a file; None if it is absent or damaged, or if others can write it."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES)
-    except OSError:
+        content = folder.read(file, _MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn(f"stored code is not used: {error}")
         return None
     digest, code = content[:_HASH_BYTES], content[_HASH_BYTES:]
-    if hashlib.sha256(code).digest() == digest:
+    if _digest(file, code) == digest:
         return code
-    _log.warning("compiled code is damaged and is compiled again: %s", path.name)
+    _log.warning("compiled code is damaged and is compiled again: %s", file)
     return None
+
+
+def _digest(file: str, code: bytes) -> bytes:
+    """Return the hash that a file begins with: of its name too, so that none takes another's place."""
+    return hashlib.sha256(file.encode() + b"\0" + code).digest()
+
+
+def _package_folder() -> CacheFolder:
+    return CacheFolder(BESIDE, of_package=True)
+
+
+def _new_code_folder() -> CacheFolder | None:
+    """Return the folder of new code, None without one."""
+    try:
+        folder = code_folder()
+    except OSError as error:
+        _warn(f"compiled code is not stored, so each start compiles: {error}")
+        return None
+    return CacheFolder(folder, of_package=folder == BESIDE)
+
+
+@cache
+def _warn(line: str) -> None:
+    """Log a warning once."""
+    _log.warning("%s", line)
 
 
 def _compile_once(name: str) -> bytes:
     """Return the code of a function, and store it; one process at a time compiles."""
-    folder = code_folder()
-    with suppress(FileExistsError):
-        folder.mkdir(parents=True)
-        # as its files are, for other users of the folder
-        folder.chmod(0o755)
-    with compile_lock(folder / f"{name}.lock"):
+    folder = _new_code_folder()
+    if folder is None:
+        return _compile(name)
+    with _compile_lock(folder, name):
         # another process may have stored it meanwhile
         code = _stored(name)
         if code is None:
             code = _compile(name)
             try:
-                _store(name, code)
+                _store(folder, name, code)
             except OSError as error:
-                _log.warning("compiled code cannot be stored, so each start compiles: %r", error)
+                _warn(f"compiled code is not stored, so each start compiles: {error}")
         return code
+
+
+@contextmanager
+def _compile_lock(folder: CacheFolder, name: str) -> Iterator[None]:
+    """Let the other processes that compile a function wait for what this one stores."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder.lock(f"{name}.lock", _LOCK_SECONDS, _warn))
+        except OSError as error:
+            # to compile twice costs time only
+            _warn(f"compiled code has no lock: {error}")
+        yield
 
 
 def _compile(name: str) -> bytes:
@@ -179,35 +219,17 @@ def _compile(name: str) -> bytes:
     return bytes(_new_machine().emit_object(module))
 
 
-def _store(name: str, code: bytes) -> None:
-    """Store the code of a function, for which this process holds the lock."""
-    level = target_cpu().level
-    path = code_folder() / file_name(name, level)
+def _store(folder: CacheFolder, name: str, code: bytes) -> None:
+    """Store the code of a function, and remove older code of it."""
+    file, series = file_name(name, target_cpu().level), _series(name, target_cpu().level)
     # of processes that were ended while they wrote
-    unfinished = list(path.parent.glob(f".{name}-*"))
-    with _new_file(path) as file:
-        file.write(hashlib.sha256(code).digest() + code)
-    others = [each for each in path.parent.glob(f"{_series(name, level)}*.o") if each != path]
+    unfinished = [each for each in folder.names() if each.startswith(f".{name}-")]
+    folder.write(file, _digest(file, code) + code)
+    others = [each for each in folder.names() if each.startswith(series) and each != file]
     with suppress(OSError):
-        others.sort(key=lambda each: each.stat().st_mtime)
+        others.sort(key=lambda each: (folder.path / each).lstat().st_mtime)
         for each in [*unfinished, *others[:-_KEPT]]:
-            each.unlink()
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[Any]:
-    """Yield a file that takes the place of a path once it is complete."""
-    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            # as numba and Python do, for other users of the folder
-            os.fchmod(descriptor, 0o644)
-            yield file
-        Path(new).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(new).unlink()
-        raise
+            folder.remove(each)
 
 
 def _symbol(name: str) -> str:

@@ -1,6 +1,6 @@
 """Compiled code is stored once, checked when it is read, and loaded without its compiler."""
 
-import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoints import save_checkpoint
 from varlen_kernels import cpu
+from varlen_kernels.cache_files import CacheError, CacheFolder
 from varlen_kernels.cpu import entries, machine_code
-from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import inlined
 from varlen_kernels.cpu.target_cpu import LEVELS, target_cpu
@@ -29,6 +29,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_code, "BESIDE", tmp_path / "package")
     monkeypatch.setattr(machine_code, "code_folder", lambda: own)
     monkeypatch.setattr(machine_code, "_load", lambda name, code: code)
+    machine_code._warn.cache_clear()
     return own
 
 
@@ -142,7 +143,7 @@ def test_code_of_the_package_needs_no_other_folder(folder, compiled, monkeypatch
     folder.rename(machine_code.BESIDE)
 
     def fail():
-        raise RuntimeError("a user without a home")
+        raise CacheError("a user without a home")
 
     monkeypatch.setattr(machine_code, "code_folder", fail)
 
@@ -151,45 +152,82 @@ def test_code_of_the_package_needs_no_other_folder(folder, compiled, monkeypatch
 
 def test_a_process_waits_for_the_one_that_compiles(folder, compiled):
     found = []
-    lock = folder / f"{_NAME}.lock"
-    with compile_lock(lock):
+    with CacheFolder(folder).lock(f"{_NAME}.lock", 0):
         thread = threading.Thread(target=lambda: found.append(load()))
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
         assert not compiled
-        machine_code._store(_NAME, b"of the other one")
+        machine_code._store(CacheFolder(folder), _NAME, b"of the other one")
     thread.join()
 
     assert found == [b"of the other one"]
     assert not compiled
 
 
-def test_the_lock_is_released_after_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no"), compile_lock(tmp_path / "lock"):
-        raise ValueError("no")
+def test_a_lock_that_is_never_released_costs_a_warning(folder, compiled, monkeypatch, caplog):
+    monkeypatch.setattr(machine_code, "_LOCK_SECONDS", 0.1)
+    with CacheFolder(folder).lock(f"{_NAME}.lock", 0):
+        assert load() == b"code of run_alone"
 
-    with (tmp_path / "lock").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert f"{_NAME}.lock is locked by process {os.getpid()} " in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(folder, compiled, monkeypatch):
-    (folder / "file").touch()
-    monkeypatch.setattr(machine_code, "code_folder", lambda: folder / "file/absent")
+@pytest.mark.parametrize("place", ["absent", "of nobody"])
+def test_without_a_folder_each_start_compiles_and_says_so_once(
+    folder, compiled, place, monkeypatch, caplog
+):
+    def code_folder():
+        if place == "absent":
+            return Path("/proc/absent/code")
+        raise CacheError("user 12345 has no home; set XDG_CACHE_HOME")
 
-    with pytest.raises(OSError, match="file/absent"):
-        load()
+    monkeypatch.setattr(machine_code, "code_folder", code_folder)
+
+    assert load() == load() == b"code of run_alone"
+    assert compiled == [_NAME] * 2
+    assert caplog.text.count("each start compiles") == 1
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["of another user", "writable by all", "a link", "a pipe"])
+def test_code_that_others_can_write_is_not_loaded(folder, compiled, how, caplog):
+    load()
+    file = folder / file_name()
+    if how == "of another user":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(file, 65534, 65534)
+    elif how == "writable by all":
+        file.chmod(0o666)
+    else:
+        moved = folder / "elsewhere"
+        file.rename(moved)
+        file.symlink_to(moved) if how == "a link" else os.mkfifo(file)
+
+    assert load() == b"code of run_alone"
+
+    assert compiled == [_NAME] * 2
+    assert "stored code is not used" in caplog.text
+
+
+def test_code_under_the_name_of_another_function_is_not_loaded(folder, compiled):
+    load()
+    other = machine_code.file_name("multiply", target_cpu().level)
+    (folder / file_name()).rename(folder / other)
+
+    assert load("multiply") == b"code of multiply"
 
 
 def test_code_that_cannot_be_stored_runs_all_the_same(folder, compiled, monkeypatch, caplog):
-    def fail(name, code):
+    def fail(folder, name, code):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(machine_code, "_store", fail)
 
     assert load() == load() == b"code of run_alone"
     assert compiled == [_NAME] * 2
-    assert "compiled code cannot be stored" in caplog.text
+    assert caplog.text.count("compiled code is not stored") == 1
 
 
 def test_what_an_ended_process_left_is_removed(folder, compiled):
