@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Query
 
@@ -24,7 +24,8 @@ from varlen_client.gateway.caller import TENANT
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.gateway.text_fields import TextFields
-from varlen_client.tasks import RowTask
+from varlen_client.gateway.token_ids import SAMPLE, SpecialTokens, takes_ids
+from varlen_client.tasks import EMBED, SPARSE_EMBED, RowTask
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.wire import Inputs, ModelInfo, Pairs, only_ready_model
 
@@ -32,6 +33,8 @@ _Answer = TypeVar("_Answer")
 
 # Callers of the gateway send requests again themselves.
 _RETRIES = RetryPolicy(max_retries=2)
+# Tasks whose answer to ids of another tokenizer does not show the mistake.
+_CHECKS_IDS: Collection[RowTask[Any]] = (EMBED, SPARSE_EMBED)
 # Longest time for which a state of the server is known: `/health` needs no key.
 _HEALTH_SECONDS = 1.0
 
@@ -133,6 +136,13 @@ class Models:
         return self._clients[key]
 
 
+async def _check_ids(model: NamedModel, rows: Sequence[Sequence[int]], timeout: float) -> None:
+    """Raise InvalidRequest unless rows of token ids are those of the model's tokenizer."""
+    if takes_ids(await model.client.model_info()):
+        (found,) = await model.client.tokenize([SAMPLE], timeout=timeout)
+        SpecialTokens.of(found).check(rows)
+
+
 async def read_query_model(
     model: Annotated[str | None, Query(description="The model, if the body has no name.")] = None,
 ) -> None:
@@ -172,11 +182,13 @@ class Gateway:
             text_fields: fields of the request that say how its texts are cut.
 
         Raises:
-            InvalidRequest: these fields contradict each other.
+            InvalidRequest: these fields contradict each other, or token ids are not those of the model's tokenizer.
         """
         options |= text_fields.truncation(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)
         timeout = self.settings.timeout_seconds
+        if task in _CHECKS_IDS and isinstance(inputs[0], list):
+            await _check_ids(model, cast("Sequence[list[int]]", inputs), timeout)
         answer, tokens = await model.client.counted(task, inputs, timeout=timeout, **options)
         self.metrics.count_tokens(tokens or 0)
         return model.name, answer, tokens

@@ -48,6 +48,8 @@ class Calls:
     counts_tokens: bool = True
     settings: dict = field(default_factory=dict)
     """Of each model's config."""
+    inputs: tuple = ()
+    """Names of the inputs in each model's config."""
     prompt: str = ""
     """Put before each text that is tokenized."""
     running: int = 0
@@ -139,7 +141,9 @@ class FakeClient:
         )
 
     async def model_info(self):
-        return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)
+        return ModelInfo(
+            self.name, 8, OUTPUTS[self.name], self.calls.settings, inputs=self.calls.inputs
+        )
 
     async def samples(self, prompt, n, *, timeout=None, **sampling):
         parts = [part async for part in self.stream_samples(prompt, n, **sampling)]
