@@ -113,8 +113,28 @@ class CacheFolder:
         """Return the content of a file.
 
         Raises:
+            CacheError: it is larger than `most_bytes`; see also `reading`.
+        """
+        with self.reading(name) as descriptor:
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise CacheError(f"{self.path / name} has more than {most_bytes} bytes")
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file; see `writing`."""
+        with self.writing(name) as descriptor:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(content)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[int]:
+        """Yield a descriptor of a file.
+
+        Raises:
             FileNotFoundError: there is none.
-            CacheError: others can write to it, it is larger than `most_bytes`, or it cannot be read.
+            CacheError: others can write to it, or it cannot be read.
         """
         folder = self._open()
         try:
@@ -127,16 +147,13 @@ class CacheFolder:
             os.close(folder)
         try:
             self._check_file(name, os.fstat(descriptor))
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(most_bytes + 1)
+            yield descriptor
         finally:
             os.close(descriptor)
-        if len(content) > most_bytes:
-            raise CacheError(f"{self.path / name} has more than {most_bytes} bytes")
-        return content
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file; readers see the old file or the new one.
+    @contextmanager
+    def writing(self, name: str) -> Iterator[int]:
+        """Yield a descriptor of a new file, which gets its name when the block ends: readers see the old or the new one.
 
         Raises:
             CacheError: the folder cannot be written, or others can write to it.
@@ -147,15 +164,16 @@ class CacheFolder:
         try:
             descriptor = os.open(new, flags, 0o600, dir_fd=folder)
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    if self.of_package:
-                        os.fchmod(descriptor, 0o644)
-                    file.write(content)
+                if self.of_package:
+                    os.fchmod(descriptor, 0o644)
+                yield descriptor
                 os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(new, dir_fd=folder)
                 raise
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise CacheError(_unwritable(self.path, error)) from None
         finally:
@@ -224,8 +242,8 @@ class CacheFolder:
             raise CacheError(f"{path} is no regular file, so it is not used")
         if status.st_uid not in (0, os.geteuid(), self._package_owner()):
             raise CacheError(
-                f"{path} is of user {status.st_uid}, so it is not used: remove it, or set XDG_CACHE_HOME to a folder"
-                " of your own"
+                f"{path} is of user {status.st_uid}, so it is not used: remove it, or set XDG_CACHE_HOME"
+                " (or HOME, or a model's cache_folder) to a folder of your own"
             )
         if self.of_package:
             # as open to others as the code of the package
@@ -298,7 +316,7 @@ class _Chain:
             if owner not in (0, user):
                 raise CacheError(
                     f"{where} is of user {owner}, so {self._path} is not used:"
-                    " set XDG_CACHE_HOME (or HOME) to a folder of your own"
+                    " set XDG_CACHE_HOME (or HOME, or a model's cache_folder) to a folder of your own"
                 )
             if owner == user != 0 and status.st_mode & stat.S_ISVTX:
                 return
@@ -459,6 +477,6 @@ def _refused(path: Path, error: OSError) -> str:
 
 def _unwritable(path: Path, error: OSError) -> str:
     return (
-        f"{path} cannot be used ({error.strerror}): set XDG_CACHE_HOME (or HOME) to a folder that user"
+        f"{path} cannot be used ({error.strerror}): set XDG_CACHE_HOME (or HOME, or a model's cache_folder) to a folder that user"
         f" {os.geteuid()} can write"
     )

@@ -8,6 +8,8 @@ from torch import Tensor
 
 # Smallest divisor of torch.nn.functional.normalize, which sentence-transformers uses.
 NORM_FLOOR = 1e-12
+# The squares of a vector with a larger feature may overflow fp32. A power of two scales it first, which rounds nothing.
+HUGE, SCALE_OF_HUGE = 2.0**50, 2.0**-80
 
 
 def concat(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -26,6 +28,8 @@ def normalize_rows(x: Tensor, normalize: Tensor, *, out: Tensor | None = None) -
         x: `[rows, features]` fp32.
         normalize: `[rows]` bool.
     """
-    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_(min=NORM_FLOOR)
-    divisors = torch.where(normalize[:, None], lengths, 1.0)
-    return torch.div(x, divisors, out=out)
+    peaks = torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True))
+    scales = torch.where(normalize[:, None] & (peaks > HUGE), SCALE_OF_HUGE, 1.0)
+    scaled = torch.mul(x, scales, out=out)
+    lengths = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_(min=NORM_FLOOR)
+    return scaled.div_(torch.where(normalize[:, None], lengths, 1.0))

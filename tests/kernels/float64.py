@@ -74,3 +74,29 @@ def attention64(
         weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
         outs.append(np.einsum("hqk,khd->qhd", weights, v).reshape(length, qkv.shape[1] // 3))
     return np.concatenate(outs)
+
+
+def whole_range():
+    """Return numbers of all sizes that fp32 has: `[rows, 1024]` fp32."""
+    sizes = torch.logspace(-44, 38, 16_000, dtype=torch.float64)
+    return torch.cat([torch.linspace(-110, 110, 33_536), sizes.float(), -sizes.float()]).view(
+        -1, 1024
+    )
+
+
+def activation64(x, kind):
+    """Return an activation in float64."""
+    x = x.double()
+    if kind == "relu":
+        return x.clamp_min(0)
+    if kind == "gelu":
+        return 0.5 * x * torch.erfc(-x / 2**0.5)
+    # 1 + tanh(y) is 2 · sigmoid(2 y), without cancellation
+    inner = x if kind == "silu" else 2 * (2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return x * torch.sigmoid(inner)
+
+
+def check_activation(actual, x, kind):
+    """Raise AssertionError unless each error is at most eight roundings of the input."""
+    error = (actual.double() - activation64(x, kind)).abs()
+    assert (error <= 8 * 2**-24 * x.double().abs() + 2**-149).all()

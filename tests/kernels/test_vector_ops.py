@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from varlen_kernels import reference
 
-from .float64 import rand
+from .float64 import bounds_of, rand
 
 SHAPES = [(0, 5, 3), (1, 1, 1), (7, 100, 63), (3, 384, 1023)]
 
@@ -48,3 +48,18 @@ def test_a_row_of_zeros_stays_one_and_nan_stays_in_its_row():
     assert not actual[0].any()
     assert actual[1].isnan().all()
     assert actual[2].tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-13, 1e-6, 1.0, 1e15, 1e18, 1e30, 3e37])
+@pytest.mark.parametrize("op", ["normalize_rows", "pool"])
+def test_vectors_of_any_size_are_normalized_as_in_float64(op, size):
+    x = rand(4, 384) * size
+    normalize = torch.tensor([True, True, False, True])
+
+    if op == "pool":
+        actual = reference.pool(x, bounds_of([1] * 4), normalize, mode="cls")
+    else:
+        actual = reference.normalize_rows(x, normalize)
+
+    expected = torch.where(normalize[:, None], F.normalize(x.double(), dim=1), x.double())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=2**-149)

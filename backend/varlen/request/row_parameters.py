@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, get_args
 from varlen.errors import RequestError
 from varlen.parameter import (
     FLAG,
+    MAX_INT32,
     parameter_field,
     parameters_of,
     real_field,
@@ -55,10 +56,18 @@ class RowParameters:
         "cut a text that is too long; otherwise it is an error",
         tasks=ONE_SHOT_TASKS,
     )
-    truncation_side: TruncationSide = word_field(
-        "right",
+    truncate_prompt_tokens: int | None = whole_field(
+        None,
+        1,
+        MAX_INT32,
+        "cut a text to this many tokens, special tokens included, as vLLM does; at most the longest sequence of the"
+        " model. Not needed with `truncate`, which cuts to the longest sequence",
+        tasks=ONE_SHOT_TASKS,
+    )
+    truncation_side: TruncationSide | None = word_field(
+        None,
         get_args(TruncationSide),
-        "which end is cut",
+        "which end is cut; default: `truncation_side` in tokenizer_config.json, else `right`",
         tasks=ONE_SHOT_TASKS,
     )
     normalize: bool | None = word_field(
@@ -200,6 +209,11 @@ class RowParameters:
                 refuse(name, value, parameter.allowed)
             parameter.check(name, value)
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether texts that are too long are cut."""
+        return self.truncate or self.truncate_prompt_tokens is not None
 
     def options(
         self,

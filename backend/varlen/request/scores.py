@@ -11,13 +11,18 @@ SCORE_FUNCTIONS: tuple[ScoreFunction, ...] = get_args(ScoreFunction)
 
 
 def scores_of(logits: Float32Array, function: ScoreFunction) -> Float32Array:
-    """Return the scores of logits, `[..., labels]` fp32; `none` returns the logits."""
+    """Return the scores of logits, `[..., labels]` fp32; `none` returns the logits.
+
+    They are computed in fp64 and rounded once; see docs/decisions/0079-scores-to-the-last-digit.md.
+    """
+    if function == "none":
+        return logits
+    wide = logits.astype(np.float64)
     if function == "softmax":
-        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        scores: Float32Array = exponentials / exponentials.sum(axis=-1, keepdims=True)
-        return scores
-    if function == "sigmoid":
-        # tanh does not overflow
-        scores = 0.5 * np.tanh(0.5 * logits) + 0.5
-        return scores.astype(np.float32, copy=False)
-    return logits
+        exponentials = np.exp(wide - wide.max(axis=-1, keepdims=True))
+        scores = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    else:
+        # the exponent is never positive, so nothing overflows
+        exponentials = np.exp(-np.abs(wide))
+        scores = np.where(wide < 0, exponentials, 1) / (1 + exponentials)
+    return scores.astype(np.float32)

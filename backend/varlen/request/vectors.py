@@ -19,8 +19,8 @@ VECTOR_DTYPES: tuple[VectorDType, ...] = get_args(VectorDType)
 # Features in a byte of `binary` and `ubinary`.
 _BITS = 8
 _LARGEST_INT8 = 127
-# Smallest divisor of a length or a maximum, as in torch.nn.functional.normalize.
-_FLOOR = np.float32(1e-12)
+# Smallest divisor of a vector, as in torch.nn.functional.normalize.
+_FLOOR = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,14 @@ class VectorForm:
         if self.dimensions is not None and self.dimensions < vectors.shape[1]:
             vectors = vectors[:, : self.dimensions].copy()
             if self.normalize:
-                lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-                vectors /= np.maximum(lengths, _FLOOR)
+                vectors = _normalized(vectors)
         match self.dtype:
             case "float32":
                 return vectors
             case "float16":
-                return vectors.astype(np.float16)
+                # larger numbers become infinity
+                with np.errstate(over="ignore"):
+                    return vectors.astype(np.float16)
             case "int8":
                 return _int8(vectors)
             case "ubinary":
@@ -92,7 +93,16 @@ class VectorForm:
                 return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8)
 
 
+def _normalized(vectors: Float32Array) -> Float32Array:
+    # fp64: squares of fp32 overflow from 2e19 on
+    wide = vectors.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    return (wide / np.maximum(lengths, _FLOOR)).astype(np.float32)
+
+
 def _int8(vectors: Float32Array) -> npt.NDArray[np.int8]:
-    largest = np.abs(vectors).max(axis=1, keepdims=True)
-    scaled: Float32Array = np.rint(vectors * (_LARGEST_INT8 / np.maximum(largest, _FLOOR)))
-    return scaled.astype(np.int8)
+    # fp64: a quotient of fp32 may round to the next integer, and 127 / x overflows for tiny x
+    wide = vectors.astype(np.float64)
+    largest = np.abs(wide).max(axis=1, keepdims=True)
+    scaled = _LARGEST_INT8 * wide / np.where(largest == 0, 1, largest)
+    return np.rint(scaled).astype(np.int8)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from varlen_kernels import Pooling
 from varlen_kernels.reference.torch_parts import at_least_fp32, write_out
-from varlen_kernels.vector_ops import NORM_FLOOR
+from varlen_kernels.vector_ops import normalize_rows
 
 
 def select_rows(x: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -68,8 +68,7 @@ def pool(
         is_zero = (lengths if mode == "max" else counts) == 0
         pooled.masked_fill_(is_zero[:, None], 0.0)
     if normalize is not None:
-        norms = torch.linalg.vector_norm(pooled, dim=1, keepdim=True).clamp_min_(NORM_FLOOR)
-        pooled /= torch.where(normalize[:, None], norms, 1.0)
+        normalize_rows(pooled, normalize, out=pooled)
     return write_out(pooled, out)
 
 

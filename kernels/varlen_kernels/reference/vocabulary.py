@@ -89,27 +89,33 @@ def top_terms(
     scratch = x.new_empty(min(len(x), _SLICE_ROWS), min(weight.shape[1], SLICE_TERMS))
     for begin in range(0, len(x), _SLICE_ROWS):
         rows = x[begin : begin + _SLICE_ROWS]
-        logits, terms, total = _top_logits(rows, weight, bias, count, scratch[: len(rows)])
+        logits, terms, peak, total = _top_logits(rows, weight, bias, count, scratch[: len(rows)])
+        # fp64: exp magnifies the rounding of a large difference
+        weights = (logits.double() - peak[:, None]).exp_()
         out[begin : begin + len(rows), 0] = terms
-        out[begin : begin + len(rows), 1] = (logits - total[:, None]).exp()
+        out[begin : begin + len(rows), 1] = weights / total[:, None]
     return out
 
 
 def _top_logits(
     x: Tensor, weight: Tensor, bias: Tensor | None, count: int, scratch: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest logits of each row, their terms, and the logsumexp of all."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the largest logits of each row, their terms, the largest of all, and the sum of exp(logit - largest)."""
     best = x.new_empty(len(x), 0, dtype=torch.float32)
     terms = x.new_empty(len(x), 0, dtype=torch.int64)
-    total = x.new_full((len(x),), -torch.inf, dtype=torch.float32)
+    # not -inf, whose difference to itself is NaN
+    peak = x.new_full((len(x),), torch.finfo(torch.float32).min, dtype=torch.float32)
+    total = x.new_zeros(len(x), dtype=torch.float64)
     for part, narrow in logit_slices(x, weight, bias, scratch):
         logits = narrow.float()
-        total = torch.logaddexp(total, logits.logsumexp(1))
+        before, peak = peak, torch.maximum(peak, logits.amax(1))
+        total *= (before.double() - peak).exp_()
+        total += (logits - peak[:, None]).exp_().sum(1, dtype=torch.float64)
         values, places = logits.topk(min(count, logits.shape[1]), dim=1)
         best, terms = torch.cat((best, values), 1), torch.cat((terms, places + part.start), 1)
         best, chosen = best.topk(min(count, best.shape[1]), dim=1)
         terms = terms.gather(1, chosen)
-    return best, terms, total
+    return best, terms, peak, total
 
 
 def new_outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from varlen_kernels import Pooling
 from varlen_kernels.tuning import Launch
+from varlen_kernels.vector_ops import SCALE_OF_HUGE
 
 _WARP_THREADS = 32
 _LOAD_BYTES = 16
@@ -21,6 +22,9 @@ _MAX_BLOCK = 256
 _MAX_THREAD_VALUES = 32
 # Hardware limit per thread.
 _MAX_REGISTERS = 255
+# The squares of a huge vector overflow.
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_SCALE_OF_HUGE = tl.constexpr(SCALE_OF_HUGE)
 
 
 @triton.jit
@@ -99,13 +103,22 @@ def finish_pooling(
         # the sum of places from unpooled + 1 on
         pooled = pooled / (tokens * (tokens + (2 * unpooled + 1)) / 2)
     if NORMALIZE:
-        squares = tl.where(col < HIDDEN, pooled * pooled, 0.0)
-        norm = tl.sqrt(tl.sum(squares, axis=1, keep_dims=True))
-        # not tl.maximum, so that a norm of NaN remains NaN
-        norm = tl.where(norm < norm_floor, norm_floor, norm)
         normalize = tl.load(normalize_ptr + sequence) != 0
-        pooled = tl.where(normalize, pooled / norm, pooled)
+        if normalize:
+            total = _sum_of_squares(pooled, col, HIDDEN)
+            if total > _LARGEST:
+                # a power of two rounds nothing
+                pooled *= _SCALE_OF_HUGE
+                total = _sum_of_squares(pooled, col, HIDDEN)
+            norm = tl.sqrt(total)
+            # not tl.maximum, so that a norm of NaN remains NaN
+            pooled = pooled / tl.where(norm < norm_floor, norm_floor, norm)
     return pooled
+
+
+@triton.jit
+def _sum_of_squares(x, col, HIDDEN: tl.constexpr):
+    return tl.sum(tl.sum(tl.where(col < HIDDEN, x * x, 0.0), axis=1), axis=0)
 
 
 def candidate_launches(

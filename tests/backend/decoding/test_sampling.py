@@ -320,6 +320,20 @@ def test_log_probabilities_are_those_of_the_model_s_logits(sampler):
         assert_close([value for _, value in logprobs.top], best.values, roundings=4)
 
 
+@pytest.mark.parametrize("spread", [1e-4, 1.0, 30.0, 1e3, 1e30])
+def test_log_probabilities_are_those_of_float64_over_the_whole_range(sampler, spread):
+    logits = random_logits(4) * spread
+    expected = logits.double().log_softmax(1)
+
+    tokens = sample(sampler, logits.clone(), [sequence_of(1, logprobs=20) for _ in range(4)])
+
+    for row, token in enumerate(tokens):
+        found = dict(token.logprobs.top)
+        exact = expected[row, list(found)].tolist()
+        # a probability is right up to this relative error, as the exponential of its logarithm
+        assert list(found.values()) == pytest.approx(exact, rel=1e-6, abs=1e-6)
+
+
 def test_logprobs_of_a_small_vocabulary_are_all_there_are():
     tokenizer = byte_level()
     grammars, bad_words = new_grammars(tokenizer, 5, []), BadWords(tokenizer, 5, [])

@@ -68,3 +68,38 @@ def test_vectors_are_changed_in_no_form():
         VectorForm(8, normalize=True, dtype=dtype).of(UNIT)
 
     np.testing.assert_array_equal(UNIT, before)
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-6, 1.0, 1e18, 1e30, 1e38])
+def test_vectors_of_any_size_equal_float64(size):
+    vectors = (np.float64(VECTORS) * size).astype(np.float32)
+    wide = vectors[:, :8].astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    # torch.nn.functional.normalize has this floor
+    expected = wide / np.maximum(lengths, 1e-12)
+    largest = np.abs(wide).max(axis=1, keepdims=True)
+
+    unit = VectorForm(8, normalize=True).of(vectors)
+    codes = VectorForm(8, dtype="int8").of(vectors)
+
+    np.testing.assert_allclose(unit, expected, rtol=2**-23, atol=2**-149)
+    np.testing.assert_array_equal(codes, np.rint(127 * wide / largest))
+    np.testing.assert_array_equal(
+        VectorForm(8, dtype="ubinary").of(vectors), np.packbits(wide > 0, axis=1)
+    )
+
+
+def test_int8_codes_are_rounded_once():
+    # 127 * x / 1 in fp32 would be a half exactly, and round to an even number
+    vector = np.array([[1.0, np.nextafter(np.float32(0.5 / 127), np.float32(1))]], np.float32)
+    expected = np.rint(127 * vector.astype(np.float64))
+
+    np.testing.assert_array_equal(VectorForm(dtype="int8").of(vector), expected)
+
+
+def test_what_float16_cannot_hold_becomes_infinity():
+    vector = np.array([[1e6, -1e6, 65504.0]], np.float32)
+
+    halves = VectorForm(dtype="float16").of(vector)
+
+    np.testing.assert_array_equal(halves, [[np.inf, -np.inf, 65504]])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.float64 import DTYPES, check, f64, rand
+from tests.kernels.float64 import DTYPES, check, check_activation, f64, rand, whole_range
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.panel_ops import pack_panels
@@ -48,6 +48,15 @@ def test_an_activation_follows(rows, hidden, features, kind):
 
     exact = reference.linear(*(each.double() for each in (x, weight, bias)))
     check(actual, reference.activate(exact, kind=kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_activation_is_that_of_float64_over_the_whole_range(kind):
+    x = whole_range()
+
+    actual = cpu.linear_panels_activate(x.view(-1, 1), pack_panels(torch.ones(1, 1)), kind=kind)
+
+    check_activation(actual.view_as(x), x, kind)
 
 
 @DTYPES

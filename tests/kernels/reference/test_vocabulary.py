@@ -90,3 +90,28 @@ def test_top_terms_of_bf16_are_probabilities():
 
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found[:, 1].sum(1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 10.0, 20.0, 300.0])
+def test_probabilities_of_top_terms_are_those_of_float64_over_the_whole_range(spread):
+    # the logits themselves: products round
+    logits = rand(1, SLICE_TERMS * 3 + 5) * spread
+
+    found = reference.top_terms(torch.ones(1, 1), logits, count=100)
+
+    exact = np.sort(torch.softmax(logits.double(), 1)[0].numpy())[::-1][:100]
+    np.testing.assert_allclose(found[0, 1].double(), exact, rtol=1e-6, atol=2**-149)
+
+
+@pytest.mark.parametrize("logs", [1, 2])
+def test_weights_of_terms_are_those_of_float64_over_the_whole_range(logs):
+    logits = torch.cat([torch.logspace(-37, 38, 20_001), torch.linspace(-110, 110, 2_001)])
+
+    weights, _ = reference.term_weights(
+        torch.ones(1, 1), logits[None], None, bounds_of([1]), mode="max", logs=logs
+    )
+
+    exact = np.maximum(f64(logits), 0)
+    for _ in range(logs):
+        exact = np.log1p(exact)
+    np.testing.assert_allclose(weights[0].double(), exact, rtol=2e-7)

@@ -8,6 +8,7 @@ from varlen_kernels.triton import activation
 from varlen_kernels.triton.activation import activate
 from varlen_kernels.tuning import forced_launch
 
+from ..float64 import check_activation, whole_range
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
 
@@ -77,6 +78,13 @@ def test_every_candidate_launch_matches_the_reference(width, device):
     for launch in activation.candidate_launches(width, torch.float16):
         with forced_launch("activate", (width, torch.float16), launch):
             assert_close(activate(x, bias, kind="gelu"), expected, torch.float16)
+
+
+@KINDS
+def test_activations_are_those_of_float64_over_the_whole_range(kind, device):
+    x = whole_range().to(device)
+
+    check_activation(activate(x, kind=kind).cpu(), x.cpu(), kind)
 
 
 def test_gelu_is_exact_to_the_last_places_of_fp32(device):

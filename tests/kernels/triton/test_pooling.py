@@ -106,6 +106,21 @@ def test_the_start_of_sequences_is_left_out(lengths, unpooled, normalized, mode,
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [64, 70, 90]], ids=["short", "long"])
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-13, 1e-6, 1e15, 1e18, 1e30, 3e35])
+def test_vectors_of_any_size_are_normalized_as_in_float64(size, lengths, device):
+    x = (rand(sum(lengths), 384, device=device) + 1) * size
+    normalize = torch.tensor([True, True, False], device=device)
+
+    actual = pool(x, cu_seqlens_of(lengths, device), normalize, mode="mean")
+
+    means = torch.stack([rows.double().mean(0) for rows in x.split(lengths)])
+    units = torch.nn.functional.normalize(means, dim=1)
+    expected = torch.where(normalize[:, None], units, means)
+    scale = expected.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(actual / scale, expected / scale, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_other_sequences_change_no_bit_of_a_long_one(mode, device):
     x = rand(700, 40, device=device)
