@@ -74,6 +74,22 @@ def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, cache):
     assert said == [f"fetching {encoder} into {folder}"]
 
 
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
+def test_a_cache_that_cannot_be_written_is_told_with_its_variable(
+    encoder, tmp_path, monkeypatch, variable
+):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    # no user can make a folder there
+    monkeypatch.setenv(variable, "/proc/none")
+
+    result = CliRunner().invoke(program(), ["serve", str(encoder), *free_ports()])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: /proc/none/")
+    assert "set XDG_CACHE_HOME (or HOME" in result.stderr
+    assert "Errno" not in result.stderr
+
+
 def test_two_sources_of_one_name_have_folders_of_their_own(encoder, tmp_path):
     other = tmp_path / "other/Tiny-Encoder"
     shutil.copytree(encoder, other)
@@ -246,10 +262,12 @@ def test_taken_ports_are_named_with_the_option():
             pass
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
-    ports = ["--port", str(free_port()), "--server-port", str(free_port())]
+def free_ports() -> list[str]:
+    return ["--port", str(free_port()), "--server-port", str(free_port())]
 
-    result = CliRunner().invoke(program(), ["serve", str(tmp_path / "absent"), *ports])
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    result = CliRunner().invoke(program(), ["serve", str(tmp_path / "absent"), *free_ports()])
 
     assert result.exit_code == 2
     assert result.stderr.startswith(f"fetching {tmp_path}/absent into ")

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
+from varlen_kernels.cache_files import CacheFolder
 from varlen_tools.fetch import FetchError, default_name, fetch
-from varlen_tools.folder_lock import exclusive
 from varlen_tools.model_source import read_model_config
 
 # Name of the file that says what a model was made of, and the version of its content and of what `fetch` copies.
 SOURCE_FILE, _FORMAT = "source.json", 1
+# Longest fetch of another process that is waited for.
+_LOCK_SECONDS = 3600.0
 
 
 class ServeError(Exception):
@@ -54,6 +56,7 @@ def find_models(
 
     Raises:
         ServeError: a source is not one of these, an option does not fit, or two models have the same name.
+        CacheError: the cache cannot be written, or others can write to it.
     """
     own = {source: model_folders(Path(source).expanduser(), report) for source in sources}
     fetched = [source for source, folders in own.items() if not folders]
@@ -117,8 +120,9 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
     """Fetch a checkpoint, unless its model is there and up to date."""
     stamp = folder / SOURCE_FILE
     made_of = _made_of(source, fetching.settings)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.parent):
+    cache = CacheFolder(folder.parent)
+    cache.make()
+    with cache.lock("lock", _LOCK_SECONDS, report):
         is_same = stamp.is_file() and stamp.read_text(encoding="utf-8") == made_of
         if is_same and not fetching.force:
             report(f"{source} is in {folder}; --force fetches it again")
