@@ -110,6 +110,18 @@ def test_copies_what_serving_needs_and_nothing_else(encoder, repository):
     nothing_is_left_over(repository)
 
 
+def test_copies_chat_templates_with_names(encoder, repository):
+    folder = encoder / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text("a")
+    (folder / "notes.txt").write_text("b")
+
+    target = fetch(str(encoder), repository=repository)
+
+    copied = target / "1" / folder.name
+    assert [path.name for path in copied.iterdir()] == ["rag.jinja"]
+
+
 def test_the_config_is_complete(encoder, repository):
     target = fetch(str(encoder), repository=repository, settings={"max_batch_size": "7"})
 

@@ -23,6 +23,7 @@ from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
@@ -40,6 +41,8 @@ from varlen_tools.scratch import scratch_folder
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
+# Chat templates with names.
+_TEMPLATES = f"{MORE_TEMPLATES}/*.jinja"
 # States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
@@ -201,7 +204,7 @@ def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) ->
     from huggingface_hub import snapshot_download
 
     # heads that are not served are named, and neither read nor copied
-    patterns = [*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS]
+    patterns = [*ALLOWED_FILES, _TEMPLATES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS]
     with _download_folder(f"{model}@{commit}", scratch) as folder:
         with _asking_hub(model):
             snapshot_download(model, revision=commit, allow_patterns=patterns, local_dir=folder)
@@ -282,6 +285,10 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
                 if path.is_file() and _is_allowed(path.name):
                     (into / folder).mkdir(exist_ok=True)
                     shutil.copyfile(resolve_inside(source, path), into / folder / path.name)
+    for path in filter(Path.is_file, source.glob(_TEMPLATES)):
+        with _refusing(LinkError):
+            (into / MORE_TEMPLATES).mkdir(exist_ok=True)
+            shutil.copyfile(resolve_inside(source, path), into / MORE_TEMPLATES / path.name)
     try:
         made = make_tokenizer(source)
     except ConversionError as error:
@@ -323,6 +330,8 @@ def _module_folders(source: Path) -> list[str]:
 def _is_allowed(file: str) -> bool:
     name = PurePosixPath(file).name
     hidden = name.startswith(".")
+    if PurePosixPath(file).match(_TEMPLATES):
+        return not hidden
     return not hidden and any(fnmatch.fnmatchcase(name, each) for each in ALLOWED_FILES)
 
 

@@ -9,6 +9,7 @@ from threading import Lock
 from types import MappingProxyType
 
 from varlen.errors import CheckpointError, EngineError, RequestError, shorten
+from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE
 from varlen.sandbox.process import Sandbox, SandboxProcess
 from varlen.sandbox.protocol import INVALID, REFUSED, TEXT, UNREAD
 
@@ -16,21 +17,25 @@ MAX_MESSAGES = 1024
 
 # Processes that stay between two prompts: about as many as threads that tokenize.
 _MAX_IDLE = 2
+# Name of the template among its variables, where transformers has it too.
+_NAME = "chat_template"
 # A short conversation that every template should know.
 _EXAMPLE = [{"role": "user", "content": "Hello!"}]
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint. Thread-safe."""
+    """The chat template of a checkpoint, or several with names. Thread-safe."""
 
-    def __init__(self, sandbox: Sandbox, *, max_characters: int) -> None:
+    def __init__(self, sandbox: Sandbox, names: Sequence[str], *, max_characters: int) -> None:
         """Prepare a template.
 
         Args:
             sandbox: starts the processes that render it; its `template` is from `template_setup`.
+            names: names of the templates.
             max_characters: longest text of a prompt.
         """
         self._sandbox = sandbox
+        self._names = sorted(names)
         self._max_characters = max_characters
         self._lock = Lock()
         self._idle: list[SandboxProcess] = []
@@ -43,13 +48,14 @@ class ChatTemplate:
         Raises:
             CheckpointError: the template is not valid, or takes too much time or memory.
         """
-        try:
-            answer = self._answer(_order(_EXAMPLE, add_generation_prompt=True))
-        except RequestError as error:
-            raise CheckpointError(f"{error}, for one message of one word") from None
-        if answer[0] == INVALID:
-            reason = shorten(answer[1:].decode(errors="replace"))
-            raise CheckpointError(f"the chat template cannot be read: {reason}")
+        for name in self._names:
+            try:
+                answer = self._answer(_order(_EXAMPLE, name, add_generation_prompt=True))
+            except RequestError as error:
+                raise CheckpointError(f"{error}, for one message of one word") from None
+            if answer[0] == INVALID:
+                reason = shorten(answer[1:].decode(errors="replace"))
+                raise CheckpointError(f"the chat template cannot be read: {reason}")
 
     def render(
         self,
@@ -63,6 +69,7 @@ class ChatTemplate:
         Args:
             messages: objects of JSON with a role and what else the template reads, mostly a content.
             variables: values of other variables of the template, as JSON has them; also of `add_generation_prompt`.
+                `chat_template` is the name of the template.
             add_generation_prompt: whether the template begins the answer, where no variable says it.
 
         Raises:
@@ -70,8 +77,10 @@ class ChatTemplate:
                 or memory; or it does not read one of the variables.
         """
         _check(messages)
+        variables = dict(variables)
+        name = self._name(variables.pop(_NAME, None))
         answer = self._answer(
-            _order(messages, variables, add_generation_prompt=add_generation_prompt)
+            _order(messages, name, variables, add_generation_prompt=add_generation_prompt)
         )
         kind, text = answer[0], answer[1:].decode(errors="surrogatepass")
         if kind == TEXT:
@@ -89,6 +98,21 @@ class ChatTemplate:
         raise RequestError(
             f"the messages have more than {self._max_characters} characters with the chat template;"
             " send fewer or shorter ones"
+        )
+
+    def _name(self, given: object) -> str:
+        """Return the name of the template that a request asks for; None is the default."""
+        name = DEFAULT_TEMPLATE if given is None else given
+        if isinstance(name, str) and name in self._names:
+            return name
+        names = shorten(", ".join(self._names))
+        if given is None:
+            raise RequestError(
+                f"the checkpoint has several chat templates, and none is the default; send {_NAME} with one of their"
+                f" names: {names}"
+            )
+        raise RequestError(
+            f"{_NAME} is {shorten(repr(name))}; allowed: names of the checkpoint's own templates: {names}"
         )
 
     def _answer(self, order: bytes) -> bytes:
@@ -127,17 +151,17 @@ class ChatTemplate:
 
 
 def template_setup(
-    source: str, special_tokens: Mapping[str, str], *, max_characters: int
+    sources: Mapping[str, str], special_tokens: Mapping[str, str], *, max_characters: int
 ) -> Mapping[str, object]:
     """Return the arguments of `TemplateServer`.
 
     Args:
-        source: Jinja source of the template.
+        sources: Jinja sources of the templates by name.
         special_tokens: texts of special tokens by name, such as `bos_token`.
         max_characters: longest text of a prompt.
     """
     return {
-        "source": source,
+        "sources": dict(sources),
         "special_tokens": dict(special_tokens),
         "max_characters": max_characters,
     }
@@ -145,11 +169,13 @@ def template_setup(
 
 def _order(
     messages: Sequence[Mapping[str, object]],
+    name: str,
     variables: Mapping[str, object] = MappingProxyType({}),
     *,
     add_generation_prompt: bool,
 ) -> bytes:
     order = {
+        "template": name,
         "messages": messages,
         "variables": dict(variables),
         "add_generation_prompt": add_generation_prompt,

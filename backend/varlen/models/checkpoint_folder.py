@@ -30,11 +30,12 @@ from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
-from varlen.models.checkpoint.tokenizer_files import read_tokenizer_settings
+from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, read_tokenizer_settings
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.checkpoint.weights import read_headers
 from varlen.models.registry import family_of, first_name
+from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task
 from varlen_kernels import Pooling
 
@@ -75,13 +76,14 @@ class Checkpoint:
         tokenizer_class: the class that transformers takes for its tokenizer.
         has_token_types: whether the tokens of a pair's second text have type 1: the model has that type, and the
             tokenizer gives it.
+        truncation_side: side on which its tokenizer cuts texts that are too long.
         labels: outputs of the classification head, none without one.
         uncounted_token: the padding token, where transformers does not count it as a position.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
         eos_token_ids: the tokens that end a generated sequence.
-        chat_template: Jinja source that makes a prompt of chat messages, if the checkpoint has one.
+        chat_templates: Jinja sources that make a prompt of chat messages, by name.
         special_tokens: text of the tokens that the template may name, such as `bos_token`.
         translate: token ids of targets and defaults of beam search, if it has an encoder and a decoder.
     """
@@ -107,12 +109,13 @@ class Checkpoint:
     has_second_type: bool
     tokenizer_class: str
     has_token_types: bool
+    truncation_side: TruncationSide
     labels: Labels
     uncounted_token: int | None
     position_limit: int
     max_sequence_tokens: int
     eos_token_ids: tuple[int, ...]
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
     translate: TranslateSettings | None
 
@@ -174,12 +177,13 @@ class Checkpoint:
             has_second_type=has_second_type,
             tokenizer_class=tokenizer.class_name,
             has_token_types=has_second_type and tokenizer.gives_types,
+            truncation_side=tokenizer.truncation_side,
             labels=_labels(config, sentence) if has_labels else NO_LABELS,
             uncounted_token=sizes.uncounted_token,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
-            chat_template=tokenizer.chat_template,
+            chat_templates=tokenizer.chat_templates,
             special_tokens=tokenizer.special_tokens,
             translate=(
                 read_translate_settings(folder, config, vocab_size=_target_vocab_size(config))
@@ -187,6 +191,11 @@ class Checkpoint:
                 else None
             ),
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the template that counts if a request names none."""
+        return self.chat_templates.get(DEFAULT_TEMPLATE)
 
     @property
     def embedding_size(self) -> int:

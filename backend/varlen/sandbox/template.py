@@ -22,31 +22,34 @@ _MAX_REASON = 10_000
 
 
 class TemplateServer:
-    """Renders one template in a forked process."""
+    """Renders the templates of a checkpoint in a forked process."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], max_characters: int) -> None:
-        """Prepare a template, which each process compiles itself: that may take any memory.
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], max_characters: int
+    ) -> None:
+        """Prepare templates, which each process compiles itself: that may take any memory.
 
         Args:
-            source: Jinja source of the template.
+            sources: Jinja sources of the templates by name.
             special_tokens: texts of special tokens by name, such as `bos_token`.
             max_characters: longest text of a prompt.
         """
-        self._source = source
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._max_characters = max_characters
 
     def serve(self, frames: Frames, limits: SandboxLimits) -> None:
         """Render the messages of each order until the engine closes the connection."""
-        template: Template | None = None
-        read: list[str] = []
+        compiled: dict[str, tuple[Template, list[str]]] = {}
         while True:
-            order = frames.receive()
+            frame = frames.receive()
             start_timer(limits.seconds)
             try:
-                if template is None:
-                    template, read = self._compile()
-                kind, text = self._answer(template, read, json.loads(order))
+                order = json.loads(frame)
+                name = order.pop("template")
+                if name not in compiled:
+                    compiled[name] = self._compile(self._sources[name])
+                kind, text = self._answer(*compiled[name], order)
             except (TemplateError, SyntaxError, RecursionError) as error:
                 # messages have a limit of depth, so only a template is nested that deeply
                 kind, text = INVALID, str(error)[:_MAX_REASON]
@@ -54,14 +57,12 @@ class TemplateServer:
             stop_timer()
             frames.send(answer)
 
-    def _compile(self) -> tuple[Template, list[str]]:
+    def _compile(self, source: str) -> tuple[Template, list[str]]:
         """Return the template, and the names of the variables that requests may set."""
         environment = _environment()
-        template = environment.from_string(self._source)
+        template = environment.from_string(source)
         fixed = {"messages", *self._special_tokens, *environment.globals}
-        return template, sorted(
-            meta.find_undeclared_variables(environment.parse(self._source)) - fixed
-        )
+        return template, sorted(meta.find_undeclared_variables(environment.parse(source)) - fixed)
 
     def _answer(
         self, template: Template, read: list[str], order: dict[str, Any]

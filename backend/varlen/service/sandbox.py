@@ -54,11 +54,10 @@ def _sandbox(
     tokens: Callable[[], Mapping[str, object] | None],
 ) -> Sandbox:
     def setup() -> Mapping[str, object]:
-        source = checkpoint.chat_template
         template = None
-        if source is not None:
+        if checkpoint.chat_templates:
             template = template_setup(
-                source, checkpoint.special_tokens, max_characters=max_characters
+                checkpoint.chat_templates, checkpoint.special_tokens, max_characters=max_characters
             )
         return {"tokens": tokens(), "template": template}
 
@@ -66,6 +65,6 @@ def _sandbox(
 
 
 def _template(checkpoint: Checkpoint, sandbox: Sandbox, max_characters: int) -> ChatTemplate | None:
-    if checkpoint.chat_template is None:
+    if not checkpoint.chat_templates:
         return None
-    return ChatTemplate(sandbox, max_characters=max_characters)
+    return ChatTemplate(sandbox, [*checkpoint.chat_templates], max_characters=max_characters)

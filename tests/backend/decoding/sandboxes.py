@@ -21,12 +21,13 @@ def new_grammars(tokenizer, vocab_size, ends, *, limits=PATIENT, max_bytes=1 << 
 
 
 def new_template(source, special_tokens, *, max_characters, limits=PATIENT):
-    """Return a chat template, which was checked."""
+    """Return a chat template, or several by name, which were checked."""
+    sources = source if isinstance(source, dict) else {"default": source}
 
     def setup():
-        return {"template": template_setup(source, special_tokens, max_characters=max_characters)}
+        return {"template": template_setup(sources, special_tokens, max_characters=max_characters)}
 
-    template = ChatTemplate(_new_sandbox(setup, limits), max_characters=max_characters)
+    template = ChatTemplate(_new_sandbox(setup, limits), [*sources], max_characters=max_characters)
     template.check()
     return template
 

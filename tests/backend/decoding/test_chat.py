@@ -261,3 +261,30 @@ def test_a_template_may_refuse_a_short_conversation_at_load():
     template = template_of("{{ raise_exception('no') if messages | length < 2 }}fine")
 
     assert template.render(CHATS["turns"]) == "fine"
+
+
+NAMED = {"rag": "RAG {{ messages[0].content }}", "tool_use": "TOOL {{ end }}"}
+
+
+def test_a_request_names_one_of_several_templates():
+    template = template_of({"default": "PLAIN {{ end }}", **NAMED})
+
+    assert template.render(CHATS["turns"], {"end": 1}) == "PLAIN 1"
+    assert template.render(CHATS["turns"], {"chat_template": "rag"}) == "RAG  Hi "
+    assert template.render(CHATS["turns"], {"chat_template": "tool_use", "end": 2}) == "TOOL 2"
+    with refused("chat_template is 'other'; allowed: names of the checkpoint's own templates: "):
+        template.render(CHATS["turns"], {"chat_template": "other"})
+    # the template of a client does not run
+    with refused("chat_template is '{{ 1 }}'; allowed: names"):
+        template.render(CHATS["turns"], {"chat_template": "{{ 1 }}"})
+
+
+def test_without_a_default_a_request_has_to_name_its_template():
+    template = template_of(NAMED)
+
+    assert template.render(CHATS["one"], {"chat_template": "tool_use"}) == "TOOL "
+    with refused(
+        "the checkpoint has several chat templates, and none is the default; send chat_template with one of their"
+        " names: rag, tool_use"
+    ):
+        template.render(CHATS["one"])

@@ -178,6 +178,24 @@ def test_of_several_templates_the_default_counts(decoder):
     set_fields(decoder, CONFIG, chat_template=templates)
 
     assert Checkpoint.open(decoder).chat_template == "b"
+    assert Checkpoint.open(decoder).chat_templates == {"tools": "a", "default": "b"}
+
+
+def test_templates_may_all_have_names(decoder):
+    set_fields(decoder, CONFIG, chat_template=[{"name": "rag", "template": "a"}])
+
+    assert Checkpoint.open(decoder).chat_templates == {"rag": "a"}
+    assert Checkpoint.open(decoder).chat_template is None
+
+
+def test_files_of_templates_replace_those_in_the_settings(decoder):
+    (decoder / "additional_chat_templates").mkdir()
+    (decoder / "additional_chat_templates" / "rag.jinja").write_text("b")
+    set_fields(decoder, CONFIG, chat_template=[{"name": "default", "template": "old"}])
+    assert Checkpoint.open(decoder).chat_templates == {"rag": "b"}
+    (decoder / "chat_template.jinja").write_text("a")
+
+    assert Checkpoint.open(decoder).chat_templates == {"default": "a", "rag": "b"}
 
 
 def test_a_checkpoint_may_have_no_template(small_decoder):

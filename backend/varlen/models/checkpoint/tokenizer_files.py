@@ -7,6 +7,7 @@ disagreement is refused.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast, get_args
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.byte_pair_tokenizer import (
@@ -16,9 +17,13 @@ from varlen.models.checkpoint.byte_pair_tokenizer import (
 )
 from varlen.models.checkpoint.config_file import Json, read_object, read_optional_object, show
 from varlen.models.checkpoint.family import Family
+from varlen.request.row_parameters import TruncationSide
 
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
+# Folder of templates with names.
+MORE_TEMPLATES = "additional_chat_templates"
+DEFAULT_TEMPLATE = "default"
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # The source language of classes that put its token around a text, where tokenizer_config.json does not name it.
 _SOURCE_LANGUAGES = {
@@ -52,17 +57,19 @@ class TokenizerSettings:
 
     Attributes:
         max_length: model_max_length, at which transformers truncates; None if no file has it.
-        chat_template: Jinja source that makes a prompt of chat messages, if a file has one.
+        chat_templates: Jinja sources that make a prompt of chat messages, by name; DEFAULT_TEMPLATE is without a name.
         special_tokens: text of the tokens that a template may name, such as `bos_token`.
         class_name: the class of transformers.
         gives_types: whether that class gives a pair token types.
+        truncation_side: side on which a text that is too long is cut.
     """
 
     max_length: int | None = None
-    chat_template: str | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     class_name: str = ""
     gives_types: bool = False
+    truncation_side: TruncationSide = "right"
 
 
 def read_tokenizer_settings(
@@ -94,15 +101,12 @@ def read_tokenizer_settings(
     default_class = str(model_config.get("tokenizer_class") or family.tokenizer_class)
     if not (folder / _CONFIG).is_file():
         return TokenizerSettings(
-            chat_template=_read_chat_template(folder, {}),
+            chat_templates=_read_chat_templates(folder, {}),
             class_name=default_class,
             gives_types=default_class in _TYPE_CLASSES,
+            truncation_side=_truncation_side({}, tokenizer),
         )
     config = read_optional_object(folder, _CONFIG)
-    if config.get("truncation_side") not in (None, "right"):
-        raise CheckpointError(
-            f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
-        )
     class_name = str(config.get("tokenizer_class") or default_class)
     if family.kind != "encoder" or class_name in _BYTE_PAIR_CLASSES:
         check_byte_pair_tokenizer(config, tokenizer, class_name)
@@ -111,12 +115,26 @@ def read_tokenizer_settings(
         _check_normalizer(config, normalizer, class_name)
     return TokenizerSettings(
         max_length=_read_max_length(config),
-        chat_template=_read_chat_template(folder, config),
+        chat_templates=_read_chat_templates(folder, config),
         special_tokens={
             name: text for name in _SPECIAL_TOKENS if (text := token_text(config.get(name)))
         },
         class_name=class_name,
         gives_types=_gives_types(config, class_name),
+        truncation_side=_truncation_side(config, tokenizer),
+    )
+
+
+def _truncation_side(config: Json, tokenizer: Json) -> TruncationSide:
+    """Return the side that transformers cuts: tokenizer_config.json comes before tokenizer.json."""
+    cut = tokenizer.get("truncation")
+    stored = str(cut.get("direction", "")).lower() if isinstance(cut, dict) else ""
+    side = config.get("truncation_side") or stored or "right"
+    for allowed in get_args(TruncationSide):
+        if side == allowed:
+            return cast(TruncationSide, allowed)
+    raise CheckpointError(
+        f"{_CONFIG} has truncation_side {show(side)}; allowed: {', '.join(get_args(TruncationSide))}"
     )
 
 
@@ -143,26 +161,39 @@ def _read_max_length(config: Json) -> int | None:
     return int(limit)
 
 
-def _read_chat_template(folder: Path, config: Json) -> str | None:
-    """Return chat_template.jinja, else the template in tokenizer_config.json, as transformers prefers them."""
-    if (folder / _CHAT_TEMPLATE).is_file():
-        try:
-            return (folder / _CHAT_TEMPLATE).read_text(encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{_CHAT_TEMPLATE} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise CheckpointError(f"{_CHAT_TEMPLATE} is not text: {error}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {
-            each.get("name"): each.get("template") for each in template if isinstance(each, dict)
-        }
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f'{_CONFIG} has chat_template {show(template)}; allowed: a string, or a list with the name "default"'
+def _read_chat_templates(folder: Path, config: Json) -> Mapping[str, str]:
+    """Return the templates in files, else those in tokenizer_config.json, as transformers prefers them."""
+    names = {DEFAULT_TEMPLATE: _CHAT_TEMPLATE} if (folder / _CHAT_TEMPLATE).is_file() else {}
+    for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
+        names[path.stem] = f"{MORE_TEMPLATES}/{path.name}"
+    if names:
+        return {name: _read_text(folder, file) for name, file in names.items()}
+    given = config.get("chat_template")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {DEFAULT_TEMPLATE: given}
+    found = {}
+    for each in given if isinstance(given, list) else [None]:
+        name, template = (
+            (each.get("name"), each.get("template")) if isinstance(each, dict) else (None, None)
         )
-    return template
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise CheckpointError(
+                f"{_CONFIG} has chat_template {show(given)}; allowed: a string, or a list of objects with name and"
+                " template"
+            )
+        found[name] = template
+    return found
+
+
+def _read_text(folder: Path, name: str) -> str:
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{name} is not text: {error}") from None
 
 
 def _check_normalizer(config: Json, normalizer: object, class_name: str) -> None:
