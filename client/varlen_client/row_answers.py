@@ -20,6 +20,20 @@ class LabelScore:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranking:
+    """The scores of documents and their order.
+
+    Attributes:
+        scores: [documents] fp32, in the order of the documents.
+        best_first: [documents], indices of the documents in the order of their logits, the largest first. Scores of
+            different logits may be equal.
+    """
+
+    scores: Floats
+    best_first: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class SparseVector:
     """The terms of a text and their weights, the largest weight first.
 
@@ -73,6 +87,12 @@ def read_column(answers: RowAnswers) -> Floats:
     return read_matrix(answers)[:, 0]
 
 
+def read_ranking(answers: RowAnswers) -> Ranking:
+    """Return the scores and their order; the second output is the logits."""
+    scores, logits = (answers.joined(output)[:, 0] for output in answers.outputs[:2])
+    return Ranking(scores, np.argsort(-logits, kind="stable"))
+
+
 def read_arrays(answers: RowAnswers) -> list[Floats]:
     """Return the first output of each request of one row, without the batch dimension."""
     return [output[0].copy() for (output,) in answers.each(answers.outputs[0].name)]
@@ -80,8 +100,9 @@ def read_arrays(answers: RowAnswers) -> list[Floats]:
 
 def read_labels(answers: RowAnswers) -> list[list[LabelScore]]:
     """Return the labels of each row with their scores, the best `top_k` first."""
-    scores, labels = (answers.joined(output) for output in answers.outputs[:2])  # [rows, labels]
-    order = np.argsort(-scores, axis=1, kind="stable")[:, : answers.options.get("top_k")]
+    # [rows, labels] each
+    scores, labels, logits = (answers.joined(output) for output in answers.outputs[:3])
+    order = np.argsort(-logits, axis=1, kind="stable")[:, : answers.options.get("top_k")]
     return [
         [LabelScore(_text(labels[row, at]), float(scores[row, at])) for at in best]
         for row, best in enumerate(order)
@@ -125,8 +146,9 @@ def read_filled_masks(answers: RowAnswers) -> list[list[list[FilledToken]]]:
 def read_token_labels(answers: RowAnswers) -> list[list[TokenLabel]]:
     """Return each row's tokens with their best labels."""
     rows = []
-    for scores, labels, tokens, counts in answers.each("scores", "labels", "tokens", "num_tokens"):
-        best = scores.argmax(axis=2)  # [rows, tokens]
+    names = ("scores", "labels", "tokens", "num_tokens", "logits")
+    for scores, labels, tokens, counts, logits in answers.each(*names):
+        best = logits.argmax(axis=2)  # [rows, tokens]
         rows += [
             [
                 TokenLabel(

@@ -12,6 +12,7 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.row_answers import (
     FilledToken,
     LabelScore,
+    Ranking,
     SparseVector,
     TokenLabel,
     read_arrays,
@@ -19,6 +20,7 @@ from varlen_client.row_answers import (
     read_filled_masks,
     read_labels,
     read_matrix,
+    read_ranking,
     read_sparse_vectors,
     read_token_labels,
 )
@@ -165,7 +167,7 @@ def _label_outputs(options: Options) -> Outputs:
     top_k = options.get("top_k")
     if top_k is not None and top_k < 1:
         raise InvalidRequest(f"top_k is {top_k}; allowed: whole numbers from 1")
-    return RowOutput("scores"), RowOutput("labels", dtype=np.object_)
+    return RowOutput("scores"), RowOutput("labels", dtype=np.object_), RowOutput("logits")
 
 
 def _rank_output(options: Options) -> Outputs:
@@ -198,6 +200,15 @@ PREDICT: RowTask[list[list[LabelScore]]] = RowTask(
 RERANK: RowTask[Floats] = RowTask(
     "rerank", RerankOptions, _rank_output, read_column, needs_width=1, takes_pairs=True
 )
+# The same rows; the answer says the order of the documents too.
+RANK: RowTask[Ranking] = RowTask(
+    "rerank",
+    RerankOptions,
+    (RowOutput("scores"), RowOutput("logits")),
+    read_ranking,
+    needs_width=1,
+    takes_pairs=True,
+)
 PREDICT_TOKENS: RowTask[list[list[TokenLabel]]] = RowTask(
     "predict_tokens",
     RerankOptions,
@@ -206,6 +217,8 @@ PREDICT_TOKENS: RowTask[list[list[TokenLabel]]] = RowTask(
         RowOutput("labels", dtype=np.object_),
         RowOutput("tokens", dtype=np.object_, width=ANY_WIDTH),
         TOKEN_COUNTS,
+        # the best label is the one of the largest logit
+        RowOutput("logits", 2),
     ),
     read_token_labels,
     takes_pairs=True,

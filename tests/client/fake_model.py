@@ -105,6 +105,7 @@ class FakeModel:
     delay: Callable[[ReceivedRequest], float] = lambda received: 0.0
     output_dtype: type = np.float32
     has_scores: bool = True
+    scores_of: Callable[[np.ndarray], np.ndarray] = lambda logits: logits / 1000
     """Whether a classifier has more outputs than its logits."""
     counts_tokens: bool = False
     """Whether a model has the output num_tokens, here of one token per character."""
@@ -197,12 +198,12 @@ class FakeModel:
         if self.task == "fill_mask":
             return mask_outputs(received)
         if "tokens" in received.outputs:
-            return token_label_outputs(received)
+            return token_label_outputs(received, self.scores_of)
         main = self.form_of(self.output(received), received.parameters)
         labels = [f"über {number}".encode() for number in range(main.shape[-1])]
         return {
             self.main_output: main,
-            "scores": main / 1000,
+            "scores": self.scores_of(main),
             "num_tokens": self.num_tokens(received),
             "labels": np.array([labels] * len(main)),
         }
@@ -360,17 +361,25 @@ def mask_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
     }
 
 
-def token_label_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
+def token_label_outputs(
+    received: ReceivedRequest, scores_of: Callable[[np.ndarray], np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return a token for each word; capitals have the second label."""
     words = [text.split() for text in received.texts]
     counts = np.array([[len(row)] for row in words], np.int32)
     tokens = np.full((len(words), counts.max()), b"", dtype="S16")
-    scores = np.zeros((*tokens.shape, 2), np.float32)
+    logits = np.zeros((*tokens.shape, 2), np.float32)
     for row, found in enumerate(words):
         tokens[row, : len(found)] = [word.encode() for word in found]
-        scores[row, : len(found)] = [[0.25, 0.75 * word.isupper()] for word in found]
+        logits[row, : len(found)] = [[250, 750 * word.isupper()] for word in found]
     labels = np.array([[b"O", "Ö".encode()]] * len(words))
-    return {"scores": scores, "labels": labels, "tokens": tokens, "num_tokens": counts}
+    return {
+        "logits": logits,
+        "scores": scores_of(logits),
+        "labels": labels,
+        "tokens": tokens,
+        "num_tokens": counts,
+    }
 
 
 def vector_of_text(text: str) -> np.ndarray:

@@ -48,7 +48,7 @@ def test_predict_returns_labels_with_the_best_first(client, server):
         [LabelScore("über 0", pytest.approx(0.004)), LabelScore("über 1", 0.0)],
     ]
     assert server.model.requests[0].parameters == {"activation": "softmax"}
-    assert server.model.requests[0].outputs == ("scores", "labels")
+    assert server.model.requests[0].outputs == ("scores", "labels", "logits")
 
 
 def test_predict_is_in_order_over_many_requests(client, server):
@@ -59,6 +59,25 @@ def test_predict_is_in_order_over_many_requests(client, server):
     scores = [label.score for [label] in rows]
     np.testing.assert_allclose(scores, np.arange(1, 31) / 1000, rtol=1e-5)
     assert client.predict([]) == []
+
+
+def test_labels_of_equal_scores_are_in_the_order_of_their_logits(client, server):
+    server.model.task, server.model.scores_of = "classify", np.ones_like
+
+    rows = client.predict([("ab", "xyz"), ("abcd", "")])
+
+    assert [[each.label for each in row] for row in rows] == [
+        ["über 1", "über 0"],
+        ["über 0", "über 1"],
+    ]
+
+
+def test_the_label_of_a_token_has_the_largest_logit_also_where_scores_are_equal(client, server):
+    server.model.task, server.model.scores_of = "token_classify", np.ones_like
+
+    [tokens] = client.predict_tokens(["a A"])
+
+    assert [each.label for each in tokens] == ["O", "Ö"]
 
 
 def test_predict_needs_a_server_that_has_scores(client, server):

@@ -25,7 +25,8 @@ from varlen_client.cli.row_command import (
 from varlen_client.row_answers import SparseVector
 from varlen_client.row_options import Activation
 from varlen_client.sync import Client
-from varlen_client.wire import Floats
+from varlen_client.tasks import RANK
+from varlen_client.wire import Floats, query_and_documents
 
 SHOWN_TERMS = 8
 
@@ -43,9 +44,14 @@ _Output = Annotated[
 ]
 
 
+def _shown(score: float) -> str:
+    """Return a score in four decimals, or in the form 2.1e-09 if these have less than two digits of it."""
+    return f"{score:.1e}" if 0 < abs(score) < 1e-3 else f"{score:.4f}"
+
+
 def _terms(vector: SparseVector) -> list[str]:
     pairs = zip(vector.terms[:SHOWN_TERMS], vector.values, strict=False)
-    shown = ", ".join(f"{term} {value:.4f}" for term, value in pairs)
+    shown = ", ".join(f"{term} {_shown(value)}" for term, value in pairs)
     more = ", …" if len(vector.terms) > SHOWN_TERMS else ""
     return [f"{len(vector.terms)} terms  [{shown}{more}]"]
 
@@ -71,7 +77,7 @@ _CLASSIFY = RowCommand(
     Client.predict,
     "classifying",
     lambda labels: {"labels": [asdict(each) for each in labels]},
-    lambda labels: [", ".join(f"{each.label} {each.score:.4f}" for each in labels)],
+    lambda labels: [", ".join(f"{each.label} {_shown(each.score)}" for each in labels)],
 )
 _SPARSE_EMBED = RowCommand(
     Client.sparse_embed,
@@ -87,13 +93,17 @@ _FILL_MASK = RowCommand(
     Client.fill_mask,
     "filling",
     lambda masks: {"masks": [[asdict(token) for token in mask] for mask in masks]},
-    lambda masks: [", ".join(f"{each.text} {each.score:.4f}" for each in mask) for mask in masks],
+    lambda masks: [
+        ", ".join(f"{each.text} {_shown(each.score)}" for each in mask) for mask in masks
+    ],
 )
 _TOKEN_LABELS = RowCommand(
     Client.predict_tokens,
     "sending",
     lambda tokens: {"tokens": [asdict(each) for each in tokens]},
-    lambda tokens: [", ".join(f"{each.token} {each.label} {each.score:.4f}" for each in tokens)],
+    lambda tokens: [
+        ", ".join(f"{each.token} {each.label} {_shown(each.score)}" for each in tokens)
+    ],
 )
 _TOKEN_LOGITS = _arrays(Client.token_classify, "logits", "tokens")
 # some tokens have no vector
@@ -136,14 +146,15 @@ def rerank(
     """
     rows = texts_or_full_lines(documents, file)
     with options.connect() as client:
-        scores = client.rerank(query, rows, activation=activation, **options.arguments).tolist()
-    best = sorted(range(len(rows)), key=lambda row: -scores[row])[:top_k]
+        pairs = query_and_documents(query, rows)
+        ranking, _ = client.counted(RANK, pairs, activation=activation, **options.arguments)
+    scores, best = ranking.scores.tolist(), ranking.best_first[:top_k].tolist()
     for row in best:
         if as_json:
             found = {"number": row + 1, "score": scores[row], "document": rows[row]}
             typer.echo(json.dumps(found, ensure_ascii=False))
         else:
-            typer.echo(f"{scores[row]:8.4f}  {row + 1:4}  {shorten(rows[row])}")
+            typer.echo(f"{_shown(scores[row]):>8}  {row + 1:4}  {shorten(rows[row])}")
 
 
 @with_options

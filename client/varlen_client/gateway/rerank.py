@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import numpy as np
 from fastapi import FastAPI
 from pydantic import Field, StrictStr
 from starlette.responses import Response
@@ -24,7 +23,7 @@ from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import TextFields
 from varlen_client.gateway.unserved_fields import RANKS
-from varlen_client.tasks import RERANK
+from varlen_client.tasks import RANK
 from varlen_client.wire import query_and_documents
 
 
@@ -45,8 +44,11 @@ class RankBody(RequestBody, TextFields):
     unserved = RANKS
 
     query: StrictStr
-    top_n: int | None = Field(default=None, ge=1)
+    top_n: int | None = Field(default=None, ge=0)
+    """0 is every document, as by vLLM."""
     raw_scores: bool = False
+    use_activation: bool = True
+    """vLLM's opposite of `raw_scores`."""
 
 
 class RankDocumentsBody(RankBody):
@@ -135,15 +137,15 @@ async def _rank(
 ) -> tuple[str, list[tuple[int, float]], int | None]:
     """Return the model's name, the first `top_n` texts by number with scores, and the tokens."""
     check_repeated("query", body.query, len(texts))
-    name, scores, tokens = await gateway.answer(
+    name, ranking, tokens = await gateway.answer(
         body.model,
-        RERANK,
+        RANK,
         query_and_documents(body.query, texts),
         text_fields=body,
-        activation=None if body.raw_scores else "sigmoid",
+        activation="sigmoid" if body.use_activation and not body.raw_scores else "none",
     )
-    best_first = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-    return name, [(index, float(scores[index])) for index in best_first], tokens
+    best_first = ranking.best_first[: body.top_n or None].tolist()
+    return name, [(index, float(ranking.scores[index])) for index in best_first], tokens
 
 
 async def _results(

@@ -122,6 +122,22 @@ def test_rerank_prints_the_most_relevant_first(lines, server, tmp_path):
     assert json.loads(line) == {"number": 2, "score": pytest.approx(0.103), "document": "abc"}
 
 
+def test_documents_of_equal_scores_are_in_the_order_of_their_logits(lines, server):
+    server.model.task, server.model.scores_of = "rerank", np.ones_like
+
+    printed = lines("rerank", "q", "a", "abc", "ab")
+
+    assert [line.split()[1:] for line in printed] == [["2", "abc"], ["3", "ab"], ["1", "a"]]
+
+
+def test_a_small_score_is_not_shown_as_zero(lines, server):
+    server.model.task, server.model.scores_of = "rerank", lambda logits: logits * 1e-11
+
+    [line] = lines("rerank", "q", "a")
+
+    assert line.split()[0] == "1.0e-09"
+
+
 @pytest.mark.parametrize("command", [("classify",), ("rerank", "q")], ids=["classify", "rerank"])
 def test_an_empty_line_is_named(varlen, tmp_path, command):
     file = tmp_path / "lines.txt"

@@ -1,14 +1,16 @@
 """Stands in for `AsyncClient`: answers that are computed from the input."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from varlen_client.errors import ServerUnavailable
 from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.row_answers import LabelScore, SparseVector
-from varlen_client.tasks import EMBED, RERANK
+from varlen_client.gateway.pooling import Classes
+from varlen_client.row_answers import LabelScore, Ranking, SparseVector
+from varlen_client.tasks import EMBED, RANK, RERANK
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.wire import ModelInfo, ModelState
 
@@ -46,6 +48,8 @@ class Calls:
     is_down: bool = False
     asked_models: int = 0
     counts_tokens: bool = True
+    scores_of: Callable = staticmethod(lambda logits: logits)
+    """Makes scores of the logits of a ranker."""
     settings: dict = field(default_factory=dict)
     """Of each model's config."""
     inputs: tuple = ()
@@ -85,6 +89,10 @@ ANSWERS = {
     "token_embed": lambda rows: [tokens_of(row) for row in rows],
     "hidden": lambda rows: [tokens_of(row) for row in rows],
     "rerank": lambda rows: np.array([score_of(row) for row in rows]),
+    "classify": lambda rows: Classes(
+        np.float32([[score_of(row), -9] for row in rows]), ["best", "other"]
+    ),
+    "token_classify": lambda rows: [tokens_of(row) for row in rows],
     "predict": lambda rows: [
         [LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in rows
     ],
@@ -113,8 +121,10 @@ class FakeClient:
     async def counted(self, task, inputs, *, timeout=None, **options):
         await self._answer(task.method, inputs, options)
         # a row of rerank is a pair, whose query is the same in each
-        texts = [row[1] for row in inputs] if task is RERANK else inputs
+        texts = [row[1] for row in inputs] if task in (RERANK, RANK) else inputs
         answer = ANSWERS[task.method](inputs)
+        if task is RANK:
+            answer = Ranking(self.calls.scores_of(answer), np.argsort(-answer, kind="stable"))
         if task is EMBED:
             answer = answer[:, : options.get("dimensions")]
         return answer, sum(map(len, texts)) if self.calls.counts_tokens else None

@@ -19,6 +19,16 @@ def test_ranks_texts_the_best_first(post, calls):
     assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank", "/infinity/rerank"])
+def test_texts_of_equal_scores_are_in_the_order_of_their_logits(post, calls, path):
+    calls.scores_of = np.ones_like
+
+    ranks = post(path, **RANKED)
+
+    ranked = [each["index"] for each in ranks["results"]]
+    assert ranked == np.argsort(SCORES)[::-1].tolist()
+
+
 def test_documents_choose_the_form_of_v1_rerank(post):
     body = {"model": "ranker", "query": "query", "top_n": 2}
 
@@ -150,7 +160,7 @@ def test_raw_scores_and_texts_on_request(post, calls):
     ranks = post("/rerank", model="ranker", query="query", texts=TEXTS, **options)
 
     assert all(rank["text"] == TEXTS[rank["index"]] for rank in ranks)
-    expected = {"activation": None, "truncate": True, "truncation_side": "right"}
+    expected = {"activation": "none", "truncate": True, "truncation_side": "right"}
     assert calls.received[0][3] == expected
 
 
