@@ -25,4 +25,5 @@ def scores_of(logits: Float32Array, function: ScoreFunction) -> Float32Array:
         # the exponent is never positive, so nothing overflows
         exponentials = np.exp(-np.abs(wide))
         scores = np.where(wide < 0, exponentials, 1) / (1 + exponentials)
-    return scores.astype(np.float32)
+    rounded: Float32Array = scores.astype(np.float32)
+    return rounded

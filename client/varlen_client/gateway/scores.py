@@ -7,6 +7,7 @@ import uuid
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from fastapi import FastAPI
 from pydantic import StrictStr
 from starlette.responses import Response
@@ -28,8 +29,8 @@ from varlen_client.wire import Floats
 
 _OneOrMore: TypeAlias = StrictStr | ListOf[StrictStr]
 
-# The two names of each side.
-_SIDES = (("text_1", "queries"), ("text_2", "documents"))
+# The names of each side.
+_SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2"))
 
 
 class ScoreBody(OpenAIBody, TextFields):
@@ -41,6 +42,9 @@ class ScoreBody(OpenAIBody, TextFields):
     text_2: _OneOrMore | None = None
     queries: _OneOrMore | None = None
     documents: _OneOrMore | None = None
+    items: _OneOrMore | None = None
+    data_1: _OneOrMore | None = None
+    data_2: _OneOrMore | None = None
     use_activation: bool | None = None
     """false returns the logits of a reranker."""
     cache_salt: StrictStr | None = None
@@ -70,18 +74,33 @@ class ScoreBody(OpenAIBody, TextFields):
         """Return the name of a side that the request has, and its texts."""
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(names) if given else f"neither {' nor '.join(names)}"
+            found = " and ".join(given) if given else f"no {names[0]}"
             raise InvalidRequest(f"the request has {found}; send {names[0]}")
         texts = getattr(self, given[0])
         return given[0], [texts] if isinstance(texts, str) else texts
 
 
+def cosines(left: Floats, right: Floats) -> npt.NDArray[np.float64]:
+    """Return the cosine of each pair of vectors, [rows]; 0 with a vector of zeros.
+
+    Computed in fp64, so that equal vectors have 1.0: their lengths in fp32 are not exactly 1.
+
+    Args:
+        left, right: [rows, features], or one vector that all of the other are compared with.
+    """
+    left, right = np.atleast_2d(left).astype(np.float64), np.atleast_2d(right).astype(np.float64)
+    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    products = np.einsum("rf,rf->r", *np.broadcast_arrays(left, right))
+    found: npt.NDArray[np.float64] = np.clip(products / np.where(lengths == 0, 1, lengths), -1, 1)
+    return found
+
+
 def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add the routes of scores."""
 
-    async def cosines(
+    async def compare(
         body: ScoreBody, first: list[str], second: list[str]
-    ) -> tuple[str, Floats, int | None]:
+    ) -> tuple[str, npt.NDArray[np.floating[Any]], int | None]:
         """Return the model's name, the cosine of each pair, and the number of tokens."""
         texts = list(dict.fromkeys([*first, *second]))
         place = {text: index for index, text in enumerate(texts)}
@@ -89,7 +108,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
             body.model, EMBED, texts, text_fields=body, normalize=True, **body.salt()
         )
         left, right = (vectors[[place[text] for text in side]] for side in (first, second))
-        return name, np.sum(left * right, axis=1), tokens
+        return name, cosines(left, right), tokens
 
     @app.post("/v1/score", tags=["vLLM"])
     @app.post("/score", tags=["vLLM"])
@@ -103,7 +122,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
                     f"model {info.name!r} gives embeddings, whose cosine has no activation;"
                     " leave use_activation out"
                 )
-            name, scores, tokens = await cosines(body, first, second)
+            name, scores, tokens = await compare(body, first, second)
         else:
             name, scores, tokens = await gateway.answer(
                 body.model,

@@ -28,6 +28,7 @@ from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
+from varlen_client.gateway.scores import cosines
 from varlen_client.gateway.text_fields import TextFields, given_options
 from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS
 from varlen_client.row_answers import LabelScore, SparseVector
@@ -238,7 +239,7 @@ async def _similarity(gateway: Gateway, given: SimilarityBody) -> Response:
     _, vectors, _ = await gateway.answer(
         body.model, EMBED, sentences, text_fields=body, normalize=True, **options
     )
-    return json_response((vectors[1:] @ vectors[0]).tolist())
+    return json_response(cosines(vectors[1:], vectors[0]).tolist())
 
 
 async def _predict(gateway: Gateway, given: PredictBody) -> Response:

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
+from varlen_client.gateway.scores import cosines
+
 from .fake_models import score_of, vector_of
 
 TEXTS = ["first", "second one", "third"]
 PAIRS = [("query", text) for text in TEXTS]
 RANKED = {"model": "ranker", "query": "query", "documents": TEXTS}
 SCORES = [score_of(pair) for pair in PAIRS]
+VECTORS = np.random.default_rng(0).normal(size=(6, 24)).astype(np.float32)
 
 
 def test_ranks_texts_the_best_first(post, calls):
@@ -129,7 +132,7 @@ def test_an_embedding_models_scores_are_cosines(post, calls):
 @pytest.mark.parametrize(
     "body, message",
     [
-        ({"text_2": "a"}, "neither text_1 nor queries; send text_1"),
+        ({"text_2": "a"}, "the request has no text_1; send text_1"),
         ({"text_1": "a", "queries": "a", "text_2": "a"}, "text_1 and queries; send text_1"),
         ({"text_1": ["a", "b"], "text_2": "a"}, "text_1 has 2 texts and text_2 1; allowed: one"),
         ({"text_1": "a", "text_2": []}, "text_2, which has 1 to 2048"),
@@ -184,7 +187,7 @@ def test_documents_are_ranked_as_by_cohere_and_jina(post, calls, path):
     assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
 
 
-@pytest.mark.parametrize("top_n, ranks", [(1, 1), (3, 3), (9, 3)])
+@pytest.mark.parametrize("top_n, ranks", [(1, 1), (3, 3), (9, 3), (0, 3)])
 def test_the_best_documents_alone_without_their_texts(post, calls, top_n, ranks):
     calls.counts_tokens = False
     options = {"top_n": top_n, "return_documents": False}
@@ -250,7 +253,7 @@ def test_a_batch_has_no_more_rows_than_other_requests(refusal, calls):
         ("/v1/rerank", {"query": "q", "documents": []}),
         ("/v1/rerank", {"query": "q", "documents": ["a"] * 2049}),
         ("/v1/rerank", {"query": "q", "documents": [{"title": "a"}]}),
-        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": -1}),
     ],
     ids="texts query document number inputs documents many not-a-text top_n".split(),
 )
@@ -260,3 +263,21 @@ def test_a_wrong_body_is_refused(refusal, calls, path, body):
     assert status == 400
     assert error["param"].split(".")[0] in ("query", "texts", "inputs", "documents", "top_n")
     assert calls.received == []
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_cosines_are_those_of_float64(size):
+    left, right = VECTORS * np.float32(size), VECTORS[::-1]
+    wide = left.astype(np.float64), right.astype(np.float64)
+    lengths = [np.linalg.norm(each, axis=1) for each in wide]
+
+    found = cosines(left, right)
+
+    expected = np.sum(wide[0] * wide[1], axis=1) / lengths[0] / lengths[1]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(cosines(left, left), 1, rtol=1e-15)
+    np.testing.assert_allclose(cosines(left, left[0])[0], 1, rtol=1e-15)
+
+
+def test_the_cosine_with_a_vector_of_zeros_is_zero():
+    assert not cosines(VECTORS, np.zeros_like(VECTORS)).any()
