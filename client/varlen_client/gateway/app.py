@@ -24,6 +24,7 @@ from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.kserve import add_kserve_route
 from varlen_client.gateway.metrics import PathNames
 from varlen_client.gateway.models import Connect, Gateway, read_query_model
+from varlen_client.gateway.pooling import add_pooling_routes
 from varlen_client.gateway.rerank import add_rerank_routes
 from varlen_client.gateway.scores import add_score_routes
 from varlen_client.gateway.settings import GatewaySettings
@@ -49,12 +50,13 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
     )
     app.router.route_class = BodyRoute
     app.state.ignore_fields = gateway.ignore_fields
-    add_error_handlers(app)
+    add_error_handlers(app, gateway.models.is_healthy)
     for add in (
         add_embedding_routes,
         add_cohere_routes,
         add_rerank_routes,
         add_score_routes,
+        add_pooling_routes,
         add_tei_routes,
         add_kserve_route,
         add_completion_route,
@@ -96,7 +98,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway) -> None:
         names = await gateway.models.ready()
         return json_response({"object": "list", "data": [_model(name) for name in names]})
 
-    @app.get("/v1/models/{name}", tags=["OpenAI"])
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> Response:
         """One of the models that are ready."""
         if name not in await gateway.models.ready():

@@ -20,21 +20,37 @@ from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
 
 
-class EmbeddingsBody(OpenAIBody, TextFields):
-    """A request to `/v1/embeddings`."""
+class VectorFields(TextFields):
+    """Options of vectors."""
 
-    ids_field = "input"
     unserved = EMBEDDINGS
 
-    input: Texts
     dimensions: int | None = Field(default=None, ge=1)
-    output_dimension: int | None = Field(default=None, ge=1)
-    """Infinity's name of `dimensions`, from litellm."""
-    encoding_format: Literal["float", "base64"] = "float"
     normalize: bool | None = None
     prompt_name: StrictStr | None = None
     input_type: InputType | None = None
     cache_salt: StrictStr | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments, without truncation."""
+        return given_options(
+            dimensions=self.dimensions,
+            normalize=self.normalize,
+            prompt_name=self.prompt_name,
+            input_type=self.input_type,
+            cache_salt=self.cache_salt,
+        )
+
+
+class EmbeddingsBody(OpenAIBody, VectorFields):
+    """A request to `/v1/embeddings`."""
+
+    ids_field = "input"
+
+    input: Texts
+    output_dimension: int | None = Field(default=None, ge=1)
+    """Infinity's name of `dimensions`, from litellm."""
+    encoding_format: Literal["float", "base64"] = "float"
     modality: Literal["text"] = "text"
 
     def options(self) -> dict[str, Any]:
@@ -47,12 +63,8 @@ class EmbeddingsBody(OpenAIBody, TextFields):
             raise InvalidRequest(
                 "the request has dimensions and output_dimension; send one of them"
             )
-        return given_options(
-            dimensions=self.dimensions or self.output_dimension,
-            normalize=self.normalize,
-            prompt_name=self.prompt_name,
-            input_type=self.input_type,
-            cache_salt=self.cache_salt,
+        return super().options() | given_options(
+            dimensions=self.dimensions or self.output_dimension
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ _ENDED = (
 )
 _LATE = "the answer was not complete in time"
 _FAILED = "the server failed; the gateway's log has the reason"
+
+# Paths whose clients read TEI's errors of overload.
+_TEI_PATHS = frozenset(
+    ("/", "/embed", "/embed_sparse", "/embed_all", "/similarity", "/predict", "/rerank", "/decode")
+)
 
 # Characters.
 _MAX_MESSAGE = 2000
@@ -99,6 +104,14 @@ def error_response(
     return JSONResponse(body, status, headers)
 
 
+def overload_response(path: str, message: str) -> Response:
+    """Return the refusal of a request that there is no room for, in the form of the path's original."""
+    if path in _TEI_PATHS:
+        body = {"error": message, "error_type": "Overloaded"}
+        return JSONResponse(body, 429, {"Retry-After": "1"})
+    return error_response(503, message, "server_error", code="unavailable")
+
+
 def client_error_body(error: VarlenClientError) -> tuple[int, dict[str, Any]]:
     """Return status and body of an error; failures of the server are logged."""
     kind = _KINDS.get(type(error), _KINDS[ServerError])
@@ -119,12 +132,20 @@ class BodyRefused(HTTPException):
         self.param = param
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's shape."""
+def add_error_handlers(app: FastAPI, is_healthy: Callable[[], Awaitable[bool]]) -> None:
+    """Answer every error in OpenAI's shape, except TEI's of overload.
+
+    Args:
+        app: application.
+        is_healthy: function that returns whether the server is ready, and so a refusal is for its load.
+    """
 
     @app.exception_handler(VarlenClientError)
-    async def of_client(_: Request, error: VarlenClientError) -> Response:
+    async def of_client(request: Request, error: VarlenClientError) -> Response:
         status, body = client_error_body(error)
+        path = request.url.path
+        if type(error) is ServerUnavailable and path in _TEI_PATHS and await is_healthy():
+            return overload_response(path, _BUSY)
         return JSONResponse(body, status, {"Retry-After": "1"} if status == 503 else None)
 
     @app.exception_handler(RequestValidationError)

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import MAX_INPUTS, Fields, ListOf
 from varlen_client.gateway.body_route import read_body
+from varlen_client.gateway.embeddings import VectorFields
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
-from varlen_client.gateway.text_fields import TextFields
 from varlen_client.gateway.unserved_fields import OUTPUTS
 from varlen_client.tasks import EMBED
 
@@ -61,7 +61,7 @@ class OutputName(Fields):
     name: Literal["sentence_embedding"]
 
 
-class InferParameters(TextFields):
+class InferParameters(VectorFields):
     """Parameters of a request; as at the server, an unknown one is refused."""
 
     is_strict = True
@@ -85,7 +85,11 @@ def add_kserve_route(app: FastAPI, gateway: Gateway) -> None:
         # litellm sends no Content-Type, without which FastAPI reads no body
         body = await read_body(InferBody, await request.body(), gateway.ignore_fields)
         _, vectors, _ = await gateway.answer(
-            name, EMBED, body.inputs[0].rows(), text_fields=body.parameters
+            name,
+            EMBED,
+            body.inputs[0].rows(),
+            text_fields=body.parameters,
+            **body.parameters.options(),
         )
         answer: dict[str, Any] = {
             "model_name": name,

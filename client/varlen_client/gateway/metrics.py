@@ -36,7 +36,7 @@ class PathNames:
     """Names of paths in metrics: of the routes, and one name for all others."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._patterns = [(route.path_regex, route.path) for route in routes]
+        self._patterns = [(route.path_regex, route.path_format) for route in routes]
 
     def of(self, path: str) -> str:
         """Return the path of the route that a path belongs to, such as `/v1/models/{name}`."""

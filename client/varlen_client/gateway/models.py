@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
@@ -25,7 +25,7 @@ from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.gateway.text_fields import TextFields
 from varlen_client.gateway.token_ids import SAMPLE, SpecialTokens, takes_ids
-from varlen_client.tasks import EMBED, SPARSE_EMBED, RowTask
+from varlen_client.tasks import RowTask
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.wire import Inputs, ModelInfo, Pairs, only_ready_model
 
@@ -33,8 +33,8 @@ _Answer = TypeVar("_Answer")
 
 # Callers of the gateway send requests again themselves.
 _RETRIES = RetryPolicy(max_retries=2)
-# Tasks whose answer to ids of another tokenizer does not show the mistake.
-_CHECKS_IDS: Collection[RowTask[Any]] = (EMBED, SPARSE_EMBED)
+# Methods whose answer to ids of another tokenizer does not show the mistake.
+_CHECKS_IDS = ("embed", "sparse_embed", "classify")
 # Longest time for which a state of the server is known: `/health` needs no key.
 _HEALTH_SECONDS = 1.0
 
@@ -187,7 +187,7 @@ class Gateway:
         options |= text_fields.truncation(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)
         timeout = self.settings.timeout_seconds
-        if task in _CHECKS_IDS and isinstance(inputs[0], list):
+        if task.method in _CHECKS_IDS and isinstance(inputs[0], list):
             await _check_ids(model, cast("Sequence[list[int]]", inputs), timeout)
         answer, tokens = await model.client.counted(task, inputs, timeout=timeout, **options)
         self.metrics.count_tokens(tokens or 0)

@@ -221,8 +221,8 @@ async def _embed_all(gateway: Gateway, given: SparseBody) -> Response:
     body = _merged(given)
     rows = rows_of(body.inputs, "inputs")
     info = await gateway.info(body.model)
-    task = _token_task(info)
-    _check_size(rows, info)
+    task, width = _token_task(info)
+    check_token_features("inputs", rows, width)
     options = given_options(prompt_name=body.prompt_name)
     if task is HIDDEN and options:
         raise InvalidRequest(
@@ -300,10 +300,11 @@ def _merged(body: _Body) -> _Body:
     return body.model_copy(update={name: getattr(parameters, name) for name in names})
 
 
-def _token_task(info: ModelInfo) -> RowTask[list[Floats]]:
+def _token_task(info: ModelInfo) -> tuple[RowTask[list[Floats]], int]:
+    """Return the task of `/embed_all`, and the width of its vectors."""
     for output, task in _TOKEN_TASKS.items():
         if output in info.outputs:
-            return task
+            return task, info.outputs[output][-1]
     found = "no outputs" if not info.outputs else ", ".join(info.outputs)
     raise InvalidRequest(
         f"model {info.name!r} has {found}; embed_all needs one of {', '.join(_TOKEN_TASKS)},"
@@ -311,16 +312,21 @@ def _token_task(info: ModelInfo) -> RowTask[list[Floats]]:
     )
 
 
-def _check_size(rows: list[str] | list[list[int]], info: ModelInfo) -> None:
-    """Raise InvalidRequest if an answer for each token might be too large."""
+def check_token_features(name: str, rows: list[str] | list[list[int]], width: int) -> None:
+    """Raise InvalidRequest if an answer for each token might be too large.
+
+    Args:
+        name: field of the rows.
+        rows: texts or token ids.
+        width: numbers for each token; below 1 the checkpoint decides.
+    """
     tokens = sum(len(row.encode(errors="replace") if isinstance(row, str) else row) for row in rows)
-    width = next(info.outputs[name][-1] for name in _TOKEN_TASKS if name in info.outputs)
     if width < 1:
         width = _LARGEST_WIDTH
     most = MAX_TOKEN_FEATURES // width
     if tokens > most:
         raise InvalidRequest(
-            f"inputs has {tokens} bytes of text or token ids; allowed: up to {most}, since each may have"
+            f"{name} has {tokens} bytes of text or token ids; allowed: up to {most}, since each may have"
             f" {width} numbers in the answer. Send fewer rows"
         )
 

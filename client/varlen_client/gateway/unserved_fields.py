@@ -72,6 +72,8 @@ TOKENIZATION: UnservedFields = {
 # Of all routes that read texts, not of generation.
 TEXTS: UnservedFields = {
     # vLLM's
+    "activation": Unserved("write use_activation", (True,)),
+    "softmax": Unserved("write use_activation", (True,)),
     "add_special_tokens": Unserved("texts always have the model's special tokens", (True,)),
     "chat_template": Unserved("inputs are texts, which have no chat template"),
     "chat_template_kwargs": Unserved("inputs are texts, which have no chat template"),
@@ -97,7 +99,8 @@ RANKS: UnservedFields = {
     "instruct": Unserved("write it in the query"),
     "instruction": Unserved("write it in the query"),
     "max_chunks_per_doc": Unserved("a document is one text; write truncate", (1,)),
-    "max_tokens_per_doc": Unserved("write truncate, which cuts at the model's longest input"),
+    "max_tokens_per_doc": Unserved("write truncate_prompt_tokens, for query and document", (0,)),
+    "max_tokens_per_query": Unserved("write truncate_prompt_tokens, for query and document", (0,)),
     "rank_fields": Unserved("the field text of a document is ranked", (["text"],)),
     "return_embeddings": Unserved("rerankers have no embeddings"),
     "top_k": Unserved("write top_n"),

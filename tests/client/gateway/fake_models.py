@@ -90,7 +90,7 @@ ANSWERS = {
     "hidden": lambda rows: [tokens_of(row) for row in rows],
     "rerank": lambda rows: np.array([score_of(row) for row in rows]),
     "classify": lambda rows: Classes(
-        np.float32([[score_of(row), -9] for row in rows]), ["best", "other"]
+        np.float32([[score_of(row), -9] for row in rows]), ["best", "other"], [0] * len(rows)
     ),
     "token_classify": lambda rows: [tokens_of(row) for row in rows],
     "predict": lambda rows: [

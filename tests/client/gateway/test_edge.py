@@ -190,7 +190,7 @@ def test_a_client_that_leaves_cancels_its_request(make_app, calls, path, body):
 def test_an_error_has_its_status_and_no_secrets(refusal, calls, failure, status, message):
     calls.failure = failure
 
-    found, error = refusal("/embed", **EMBED)
+    found, error = refusal("/v1/embeddings", model="embedder", input="a")
 
     assert found == status
     assert message in error["message"]
@@ -367,6 +367,39 @@ def test_pages_of_the_named_origins_may_send_requests(send, make_app):
         assert (response.headers.get("access-control-allow-origin") == origin) == allowed
 
 
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/embed", EMBED),
+        ("/rerank", {"model": "ranker", "query": "a", "texts": ["b"]}),
+        ("/predict", {"model": "classifier", "inputs": "a"}),
+    ],
+)
+def test_overload_has_teis_form_and_status_on_its_paths(send, calls, path, body):
+    calls.failure = ServerUnavailable("queue of 10.0.0.1 is full")
+
+    response = send("POST", path, body)
+
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    message = "the server cannot accept the request now; send it later"
+    assert response.json() == {"error": message, "error_type": "Overloaded"}
+
+
+def test_a_server_that_is_down_is_not_overloaded(refusal, calls):
+    calls.failure, calls.is_down = ServerUnavailable("no connection"), True
+
+    status, error = refusal("/embed", **EMBED)
+
+    assert (status, error["code"]) == (503, "unavailable")
+
+
+@pytest.mark.parametrize("name", ["org/name", "org%2Fname", "a/b/c", "absent"])
+def test_a_model_that_is_not_there_is_not_found_whatever_its_name(send, name):
+    response = send("GET", f"/v1/models/{name}")
+
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_the_api_page_describes_every_path(send):
     paths = send("GET", "/openapi.json").json()["paths"]
 
@@ -375,7 +408,7 @@ def test_the_api_page_describes_every_path(send):
         "/v1/models/{name}", "/", "/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/v2/rerank",
         "/predict", "/info", "/health", "/metrics", "/embed_all", "/similarity", "/v1/score", "/score",
         "/v1/embed", "/v2/embed", "/infinity/rerank", "/infinity/embeddings", "/v2/models/{name}/infer",
-        "/tokenize", "/detokenize", "/decode",
+        "/tokenize", "/detokenize", "/decode", "/classify", "/pooling",
     }  # fmt: skip
 
 

@@ -22,6 +22,8 @@ BODIES = {
     "/infinity/rerank": {"model": "ranker", "query": "a", "documents": ["b"]},
     "/score": {"model": "ranker", "text_1": "a", "text_2": "b"},
     "/v1/score": {"model": "ranker", "text_1": "a", "text_2": "b"},
+    "/classify": {"model": "classifier", "input": "a"},
+    "/pooling": {"model": "embedder", "input": "a"},
     "/embed": {"model": "embedder", "inputs": "a"},
     "/embed_sparse": {"model": "sparse", "inputs": "a"},
     "/embed_all": {"model": "tokens", "inputs": "a"},

@@ -1,0 +1,219 @@
+"""`/classify` and `/pooling` of vLLM: scores of all labels, and the output of any model that does not generate."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import FastAPI
+from pydantic import StrictStr
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import OpenAIBody, Texts, rows_of, usage
+from varlen_client.gateway.embeddings import VectorFields
+from varlen_client.gateway.json_writing import Rows, json_response
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.tei import check_token_features
+from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.gateway.unserved_fields import TEXTS
+from varlen_client.row_options import RerankOptions
+from varlen_client.row_outputs import RowAnswers, RowOutput
+from varlen_client.tasks import EMBED, HIDDEN, TOKEN_CLASSIFY, TOKEN_EMBED, RowTask
+from varlen_client.wire import Floats, ModelInfo
+
+_Task = Literal["embed", "token_embed", "classify", "token_classify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Scores of all labels, in the order of the checkpoint.
+
+    Attributes:
+        scores: [rows, labels].
+        labels: names of the labels.
+        best: index of the label of the largest logit of each row, also where scores are equal.
+    """
+
+    scores: Floats
+    labels: Sequence[str]
+    best: Sequence[int]
+
+
+def _read_classes(answers: RowAnswers) -> Classes:
+    scores, labels, logits = (answers.joined(output) for output in answers.outputs[:3])
+    names = [label.decode(errors="replace") for label in labels[0]]
+    return Classes(scores, names, logits.argmax(axis=1).tolist())
+
+
+CLASS_SCORES: RowTask[Classes] = RowTask(
+    "classify",
+    RerankOptions,
+    (RowOutput("scores"), RowOutput("labels", dtype=np.object_), RowOutput("logits")),
+    _read_classes,
+)
+TOKEN_SCORES: RowTask[list[Floats]] = replace(
+    TOKEN_CLASSIFY,
+    options=RerankOptions,
+    outputs=(RowOutput("scores", 2),),
+)
+
+
+class ClassifyBody(OpenAIBody, TextFields):
+    """A request to `/classify`."""
+
+    ids_field = "input"
+    unserved = TEXTS
+
+    input: Texts
+    use_activation: bool | None = None
+    """false returns the logits."""
+    cache_salt: StrictStr | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments, without truncation."""
+        activation = "none" if self.use_activation is False else "auto"
+        return given_options(activation=activation, cache_salt=self.cache_salt)
+
+
+class PoolingBody(OpenAIBody, VectorFields):
+    """A request to `/pooling`."""
+
+    ids_field = "input"
+
+    input: Texts
+    task: _Task | None = None
+    """By default the task of the model."""
+    encoding_format: Literal["float", "base64"] = "float"
+    use_activation: bool | None = None
+    """Of labels as in `/classify`, of vectors vLLM's name of `normalize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pooling:
+    """How `/pooling` answers with one output of a model.
+
+    Attributes:
+        name: vLLM's name of the task.
+        task: task that is called.
+        options: fields that the task has, besides those of all tasks.
+        read: function that returns the array of each row.
+    """
+
+    name: _Task
+    task: RowTask[Any]
+    options: Sequence[str] = ()
+    read: Callable[[Any], Sequence[npt.NDArray[Any]]] = lambda found: found
+
+
+_EMBED = ("normalize", "prompt_name", "input_type", "dimensions")
+# By the output of the model and its number of dimensions.
+_POOLINGS = {
+    ("sentence_embedding", 1): _Pooling("embed", EMBED, _EMBED),
+    ("token_embeddings", 2): _Pooling("token_embed", TOKEN_EMBED, _EMBED[:-1]),
+    ("last_hidden_state", 2): _Pooling("token_embed", HIDDEN),
+    ("logits", 1): _Pooling("classify", CLASS_SCORES, ("activation",), lambda each: each.scores),
+    ("logits", 2): _Pooling("token_classify", TOKEN_SCORES, ("activation",)),
+}
+
+
+def add_pooling_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes."""
+
+    @app.post("/classify", tags=["vLLM"])
+    async def classify(body: ClassifyBody) -> Response:
+        """Classify texts or token ids: the scores of all labels, and the name of the best."""
+        rows = rows_of(body.input, "input")
+        name, found, tokens = await gateway.answer(
+            body.model, CLASS_SCORES, rows, text_fields=body, **body.options()
+        )
+        data = (
+            {
+                "index": index,
+                "label": found.labels[found.best[index]],
+                "probs": scores.tolist(),
+                "num_classes": len(scores),
+            }
+            for index, scores in enumerate(found.scores)
+        )
+        return _answer("classify", name, data, tokens)
+
+    @app.post("/pooling", tags=["vLLM"])
+    async def pooling(body: PoolingBody) -> Response:
+        """Return what the model gives for texts or token ids: vectors or scores, of rows or of their tokens."""
+        rows = rows_of(body.input, "input")
+        info = await gateway.info(body.model)
+        how, width = _pooling_of(info, body.task)
+        if how.name.startswith("token_"):
+            check_token_features("input", rows, width)
+        name, found, tokens = await gateway.answer(
+            body.model, how.task, rows, text_fields=body, **_options(body, how)
+        )
+        encode = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+        data = (
+            {"index": index, "object": "pooling", "data": encode(array)}
+            for index, array in enumerate(how.read(found))
+        )
+        return _answer("pool", name, data, tokens)
+
+
+def _answer(prefix: str, name: str, data: Iterator[dict[str, Any]], tokens: int | None) -> Response:
+    """Return an answer in vLLM's form."""
+    answer = {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": name,
+        "data": Rows(data),
+    }
+    return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
+
+
+def _pooling_of(info: ModelInfo, task: str | None) -> tuple[_Pooling, int]:
+    """Return how a model answers, and the width of its output.
+
+    Raises:
+        InvalidRequest: it has no output for `/pooling`, or another task is asked for.
+    """
+    for name, dims in info.outputs.items():
+        how = _POOLINGS.get((name, len(dims)))
+        if how is not None and task in (None, how.name):
+            return how, dims[-1]
+        if how is not None:
+            raise InvalidRequest(
+                f"task is {task}; model {info.name!r} has the task {how.name}: leave task out"
+            )
+    names = ", ".join(dict.fromkeys(name for name, _ in _POOLINGS))
+    found = ", ".join(info.outputs) or "no outputs"
+    raise InvalidRequest(f"model {info.name!r} has {found}; pooling needs one of {names}")
+
+
+def _options(body: PoolingBody, how: _Pooling) -> dict[str, Any]:
+    """Return the client's arguments, without truncation.
+
+    Raises:
+        InvalidRequest: the task has no such option, or `normalize` has both its names.
+    """
+    options = body.options()
+    if body.use_activation is not None:
+        if "activation" in how.options:
+            options["activation"] = "auto" if body.use_activation else "none"
+        elif body.normalize is not None:
+            raise InvalidRequest("the request has normalize and use_activation; send one of them")
+        else:
+            options["normalize"] = body.use_activation
+    wrong = sorted(options.keys() - {*how.options, "cache_salt"})
+    if wrong:
+        name = "use_activation" if body.normalize is None and wrong[0] == "normalize" else wrong[0]
+        raise InvalidRequest(f"{name} is not for the task {how.name}; leave it out")
+    return options
+
+
+def _base64(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(array.astype("<f4").tobytes()).decode()
