@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.edges import embeddings
+from tests.edges import embeddings, scores
 from tests.edges.case import Edge
 
-EDGES: Sequence[Edge] = (*embeddings.EDGES,)
+EDGES: Sequence[Edge] = (*embeddings.EDGES, *scores.EDGES)
