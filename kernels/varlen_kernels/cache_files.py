@@ -124,9 +124,8 @@ class CacheFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file; see `writing`."""
-        with self.writing(name) as descriptor:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(content)
+        with self.writing(name) as path:
+            path.write_bytes(content)
 
     @contextmanager
     def reading(self, name: str) -> Iterator[int]:
@@ -152,28 +151,25 @@ class CacheFolder:
             os.close(descriptor)
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[int]:
-        """Yield a descriptor of a new file, which gets its name when the block ends: readers see the old or the new one.
+    def writing(self, name: str) -> Iterator[Path]:
+        """Yield the path of a new file, for the block to write. It replaces the old one when the block ends.
 
         Raises:
             CacheError: the folder cannot be written, or others can write to it.
         """
         folder = self._open(create=True)
-        new = f".{name}.{secrets.token_hex(4)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS
+        # others cannot guess it, and the path leads into the open folder whatever its name is now
+        new = f".{name}.{secrets.token_hex(8)}"
         try:
-            descriptor = os.open(new, flags, 0o600, dir_fd=folder)
             try:
-                if self.of_package:
-                    os.fchmod(descriptor, 0o644)
-                yield descriptor
+                os.close(os.open(new, os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600, dir_fd=folder))
+                yield Path(f"/proc/self/fd/{folder}", new)
+                os.chmod(new, 0o644 if self.of_package else 0o600, dir_fd=folder)
                 os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(new, dir_fd=folder)
                 raise
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise CacheError(_unwritable(self.path, error)) from None
         finally:
@@ -477,6 +473,6 @@ def _refused(path: Path, error: OSError) -> str:
 
 def _unwritable(path: Path, error: OSError) -> str:
     return (
-        f"{path} cannot be used ({error.strerror}): set XDG_CACHE_HOME (or HOME, or a model's cache_folder) to a folder that user"
-        f" {os.geteuid()} can write"
+        f"{path} cannot be used ({error.strerror or error}): set XDG_CACHE_HOME (or HOME, or a model's cache_folder)"
+        f" to a folder that user {os.geteuid()} can write"
     )

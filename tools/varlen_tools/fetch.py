@@ -13,6 +13,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
 
@@ -27,8 +28,8 @@ from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
+from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
-from varlen_tools.folder_lock import exclusive
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
@@ -46,6 +47,8 @@ _TEMPLATES = f"{MORE_TEMPLATES}/*.jinja"
 # States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
+# Longest wait for another process that downloads the same model.
+_LOCK_SECONDS = 3600.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
@@ -223,14 +226,15 @@ def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) ->
 @contextmanager
 def _download_folder(identity: str, scratch: Path) -> Iterator[Path]:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    kept = cache_folder("auto") / "downloads" / digest
     try:
-        kept.mkdir(parents=True, exist_ok=True)
-    except OSError:
+        cache = CacheFolder(cache_folder("auto") / "downloads" / digest)
+        cache.make()
+    except CacheError as error:
+        typer.echo(f"an interrupted download begins again: {error}", err=True)
         yield scratch / "download"
         return
-    with exclusive(kept):
-        yield kept / "files"
+    with _refusing(LockedError), cache.lock("lock", _LOCK_SECONDS, partial(typer.echo, err=True)):
+        yield cache.path / "files"
 
 
 @contextmanager

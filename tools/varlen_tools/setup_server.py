@@ -18,11 +18,14 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from varlen_tools.folder_lock import exclusive
+from varlen_kernels.cache_files import LockedError, folder_lock
 from varlen_tools.messages import last_lines
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.run_server import check_numpy, library_path
@@ -31,6 +34,8 @@ from varlen_tools.run_server import check_numpy, library_path
 OLDEST_GLIBC = (2, 35)
 # numpy 1 has no wheels for newer ones.
 NEWEST_PYTHON = (3, 12)
+# Longest wait for another process that assembles the server.
+_LOCK_SECONDS = 1800.0
 # Incremented when the layout of the kit changes, so that old kits are built again.
 LAYOUT = 1
 
@@ -154,7 +159,7 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SetupError(f"{folder.parent} cannot be made: {error.strerror}") from None
-    with exclusive(folder.parent):
+    with _locked(folder.parent):
         commands = _commands(folder, bin_folder)
         # the stub appends this folder to sys.path
         backend = folder / "backends" / "varlen"
@@ -173,6 +178,20 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
             new.chmod(0o755)
             new.replace(path)
     return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time work in a folder.
+
+    Raises:
+        SetupError: another process works there for too long.
+    """
+    try:
+        with folder_lock(folder, _LOCK_SECONDS, partial(print, "setup:", file=sys.stderr)):
+            yield
+    except LockedError as error:
+        raise SetupError(f"{error}: end it, or wait for it") from None
 
 
 def _stamp() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.store import cache_folder
+from varlen.costs.store import find_cache
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
 from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import BATCHES, choose_paths
@@ -97,7 +97,7 @@ def load_program(
         fields["gelu"] = "tanh"
     name = str(dtype).removeprefix("torch.")
     if config.dtype == "int8":
-        cache = cache_folder(config.cache_folder) if seconds else None
+        cache = find_cache(config.cache_folder) if seconds else None
         calibrated = CalibratedEncoder(encoder, checkpoint)
         (program,), name = to_int8(calibrated, [program], cache), "int8"
         fields["int8"] = product_of(8).kernel

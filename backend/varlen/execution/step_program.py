@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.store import cache_folder
+from varlen.costs.store import find_cache
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_model import to_int8
 from varlen.execution.cpu.linear_paths import STEPS, choose_paths
@@ -115,7 +115,7 @@ def load_programs(
     name = str(dtype).removeprefix("torch.")
     if bits := BITS.get(config.dtype):
         calibrated = CalibratedDecoder(record_steps(model, CALIBRATION_KV), checkpoint)
-        cache = cache_folder(config.cache_folder) if config.warmup_seconds else None
+        cache = find_cache(config.cache_folder) if config.warmup_seconds else None
         programs, name = to_int8(calibrated, programs, cache, bits), config.dtype
         fields["int8"] = product_of(bits).kernel
         del calibrated

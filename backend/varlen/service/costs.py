@@ -16,7 +16,7 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.measurement import Measurement, measure
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostKey, CostStore, StoredCosts, cache_folder
+from varlen.costs.store import CostKey, CostStore, StoredCosts, find_cache
 from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
@@ -98,7 +98,7 @@ def measured_costs(
         MemoryError: there is too little memory for one sequence.
     """
     key = cache_key_fields(info, checkpoint, config)
-    store = CostStore(cache_folder(config.cache_folder))
+    store = CostStore(find_cache(config.cache_folder))
     stored = None if again else _load(store, key, config)
     if stored is None:
         with store.measuring(timeout=_LONGEST_WAIT * config.warmup_seconds):

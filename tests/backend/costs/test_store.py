@@ -1,8 +1,8 @@
-"""The cost store: entries survive a restart, and a damaged file is never an error."""
+"""The cost store: entries survive a restart, and a damaged one is never an error."""
 
+import json
 import logging
 import os
-import sqlite3
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -44,7 +44,7 @@ def costs(key=KEY, measurement=SMALL):
 
 
 def file_of(folder):
-    (path,) = folder.glob("*.sqlite")
+    (path,) = folder.glob("costs_*.json")
     return path
 
 
@@ -113,128 +113,75 @@ def test_entries_are_listed_newest_first(store):
     assert store.entries() == [new, old]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b"not a database at all" * 100),
-        lambda path: path.write_bytes(path.read_bytes()[:100] + b"\xff" * 5000),
-        lambda path: path.write_bytes(path.read_bytes()[:5000]),
-        lambda path: path.write_bytes(b"SQLite format 3\0" + os.urandom(500)),
-    ],
-    ids=["text", "pages overwritten", "cut off", "noise behind the header"],
-)
-def test_a_corrupt_file_is_renamed_with_a_warning_and_a_new_one_begun(folder, damage, caplog):
-    path = file_of(folder)
-    damage(path)
-    content = path.read_bytes()
+DAMAGES = {
+    "text": lambda path: path.write_bytes(b"not JSON at all"),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:50]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no text": lambda path: path.write_bytes(b"\xff" * 100),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "a list": lambda path: path.write_bytes(b"[]"),
+    "too large": lambda path: path.write_bytes(b" " * (cost_store._MOST_BYTES + 1)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_entry_costs_a_warning_and_is_replaced(folder, damage, caplog):
+    damage(file_of(folder))
     store = CostStore(folder)
 
     assert store.load(KEY) is None
+    assert store.load(KEY) is None
+    assert store.entries() == []
 
-    (said,) = warnings(caplog)
-    assert "damaged" in said
-    aside = path.with_name(f"{path.name}.corrupt-1")
-    assert str(aside) in said
-    assert aside.read_bytes() == content
+    assert len(warnings(caplog)) == 1
     assert store.save(costs())
     assert CostStore(folder).load(KEY) is not None
 
 
-def test_corrupt_files_are_numbered(folder):
-    for number in (1, 2, 3):
-        path = file_of(folder)
-        path.write_bytes(b"nonsense %d" % number * 100)
-        assert CostStore(folder).load(KEY) is None
-        assert path.with_name(f"{path.name}.corrupt-{number}").is_file()
-
-
-def test_the_journal_of_a_corrupt_file_does_not_outlive_it(folder):
-    path = file_of(folder)
-    path.write_bytes(b"nonsense" * 1000)
-    journal = path.with_name(f"{path.name}-journal")
-    journal.write_bytes(bytes.fromhex("d9d505f920a163d7") + bytes(600))
-
-    assert CostStore(folder).save(costs())
-
-    assert not journal.exists()
-    assert CostStore(folder).load(KEY) is not None
-
-
-def test_an_empty_file_is_a_new_one(folder, caplog):
-    file_of(folder).write_bytes(b"")
-
-    assert CostStore(folder).load(KEY) is None
-    assert CostStore(folder).save(costs())
-
-    assert warnings(caplog) == []
-
-
 @pytest.mark.parametrize(
-    "statement",
+    "name, value",
     [
-        "UPDATE batches SET seconds = -1.0",
-        "UPDATE batches SET seconds = 'soon'",
-        "UPDATE batches SET seconds = 9e999",
-        "UPDATE batches SET lengths = '{'",
-        "UPDATE batches SET lengths = '7'",
-        "UPDATE batches SET lengths = '[0]'",
-        "UPDATE batches SET lengths = '[\"many\"]'",
-        "UPDATE costs SET measured_at = 'yesterday'",
-        "UPDATE costs SET key = 'a checkpoint'",
-        "UPDATE costs SET key = CAST(x'ff' AS TEXT)",
-        "UPDATE costs SET allowed_seconds = 'long'",
-        "UPDATE costs SET spread = 0",
-        "ALTER TABLE batches RENAME COLUMN seconds TO minutes",
+        ("batches", [[[4], -1.0]]),
+        ("batches", [[[4], "soon"]]),
+        ("batches", [[[4], float("inf")]]),
+        ("batches", [["{", 1.0]]),
+        ("batches", [[7, 1.0]]),
+        ("batches", [[[0], 1.0]]),
+        ("batches", [[["many"], 1.0]]),
+        ("batches", [[4]]),
+        ("batches", None),
+        ("measured_at", "yesterday"),
+        ("measured_at", "2026-01-01"),
+        ("key", "a checkpoint"),
+        ("key", {"of": "another"}),
+        ("allowed_seconds", "long"),
+        ("spread", 0),
     ],
 )
 def test_an_entry_that_was_tampered_with_counts_as_none_and_can_be_replaced(
-    folder, statement, caplog
+    folder, name, value, caplog
 ):
-    with sqlite3.connect(file_of(folder)) as database:
-        database.execute(statement)
-    database.close()
+    path = file_of(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
 
     assert CostStore(folder).load(KEY) is None
 
     assert len(warnings(caplog)) == 1
-    if "ALTER" not in statement:
-        assert CostStore(folder).save(costs())
-        assert CostStore(folder).load(KEY) is not None
-
-
-def test_a_locked_file_costs_a_warning(folder, monkeypatch, caplog):
-    monkeypatch.setattr(cost_store, "_BUSY_SECONDS", 0.1)
-    other = sqlite3.connect(file_of(folder), isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    store = CostStore(folder)
-
-    assert store.load(KEY) is None
-    assert store.load(KEY) is None
-    assert not store.save(costs())
-
-    # one warning per cause
-    assert len(warnings(caplog)) == 1
-    assert "locked" in warnings(caplog)[0]
-    other.close()
-    assert store.load(KEY) is not None
-
-
-def test_a_file_that_is_soon_unlocked_is_waited_for(folder, caplog):
-    other = sqlite3.connect(file_of(folder), isolation_level=None, check_same_thread=False)
-    other.execute("BEGIN EXCLUSIVE")
-    timer = threading.Timer(0.2, other.close)
-    timer.start()
-
+    assert CostStore(folder).save(costs())
     assert CostStore(folder).load(KEY) is not None
 
-    timer.join()
-    assert warnings(caplog) == []
+
+def test_paths_come_back_as_they_were(store, folder):
+    paths = {"384x384": "panels"}
+
+    assert store.load_paths(KEY) is None
+    assert store.save_paths(KEY, paths)
+    assert store.load_paths(KEY) == paths
+    assert [each.key for each in store.entries()] == [KEY]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written_costs_a_warning(folder, caplog):
-    path = file_of(folder)
-    path.chmod(0o400)
     folder.chmod(0o500)
     store = CostStore(folder)
 
@@ -247,23 +194,6 @@ def test_a_folder_that_may_not_be_written_costs_a_warning(folder, caplog):
     folder.chmod(0o700)
 
 
-def test_a_read_only_database_can_be_read(folder, monkeypatch, caplog):
-    path = file_of(folder)
-    connect = sqlite3.connect
-
-    def read_only(_, **arguments):
-        return connect(f"file:{path}?mode=ro", uri=True, **arguments)
-
-    monkeypatch.setattr(sqlite3, "connect", read_only)
-    store = CostStore(folder)
-
-    assert store.load(KEY) is not None
-    assert not store.save(costs())
-
-    (said,) = warnings(caplog)
-    assert "readonly" in said
-
-
 @pytest.mark.parametrize("place", ["/dev/null/varlen", "/proc/varlen"])
 def test_a_folder_that_cannot_be_made_costs_a_warning(place, caplog):
     store = CostStore(Path(place))
@@ -273,18 +203,51 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(place, caplog):
     with store.measuring(timeout=1):
         pass
 
-    assert len(warnings(caplog)) == 1
     assert place in warnings(caplog)[0]
 
 
-def test_a_folder_where_the_file_should_be_costs_a_warning(folder, caplog):
+def test_without_a_folder_nothing_is_stored(caplog):
+    store = CostStore(None)
+
+    assert store.load(KEY) is None
+    assert not store.save(costs())
+    assert not store.save_paths(KEY, {})
+    assert store.entries() == []
+    with store.measuring(timeout=1):
+        pass
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("how", ["writable by all", "a link", "a pipe", "a folder"])
+def test_what_others_could_have_put_there_is_not_read(folder, how, caplog):
+    """A database of another user held a start for ever, by a view that never ends."""
     path = file_of(folder)
-    path.unlink()
-    path.mkdir()
+    if how == "writable by all":
+        path.chmod(0o666)
+    else:
+        moved = path.rename(folder / "elsewhere")
+        if how == "a link":
+            path.symlink_to(moved)
+        elif how == "a pipe":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
 
     assert CostStore(folder).load(KEY) is None
 
     assert len(warnings(caplog)) == 1
+    assert "is not used" in warnings(caplog)[0] or "cannot be used" in warnings(caplog)[0]
+
+
+def test_a_lock_that_is_a_link_empties_no_file(folder, tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("to be kept")
+    (folder / "measuring.lock").symlink_to(target)
+
+    with CostStore(folder).measuring(timeout=1):
+        pass
+
+    assert target.read_text() == "to be kept"
 
 
 def save_some(arguments):
@@ -295,38 +258,11 @@ def save_some(arguments):
     return all(store.save(costs(key)) and store.load(key) for key in keys)
 
 
-def test_several_processes_may_begin_and_use_one_file_at_once(tmp_path):
+def test_several_processes_may_begin_and_use_one_folder_at_once(tmp_path):
     with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
         assert all(pool.map(save_some, [(tmp_path, process) for process in range(4)]))
 
     assert len(CostStore(tmp_path).entries()) == 20
-
-
-def test_a_corrupt_file_that_another_process_has_replaced_is_left_alone(
-    folder, monkeypatch, caplog
-):
-    path = file_of(folder)
-    good = path.read_bytes()
-    path.write_bytes(b"nonsense" * 1000)
-    store = CostStore(folder)
-    work = store._work_once
-    calls = []
-
-    def work_once(task):
-        try:
-            return work(task)
-        finally:
-            if not calls:
-                # another process replaces it first
-                path.rename(path.with_suffix(".theirs"))
-                path.write_bytes(good)
-            calls.append(task)
-
-    monkeypatch.setattr(store, "_work_once", work_once)
-
-    assert store.load(KEY) is not None
-    assert len(calls) == 2
-    assert warnings(caplog) == []
 
 
 def test_one_measures_at_a_time(tmp_path):
@@ -353,6 +289,7 @@ def test_waiting_for_another_process_to_measure_ends(tmp_path, caplog):
 
     (said,) = warnings(caplog)
     assert "still being measured" in said
+    assert f"locked by process {os.getpid()}" in said
 
 
 def test_an_error_while_measuring_lets_the_next_one_measure(tmp_path, caplog):

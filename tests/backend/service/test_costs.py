@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pwd
 import re
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch
 from tests.backend.fakes.engine_parts import Clock
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.store import CostStore, cache_folder
+from varlen.costs.store import CostStore, cache_folder, find_cache
 from varlen.errors import EngineError
 from varlen.execution import fingerprint
 from varlen.execution.executor import ThreadExecutor
@@ -467,12 +468,16 @@ def test_the_cache_is_where_the_setting_says(monkeypatch, setting, environment, 
 
 
 @pytest.mark.parametrize("setting", ["auto", "~/costs"])
-def test_a_user_without_a_home_has_the_system_s_cache(monkeypatch, setting):
-    def no_home(*_):
-        raise RuntimeError("Could not determine home directory.")
+def test_a_user_without_a_home_stores_nothing_and_is_told_so(monkeypatch, setting, caplog):
+    def no_user(_):
+        raise KeyError
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
 
-    assert cache_folder(setting) == Path("/var/cache/varlen")
+    for _ in range(2):
+        assert find_cache(setting) is None
+
+    assert "has no home; set" in caplog.text
+    assert caplog.text.count("each start measures again") == 1

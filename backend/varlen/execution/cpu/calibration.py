@@ -72,18 +72,28 @@ class Calibration:
     layers: tuple[LayerCalibration, ...]
     quality: Quality
 
-    def save(self, folder: Path, name: str | None = None) -> Path:
-        """Write the file into a folder and return its path.
-
-        Args:
-            folder: folder of the checkpoint, or another with another name.
-            name: name of the file; by default the one for a checkpoint.
+    def save(self, folder: Path) -> Path:
+        """Write the file into a checkpoint folder and return its path.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        name = name or file_name(self.bits)
-        path = folder / name
+        path = folder / file_name(self.bits)
+        # a model that is loaded meanwhile reads the old file or the new one
+        temporary = folder / f".{path.name}.{os.getpid()}"
+        try:
+            self.write(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    def write(self, path: Path) -> None:
+        """Write a file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         tensors = {
             f"{number}.{part}": getattr(layer, part).contiguous()
             for number, layer in enumerate(self.layers)
@@ -99,16 +109,10 @@ class Calibration:
             "quality": asdict(self.quality),
             "tensors": _hash(tensors.values()),
         }
-        # a model that is loaded meanwhile reads the old file or the new one
-        temporary = folder / f".{name}.{os.getpid()}"
         try:
-            save_file(tensors, temporary, {_FIELDS: json.dumps(fields)})
-            temporary.replace(path)
+            save_file(tensors, path, {_FIELDS: json.dumps(fields)})
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
 
     @classmethod
     def load(cls, folder: Path, name: str = file_name(8)) -> "Calibration | None":

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -39,6 +38,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import Int32Array, Prompt
 from varlen_kernels import cpu
+from varlen_kernels.cache_files import CacheFolder
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.linear_int8 import WeightCodes
 
@@ -50,6 +50,8 @@ _Answer = TypeVar("_Answer")
 MAX_LAYER_ERROR: Mapping[WeightBits, float] = {8: 0.05, 4: 0.25}
 # A text in two calibrates, the other measures quality, which needs several.
 LEAST_TEXTS = 8
+# Open files as paths: safetensors takes nothing else.
+_DESCRIPTORS = Path("/proc/self/fd")
 # Lengths of prompts of random tokens, which reach columns that texts of one language do not.
 _RANDOM_TOKENS = (32, 64, 128, 256) * 2
 
@@ -217,20 +219,30 @@ def _calibration(
     digest = digest_of({"hashes": " ".join(hashes), "levels": str(product_of(bits).levels)})
     name = f"int{bits}-{digest[:32]}.safetensors"
     if cache is not None:
-        # a damaged file is measured and written again
-        with suppress(CheckpointError):
-            cached = Calibration.load(cache, name)
-            if cached is not None and _fits(cached, model, bits):
-                return cached, "from the cache"
+        cached = _cached(CacheFolder(cache), name)
+        if cached is not None and _fits(cached, model, bits):
+            return cached, "from the cache"
     began = time.monotonic()
     measured = calibrate(model, TEXTS, bits)
     if cache is not None:
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            measured.save(cache, name)
+            with CacheFolder(cache).writing(name) as path:
+                measured.write(path)
         except OSError as error:
             _log.warning("the calibration is not stored, and the next load measures it: %s", error)
     return measured, f"measured in {time.monotonic() - began:.1f} s"
+
+
+def _cached(cache: CacheFolder, name: str) -> Calibration | None:
+    """Return a calibration in the cache; None without one, or if it is damaged, or if others can write it."""
+    try:
+        with cache.reading(name) as file:
+            return Calibration.load(_DESCRIPTORS, str(file))
+    except FileNotFoundError:
+        return None
+    except (CheckpointError, OSError) as error:
+        _log.warning("the calibration in the cache is not used, and is measured again: %s", error)
+        return None
 
 
 def _stored(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from varlen.config import EngineConfig
-from varlen.costs.store import CostKey, CostStore, cache_folder
+from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.program.program import Op, Program, Weights
@@ -128,7 +128,7 @@ def choose_paths(
         with _torch_threads(threads):
             return measure_paths(program, kernels, use=use, seconds=seconds, clock=clock)
 
-    store = CostStore(cache_folder(config.cache_folder))
+    store = CostStore(find_cache(config.cache_folder))
     return use_paths(
         program,
         link.agree(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.store import CostKey, CostStore, cache_folder
+from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.errors import ConfigError
 from varlen.execution.cpu.linear_paths import (
     LAYOUTS,
@@ -139,7 +139,7 @@ def choose_bounds(
         "threads": str(torch.get_num_threads()),
         "rows": str(use.rows),
     }
-    store = CostStore(cache_folder(config.cache_folder))
+    store = CostStore(find_cache(config.cache_folder))
     stored = stored_paths(store, {**key, **more}, measure, "first layers of stages")
     return [int(stored[str(number)]) for number in range(stages + 1)]
 

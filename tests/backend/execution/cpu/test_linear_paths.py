@@ -1,6 +1,7 @@
 """The path of each linear layer: chosen by time, stored, equal in its results."""
 
 import gc
+import json
 import logging
 import weakref
 from itertools import pairwise
@@ -207,7 +208,8 @@ def test_paths_are_measured_once_and_then_read(tmp_path, caplog):
 def test_damaged_paths_are_measured_again(tmp_path, text, caplog):
     store, paths = CostStore(tmp_path), {"48x96": PACKED}
     store.save_paths(KEY, paths)
-    store._try(lambda file: file.execute("UPDATE linear_paths SET paths = ?", (text,)), None)
+    (file,) = tmp_path.glob("linear_paths_*.json")
+    file.write_text(f'{{"key": {json.dumps(KEY)}, "paths": {text}}}')
 
     assert stored_paths(CostStore(tmp_path), KEY, lambda: paths) == paths
     assert "has a damaged entry" in caplog.text
