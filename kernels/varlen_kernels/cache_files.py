@@ -426,6 +426,14 @@ def holder(descriptor: int) -> str:
     return f"process {pid} of user {owner} ({shown})"
 
 
+def holder_owner(descriptor: int) -> int | None:
+    """Return the user whose process holds the lock of an open file; None if it is not known here."""
+    pid = holder_pid(descriptor)
+    with suppress(OSError):
+        return None if pid is None else Path(f"/proc/{pid}").stat().st_uid
+    return None
+
+
 def holder_pid(descriptor: int) -> int | None:
     """Return the process that holds the lock of an open file; None if it is not known here."""
     status = os.fstat(descriptor)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import NOBODY, as_user, needs_root
 from varlen_kernels import cache_files
 from varlen_kernels.cache_files import (
     CacheError,
@@ -20,9 +21,7 @@ from varlen_kernels.cache_files import (
     holder_pid,
 )
 
-NOBODY = 65534
 SECONDS = 20.0
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 @pytest.fixture
@@ -38,27 +37,6 @@ def shared():
     path.chmod(0o777)
     yield path
     subprocess.run(["rm", "-rf", path], check=True)
-
-
-def as_user(user, work):
-    """Return the result of a function in a process of another user, and its error as text."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-            text = str(work())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(write, text.encode()[:4000])
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return text
 
 
 def mode(path):

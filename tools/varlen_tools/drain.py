@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from varlen.server.draining import marker_of, remove_stale_markers, write_state
+from varlen.server.draining import DrainState, marker_of, remove_stale_markers, write_state
 from varlen_client.metrics import all_series, fetch_metrics
 
 _PAUSE_SECONDS = 0.25
@@ -73,7 +73,7 @@ def drain(
     try:
         marker = _marker(server_pid)
         if undo:
-            write_state(marker, "serving")
+            _mark(marker, "serving")
             return
         _drain(marker, metrics_url, seen_seconds=seen_seconds, timeout=timeout)
     except DrainError as error:
@@ -86,11 +86,11 @@ def _drain(marker: Path, metrics_url: str, *, seen_seconds: float, timeout: floa
     end = began + timeout
     remove_stale_markers()
     _seen(metrics_url)
-    write_state(marker, "draining")
+    _mark(marker, "draining")
     typer.echo(f"draining: readiness probes are refused; waiting {seen_seconds:g} s for proxies")
     _wait_for_step(1, metrics_url, end)
     time.sleep(max(0.0, min(began + seen_seconds, end) - time.monotonic()))
-    write_state(marker, "refusing")
+    _mark(marker, "refusing")
     _wait_for_step(2, metrics_url, end)
     idle_since: float | None = None
     while True:
@@ -105,6 +105,16 @@ def _drain(marker: Path, metrics_url: str, *, seen_seconds: float, timeout: floa
         if now > end:
             raise DrainError(f"{seen.open_requests} requests are still open after {timeout:g} s")
         time.sleep(_PAUSE_SECONDS)
+
+
+def _mark(marker: Path, state: DrainState) -> None:
+    try:
+        write_state(marker, state)
+    except OSError as error:
+        raise DrainError(
+            f"{marker.parent} cannot be written ({error.strerror}); drain as the user of the server, or as the user who"
+            " has drained it before"
+        ) from None
 
 
 def _wait_for_step(step: int, metrics_url: str, end: float) -> None:

@@ -4,14 +4,18 @@ On SIGTERM the server closes HTTP at once, and answers gRPC requests that still 
 to another replica. So the command `varlen drain` marks the server in a file in shared memory, in three steps: probes
 are refused, so that proxies look elsewhere; then all new requests are; and the server is ended once none is open.
 
-The name of the file holds the process id of the server and its start time, so that it never marks a later process.
+The name of a file holds the process id of the server and its start time, so that it never marks a later process, the
+state, and a random end: any user may write to the folder, and none can take the name of a file before it is made. Files
+of other users count as none.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -26,31 +30,33 @@ FOLDER = Path("/dev/shm")  # noqa: S108  # the server needs it, also where the r
 _PREFIX = "varlen_drain_"
 # Field 22 of /proc/PID/stat, counted from what follows the name of the process.
 _START_TIME = 19
-_LONGEST = max(map(len, STATES))
-# Longest time for which a state that was read holds.
+# Shortest time for which a state that was read holds, and its largest part that reading takes: a user may fill the
+# folder with files.
 _READ_SECONDS = 0.1
+_READ_PART = 0.05
 
 
 class DrainWatch:
     """Reads the state of this process's server. Any thread may call it.
 
     Args:
-        marker: file of the server, see `marker_of`.
+        marker: beginning of the files of the server, see `marker_of`.
         clock: clock in seconds.
     """
 
     def __init__(self, marker: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._marker = marker
         self._clock = clock
-        self._read_at = float("-inf")
+        self._holds_until = float("-inf")
         self._state: DrainState = "serving"
 
     @property
     def state(self) -> DrainState:
-        """The state, at most a tenth of a second old."""
-        now = self._clock()
-        if now - self._read_at > _READ_SECONDS:
-            self._state, self._read_at = read_state(self._marker), now
+        """The state, usually at most a tenth of a second old."""
+        began = self._clock()
+        if began > self._holds_until:
+            self._state, now = read_state(self._marker), self._clock()
+            self._holds_until = now + max(_READ_SECONDS, (now - began) / _READ_PART)
         return self._state
 
     def check(self, *, is_probe: bool) -> None:
@@ -65,45 +71,53 @@ class DrainWatch:
 
 
 def marker_of(pid: int, folder: Path = FOLDER) -> Path | None:
-    """Return the file that marks a server; None without such a process."""
+    """Return the path with which the files of a server begin; None without such a process."""
     started = _start_time(pid)
     return None if started is None else folder / f"{_PREFIX}{pid}_{started}"
 
 
 def read_state(marker: Path) -> DrainState:
-    """Return the state in a file; `serving` without one of this user."""
-    try:
-        descriptor = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return "serving"
-    try:
-        # everybody may write to the folder
-        if os.fstat(descriptor).st_uid not in (0, os.geteuid()):
-            return "serving"
-        text = os.read(descriptor, _LONGEST).decode(errors="replace")
-    finally:
-        os.close(descriptor)
-    return text if text in STATES else "serving"
+    """Return the state that the files of a server say; `serving` without one of this user or root."""
+    found = {state for _, state in _files(marker)}
+    return next((state for state in reversed(STATES) if state in found), "serving")
 
 
 def write_state(marker: Path, state: DrainState) -> None:
-    """Set the state of a server; `serving` removes the file."""
-    if state == "serving":
-        marker.unlink(missing_ok=True)
-        return
-    new = marker.with_name(f"{marker.name}.{os.getpid()}")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(state)
-    # readers see the old state or the new one
-    new.replace(marker)
+    """Set the state of a server; `serving` removes its files.
+
+    Raises:
+        OSError: the folder cannot be written, or root has drained the server.
+    """
+    older = [path for path, _ in _files(marker)]
+    if state != "serving":
+        new = marker.with_name(f"{marker.name}.{state}.{secrets.token_hex(8)}")
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    for path in older:
+        path.unlink(missing_ok=True)
+
+
+def _files(marker: Path) -> Iterator[tuple[Path, DrainState]]:
+    """Yield the files of a server that this user or root has made, and their states."""
+    with suppress(OSError), os.scandir(marker.parent) as entries:
+        for entry in entries:
+            if not entry.name.startswith(f"{marker.name}."):
+                continue
+            word = entry.name.removeprefix(f"{marker.name}.").partition(".")[0]
+            state = next((each for each in STATES if each == word), None)
+            with suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                is_own = status.st_uid in (0, os.geteuid())
+                # another name for a file of this user is of whoever made the name
+                if state and is_own and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                    yield Path(entry.path), state
 
 
 def remove_stale_markers(folder: Path = FOLDER) -> None:
     """Remove the files of servers that have ended."""
     for path in folder.glob(f"{_PREFIX}*"):
-        pid = path.name.removeprefix(_PREFIX).split("_")[0]
-        if pid.isdecimal() and marker_of(int(pid), folder) != path:
+        marker = path.with_name(path.name.partition(".")[0])
+        pid = marker.name.removeprefix(_PREFIX).split("_")[0]
+        if pid.isdecimal() and marker_of(int(pid), folder) != marker:
             # of another user, perhaps
             with suppress(OSError):
                 path.unlink()

@@ -12,6 +12,7 @@ from varlen.errors import DrainingError, RequestError
 from varlen.request.generation import GenerationOptions
 from varlen.request.probe import check_probe
 from varlen.request.request import RequestOptions
+from varlen.server import draining
 from varlen.server.draining import (
     DrainWatch,
     marker_of,
@@ -23,6 +24,7 @@ from varlen.telemetry.metrics import SnapshotMetric
 
 PROBE = {"probe": True}
 SECONDS = 20.0
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_probes_are_refused_before_all_else(marker):
             DrainWatch(marker).check(is_probe=is_probe)
 
     write_state(marker, "serving")
-    assert not marker.exists()
+    assert not list(marker.parent.iterdir())
 
 
 def test_a_watch_reads_the_file_again_after_a_tenth_of_a_second(marker):
@@ -65,22 +67,71 @@ def test_a_watch_reads_the_file_again_after_a_tenth_of_a_second(marker):
     assert watch.state == "draining"
 
 
-@pytest.mark.parametrize("content", [b"", b"drain", b"\xff\xfe", b"x" * 10_000], ids=len)
-def test_a_file_of_anything_else_marks_nothing(marker, content):
-    marker.write_bytes(content)
+@pytest.mark.parametrize("name", ["", ".", ".drain", ".serving.0", ".refused.0", "0.refusing.0"])
+def test_a_file_of_another_name_marks_nothing(marker, name):
+    marker.with_name(f"{marker.name}{name}").write_text("refusing")
 
     assert read_state(marker) == "serving"
 
 
-def test_a_link_or_a_pipe_marks_nothing(marker, tmp_path):
-    target = tmp_path / "elsewhere"
-    target.write_text("refusing")
-    marker.symlink_to(target)
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "folder"])
+def test_what_is_no_file_of_its_own_marks_nothing(marker, kind, tmp_path):
+    target, path = tmp_path / "elsewhere", marker.with_name(f"{marker.name}.refusing.0")
+    target.touch()
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "hard link":
+        path.hardlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
     assert read_state(marker) == "serving"
 
-    marker.unlink()
-    os.mkfifo(marker)
+
+def test_files_of_another_user_are_ignored_and_stop_no_drain(marker, monkeypatch):
+    """A user who took the name of the file first stopped a drain, as the folder lets nobody replace it."""
+    user = os.geteuid()
+    for state in ("draining", "refusing"):
+        write_state(marker, state)
+        (path,) = marker.parent.iterdir()
+        path.rename(marker.with_name(f"{marker.name}.{state}.theirs"))
+    marker.write_text("refusing")
+    theirs = sorted(marker.parent.iterdir())
+    if user == 0:
+        for path in theirs:
+            os.chown(path, NOBODY, NOBODY)
+    else:
+        # files of this user are those of another one
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert read_state(marker) == "serving"
+    if user:
+        return
+
+    write_state(marker, "refusing")
+    assert read_state(marker) == "refusing"
+    write_state(marker, "serving")
+    assert read_state(marker) == "serving"
+    assert sorted(marker.parent.iterdir()) == theirs
+
+
+def test_a_folder_full_of_files_takes_a_twentieth_of_the_time(marker, monkeypatch):
+    now, reads = 100.0, []
+
+    def read(_):
+        nonlocal now
+        reads.append(now)
+        now += 2.0
+        return "serving"
+
+    monkeypatch.setattr(draining, "read_state", read)
+    watch = DrainWatch(marker, lambda: now)
+    for _ in range(100):
+        assert watch.state == "serving"
+        now += 1.0
+
+    assert len(reads) == 3
 
 
 def test_files_of_servers_that_have_ended_are_removed(marker, tmp_path):
@@ -96,7 +147,8 @@ def test_files_of_servers_that_have_ended_are_removed(marker, tmp_path):
 
     remove_stale_markers(tmp_path)
 
-    assert [path.name for path in tmp_path.iterdir()] == [marker.name]
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(f"{marker.name}.draining.")
     assert marker_of(child.pid, tmp_path) is None
 
 

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 
 import pytest
 
 from tests.backend.refusals import raises, refused_request
+from tests.processes import NOBODY, locked_by, needs_root
 from varlen.errors import EngineError, QueueFullError, RequestError
 from varlen.server import shared_memory
 from varlen.server.shared_memory import check_answer, hide_pool, sending
@@ -166,6 +168,19 @@ def test_a_send_that_never_ends_does_not_stop_the_others_for_good(monkeypatch, t
         sending(2 * MEGABYTE),
     ):
         pytest.fail("sent beside another")
+
+
+@needs_root
+def test_a_lock_of_another_user_is_not_waited_for(monkeypatch, caplog):
+    """Any user may open the folder, and held the large answers of all servers for 30 s each."""
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        monkeypatch.setattr(shared_memory, "_FOLDER", folder)
+        with locked_by(NOBODY, Path(folder)) as pid:
+            with sending(2 * MEGABYTE):
+                pass
+
+    assert f"locked by process {pid} of user {NOBODY}" in caplog.text
 
 
 def test_a_failed_send_lets_the_next_one_go():
