@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def is_gone(pid: int) -> bool:
 def as_user(user: int, work: Callable[[], object]) -> str:
     """Return the result of a function in a process of another user as text, or its error."""
     read, write = os.pipe()
-    pid = os.fork()
+    pid = _fork()
     if not pid:
         try:
             _become(user)
@@ -55,7 +56,7 @@ def locked_by(user: int, path: Path) -> Iterator[int]:
     """Have a process of another user hold the lock of a file or folder; yield its id."""
     said, says = os.pipe()
     stopped, stop = os.pipe()
-    pid = os.fork()
+    pid = _fork()
     if not pid:
         try:
             os.close(stop)
@@ -74,6 +75,13 @@ def locked_by(user: int, path: Path) -> Iterator[int]:
         os.close(stop)
         os.close(said)
         os.waitpid(pid, 0)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # the child starts no thread, and takes no lock that another thread may hold
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _become(user: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from varlen_bench.harness.worker import Message, WorkerError, ask_once, run_once
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.engines import EngineName, Precision, pad
 from varlen_bench.peers.pooling import PoolingMode, pool_padded
+from varlen_kernels.cache_files import CacheFolder, cache_home
 from varlen_tools.workloads import token_ids
 
 _MODULE = "varlen_bench.peers.exports"
@@ -182,10 +182,9 @@ def convert_ctranslate2(model: Path, folder: Path, precision: Precision) -> None
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder of the cache of exports and random checkpoints; `make` writes it once."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    target = Path(base, "varlen", "bench_encoder", name)
+    target = cache_home() / "varlen" / "bench_encoder" / name
+    CacheFolder(target.parent).make()
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             make(Path(scratch, "made"))
             shutil.move(Path(scratch, "made"), target)
