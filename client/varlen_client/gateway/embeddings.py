@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -18,6 +19,14 @@ from varlen_client.gateway.unserved_fields import EMBEDDINGS
 from varlen_client.row_options import InputType
 from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
+
+# Input type of each task of Jina that chooses a prompt.
+_JINA_TASKS: Mapping[str, InputType] = {
+    "retrieval.query": "query",
+    "retrieval.passage": "document",
+    "classification": "classification",
+    "separation": "clustering",
+}
 
 
 class VectorFields(TextFields):
@@ -52,20 +61,30 @@ class EmbeddingsBody(OpenAIBody, VectorFields):
     """Infinity's name of `dimensions`, from litellm."""
     encoding_format: Literal["float", "base64"] = "float"
     modality: Literal["text"] = "text"
+    task: Literal["retrieval.query", "retrieval.passage", "classification", "separation"] | None = (
+        None
+    )
+    """Jina's name of `input_type`."""
+    normalized: bool | None = None
+    """Jina's name of `normalize`."""
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments, without truncation.
 
         Raises:
-            InvalidRequest: `dimensions` has both its names.
+            InvalidRequest: an option has two names.
         """
-        if self.dimensions is not None and self.output_dimension is not None:
-            raise InvalidRequest(
-                "the request has dimensions and output_dimension; send one of them"
-            )
-        return super().options() | given_options(
-            dimensions=self.dimensions or self.output_dimension
-        )
+        options = super().options()
+        others = {
+            "dimensions": ("output_dimension", self.output_dimension),
+            "normalize": ("normalized", self.normalized),
+            "input_type": ("task", None if self.task is None else _JINA_TASKS[self.task]),
+        }
+        for name, (other, value) in others.items():
+            if value is not None and name in options:
+                raise InvalidRequest(f"the request has {name} and {other}; send one of them")
+            options |= given_options(**{name: value})
+        return options
 
 
 def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:

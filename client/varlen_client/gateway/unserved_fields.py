@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 # Values that ask for nothing, whatever the field; 0 is no such value, since vLLM's `prompt_logprobs: 0` asks for some.
-_EMPTY: tuple[Any, ...] = (None, "", [], {}, "false", "False")
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_FALSE = ("false", "False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Unserved:
 
     Attributes:
         reason: end of the message; says what to do instead, where there is something.
-        allowed: values that ask for nothing, besides null, false and empty ones.
+        allowed: values that ask for nothing, besides null and empty ones; false does too, unless true is one of them.
     """
 
     reason: str
@@ -27,13 +28,16 @@ class Unserved:
 
     def allows(self, value: Any) -> bool:
         """Return whether a value asks for nothing."""
-        return value is False or value in _EMPTY or value in self.allowed
+        if value is False or value in _FALSE:
+            return True not in self.allowed
+        return value in _EMPTY or value in self.allowed
 
 
 UnservedFields: TypeAlias = Mapping[str, Unserved]
 
 _ONE_PROCESS = "the whole answer is computed in one process"
 _UNCUT = "prompts are not cut; send a shorter one"
+_ONLY_TEXTS = "messages are texts"
 _TEXT_ONLY = "parts of an input that are no text are not served"
 
 GENERATION: UnservedFields = {
@@ -52,12 +56,13 @@ GENERATION: UnservedFields = {
 COMPLETIONS: UnservedFields = {
     **GENERATION,
     "prompt_embeds": Unserved("write text or token ids in prompt"),
+    "suffix": Unserved("texts are not filled in"),
 }
 CHATS: UnservedFields = {
     **GENERATION,
     "audio": Unserved("answers are text"),
-    "chat_template": Unserved("chats have the template of the checkpoint"),
     "documents": Unserved("write them in a message"),
+    "modalities": Unserved("answers are text", (["text"],)),
     "moderation": Unserved("there is no moderation"),
     "prediction": Unserved("there are no predicted outputs"),
     "prompt_cache_options": Unserved(
@@ -65,8 +70,17 @@ CHATS: UnservedFields = {
     ),
     "web_search_options": Unserved("there is no web search"),
 }
+# Of a message, and of a part of its content.
+MESSAGES: UnservedFields = {
+    "audio": Unserved(_ONLY_TEXTS),
+}
+PARTS: UnservedFields = {
+    name: Unserved(_ONLY_TEXTS)
+    for name in (
+        "image_url input_image image_pil image_embeds input_audio audio_url audio_embeds video_url file source"
+    ).split()
+}
 TOKENIZATION: UnservedFields = {
-    "chat_template": Unserved("chats have the template of the checkpoint"),
     "documents": Unserved("write them in a message"),
 }
 # Of all routes that read texts, not of generation.
@@ -92,13 +106,11 @@ EMBEDDINGS: UnservedFields = {
     # Jina's
     "late_chunking": Unserved("each text is embedded by itself"),
     "return_multivector": Unserved("write to /embed_all, which has a vector for each token"),
-    "task": Unserved("write input_type or prompt_name"),
 }
 RANKS: UnservedFields = {
     **TEXTS,
     "instruct": Unserved("write it in the query"),
     "instruction": Unserved("write it in the query"),
-    "max_chunks_per_doc": Unserved("a document is one text; write truncate", (1,)),
     "max_tokens_per_doc": Unserved("write truncate_prompt_tokens, for query and document", (0,)),
     "max_tokens_per_query": Unserved("write truncate_prompt_tokens, for query and document", (0,)),
     "rank_fields": Unserved("the field text of a document is ranked", (["text"],)),

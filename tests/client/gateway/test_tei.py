@@ -44,7 +44,7 @@ def test_clients_that_have_no_parameters_send_an_empty_object_or_null(post):
 @pytest.mark.parametrize(
     "path, options, param, message",
     [
-        ("/embed", {"parameters": {"task": "a"}}, "parameters.task", "is not supported"),
+        ("/embed", {"parameters": {"late_chunking": True}}, "parameters.late_chunking", "is not supported"),
         ("/embed", {"parameters": 5}, "parameters", "parameters is 5"),
         (
             "/embed",

@@ -67,6 +67,25 @@ def langchain_embeddings(at: Addresses) -> Any:
     return embeddings.embed_documents(TEXTS)
 
 
+# its default: token ids of OpenAI's tokenizer
+@call("langchain-openai", "vectors", refused="check_embedding_ctx_length=False")
+def langchain_embeddings_of_ids(at: Addresses) -> Any:
+    import tiktoken
+    from langchain_openai import OpenAIEmbeddings
+
+    # the vocabulary is on the internet
+    tiktoken.get_encoding = _encoding_of_bytes
+    embeddings = OpenAIEmbeddings(model="minilm", base_url=_v1(at, "minilm"), api_key=_KEY)
+    return embeddings.embed_documents(TEXTS)
+
+
+def _encoding_of_bytes(name: str) -> Any:
+    from tiktoken import Encoding
+
+    ranks = {bytes([each]): each for each in range(256)}
+    return Encoding(name, pat_str=r".|\n", mergeable_ranks=ranks, special_tokens={})
+
+
 @call("langchain-openai", "completion")
 def langchain_completion(at: Addresses) -> Any:
     from langchain_openai import OpenAI
