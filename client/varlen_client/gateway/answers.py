@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -19,8 +20,10 @@ from varlen_client.gateway.json_writing import Rows, json_bytes
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.generation import GeneratedPart, Generation
 
-# The next part of each answer.
+# The next part of each answer to a prompt.
 Parts: TypeAlias = AsyncGenerator[list[GeneratedPart], None]
+# The same of several prompts, with the index of the first answer.
+NumberedParts: TypeAlias = AsyncGenerator[tuple[int, list[GeneratedPart]], None]
 # Returns a choice for an index, a part of its answer, and the length of the text before the part; None is the first.
 MakeChoice: TypeAlias = Callable[[int, Generation | GeneratedPart, int | None], dict[str, Any]]
 
@@ -50,16 +53,29 @@ class Head:
 def whole_answer(
     head: Head,
     answers: Sequence[Sequence[Generation]],
+    n: int,
     make_choice: MakeChoice,
     metrics: GatewayMetrics,
 ) -> dict[str, Any]:
-    """Return the answer to several prompts with several samples each."""
-    samples = [sample for each in answers for sample in each]
+    """Return the answer to several prompts: the best `n` samples of each; all of them count as usage."""
     prompt_tokens = sum(each[0].num_prompt_tokens for each in answers)
-    completion_tokens = sum(len(sample.token_ids) for sample in samples)
+    completion_tokens = sum(len(sample.token_ids) for each in answers for sample in each)
     metrics.count_tokens(prompt_tokens, completion_tokens)
+    samples = [sample for each in answers for sample in _best(each, n)]
     choices = Rows(make_choice(index, sample, None) for index, sample in enumerate(samples))
     return head.object(choices, usage=usage(prompt_tokens, completion_tokens))
+
+
+def _best(samples: Sequence[Generation], n: int) -> Sequence[Generation]:
+    """Return the samples with the highest log probability per token, as OpenAI's `best_of` does."""
+    if len(samples) <= n:
+        return samples
+
+    def mean(sample: Generation) -> float:
+        chosen = zip(sample.token_ids, sample.logprobs, strict=True)
+        return sum(logprobs[token] for token, logprobs in chosen) / max(len(sample.token_ids), 1)
+
+    return sorted(samples, key=mean, reverse=True)[:n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +126,7 @@ class Chunks:
     Attributes:
         head: first fields of each chunk.
         make_choice: function that makes the choice of a chunk.
-        includes_usage: whether a last chunk has the usage.
+        includes_usage: whether a last chunk has the usage, and the others a null.
         metrics: counters of tokens.
     """
 
@@ -120,41 +136,74 @@ class Chunks:
     metrics: GatewayMetrics
     _sent_characters: dict[int, int] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
-    _prompt_tokens: int = 0
+    # of each prompt, by the index of its first answer
+    _prompt_tokens: dict[int, int] = field(default_factory=dict)
     _completion_tokens: int = 0
 
-    def of(self, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
-        """Yield a chunk for each answer that goes on."""
-        for index, part in enumerate(parts):
+    def of(self, first: int, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
+        """Yield a chunk for each answer to a prompt that goes on; `first` is the index of its first answer."""
+        no_usage = {"usage": None} if self.includes_usage else {}
+        for index, part in enumerate(parts, start=first):
             if index in self._ended:
                 continue
             if part.finish_reason is not None:
                 self._ended.add(index)
             sent = self._sent_characters.get(index)
             self._sent_characters[index] = (sent or 0) + len(part.text)
-            self._prompt_tokens = part.num_prompt_tokens
+            self._prompt_tokens[first] = part.num_prompt_tokens
             self._completion_tokens += len(part.token_ids)
-            yield self.head.object([self.make_choice(index, part, sent)])
+            yield self.head.object([self.make_choice(index, part, sent)], **no_usage)
 
     def last(self) -> Iterator[dict[str, Any]]:
         """Yield what follows the answers."""
-        self.metrics.count_tokens(self._prompt_tokens, self._completion_tokens)
+        prompt_tokens = sum(self._prompt_tokens.values())
+        self.metrics.count_tokens(prompt_tokens, self._completion_tokens)
         if self.includes_usage:
-            counts = usage(self._prompt_tokens, self._completion_tokens)
+            counts = usage(prompt_tokens, self._completion_tokens)
             yield self.head.object([], usage=counts)
+
+
+async def numbered(streams: Sequence[Parts], n: int) -> NumberedParts:
+    """Yield parts of several prompts as they come, each with the index of its first answer.
+
+    Closes the streams when it ends in any way. A stream is read on once its part is taken, so a slow reader gets fewer
+    and longer parts.
+    """
+    waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                at = waiting.pop(task)
+                if (parts := task.result()) is not None:
+                    yield at * n, parts
+                    waiting[asyncio.ensure_future(_next(streams[at]))] = at
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: Parts) -> list[GeneratedPart] | None:
+    """Return the next parts; None after the last."""
+    return await anext(stream, None)
 
 
 class EventStream(StreamingResponse):
     """A stream of server-sent events, which closes the parts when it ends in any way."""
 
-    def __init__(self, parts: Parts, first: list[GeneratedPart], chunks: Chunks) -> None:
+    def __init__(
+        self, parts: NumberedParts, first: tuple[int, list[GeneratedPart]], chunks: Chunks
+    ) -> None:
         super().__init__((), headers=_HEADERS, media_type="text/event-stream")
         self._parts = parts
         self._first = first
         self._chunks = chunks
 
     @classmethod
-    async def begin(cls, parts: Parts, chunks: Chunks) -> EventStream:
+    async def begin(cls, parts: NumberedParts, chunks: Chunks) -> EventStream:
         """Return the stream once its first part is there; errors before have a status."""
         return cls(parts, await anext(parts), chunks)
 
@@ -174,10 +223,10 @@ class EventStream(StreamingResponse):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:
-            for chunk in self._chunks.of(self._first):
+            for chunk in self._chunks.of(*self._first):
                 yield json_bytes(chunk)
             async for parts in self._parts:
-                for chunk in self._chunks.of(parts):
+                for chunk in self._chunks.of(*parts):
                     yield json_bytes(chunk)
         except VarlenClientError as error:
             # the status has been sent

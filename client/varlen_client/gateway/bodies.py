@@ -123,11 +123,11 @@ class Object(BaseModel):
             field = cls.unserved.get(name)
             if field is not None:
                 if not field.allows(given[name]):
-                    raise _refused(name, f"is not supported: {field.reason}")
+                    raise refused_field(name, f"is not supported: {field.reason}")
             elif given[name] is None:
                 continue
             elif ignored is None:
-                raise _refused(name, _unknown(name, names))
+                raise refused_field(name, _unknown(name, names))
             else:
                 ignored.add(f"{cls.noun}.{name}" if cls.noun else name)
         return {name: value for name, value in given.items() if name in names}
@@ -139,7 +139,8 @@ def _names_of(form: type[Object]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in form.model_fields.items())
 
 
-def _refused(name: str, why: str) -> PydanticCustomError:
+def refused_field(name: str, why: str) -> PydanticCustomError:
+    """Return the error of a field that is refused with a reason."""
     return PydanticCustomError(REFUSED_FIELD, "{why}", {"name": name, "why": why})
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import FastAPI
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
@@ -15,35 +17,70 @@ from varlen_client.gateway.answers import (
     EventStream,
     Head,
     ReportedToken,
+    numbered,
     reported_tokens,
     whole_answer,
 )
-from varlen_client.gateway.bodies import ListOf, Object
+from varlen_client.gateway.bodies import ListOf, Object, refused_field
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
-from varlen_client.gateway.unserved_fields import CHATS
+from varlen_client.gateway.unserved_fields import CHATS, MESSAGES, PARTS
 from varlen_client.generation import GeneratedPart, Generation
 
 MAX_MESSAGES = 4096
 
-# Field that says which of the tools are called, by the field of the tools.
+# Field that says which of the tools are called, by the field of the tools; the second pair has the older names.
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+_NO_TOOLS = "tools are not served; the answer is text"
+# Header of an answer that does not call the tools of its request.
+WARNING_HEADER = "X-Varlen-Warning"
 
 
 class TextPart(Object):
     """A part of a message; only texts are served."""
 
-    type: Literal["text"]
+    noun = "content"
+    unserved = PARTS
+
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"text": given}
+        if isinstance(given, dict) and given.get("type") == "refusal":
+            return {"text": given.get("refusal")}
+        return given
+
+
+def _parts_of(content: Any) -> Any:
+    """Return the parts of a content, which may be one text."""
+    if isinstance(content, str):
+        return [{"text": content}]
+    if not isinstance(content, list):
+        raise PydanticCustomError("content_type", "Input should be a text, or a list of parts")
+    return content
 
 
 class Message(Object):
     """A message of the chat."""
 
-    role: Literal["developer", "system", "user", "assistant"]
-    content: str | ListOf[TextPart]
+    noun = "message"
+    unserved = MESSAGES
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Annotated[ListOf[TextPart], BeforeValidator(_parts_of)]
     name: str | None = None
+    tool_calls: ListOf[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    """Older form of `tool_calls`."""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Newer name of `reasoning_content`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,14 +88,46 @@ class Message(Object):
         """Answers that come back as messages have fields such as `refusal: null`, `annotations: []`."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value not in (None, [])}
+        fields = {name: value for name, value in given.items() if value not in (None, [])}
+        # a call of a tool has no text, and a tool may return none
+        may_be_empty = fields.get("role") in ("assistant", "tool", "function")
+        return {"content": "", **fields} if may_be_empty else fields
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message in the form that chat templates read."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        message = {"role": self.role, "content": text}
-        return message if self.name is None else {**message, "name": self.name}
+    def for_template(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates read, which is vLLM's."""
+        calls = [_call(each) for each in self.tool_calls or ()]
+        if self.function_call:
+            calls.append({"type": "function", "function": _parsed(self.function_call)})
+        reasoning = self.reasoning_content or self.reasoning
+        others = {
+            "name": self.name,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning,
+            "reasoning": reasoning,
+        }
+        return {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": "".join(part.text for part in self.content),
+            **{name: value for name, value in others.items() if value},
+        }
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    return {**call, "function": _parsed(function)} if isinstance(function, dict) else call
+
+
+def _parsed(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a called function with its arguments as an object, which templates expect."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        return {**function, "arguments": json.loads(arguments or "{}")}
+    except (ValueError, RecursionError):
+        # a model has written it
+        return function
 
 
 # A longer list is refused before each message has been checked.
@@ -75,21 +144,24 @@ class ChatBody(SamplingBody):
     max_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: Annotated[ListOf[Any], Field(max_length=0)] | None = None
-    """Not supported; it may be empty, or there with a choice of none, which calls none."""
-    tool_choice: Literal["none"] | None = None
-    functions: Annotated[ListOf[Any], Field(max_length=0)] | None = None
+    tools: Any = None
+    """Not called, and their choice cannot be forced."""
+    tool_choice: Any = None
+    functions: Any = None
     """Older name of `tools`."""
-    function_call: Literal["none"] | None = None
-    parallel_tool_calls: bool | None = None
+    function_call: Any = None
+    parallel_tool_calls: Any = None
     """Ignored: there are no calls."""
-    modalities: ListOf[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Any = None
+    """Ignored: no chat template reads it."""
+    chat_template: str | None = None
+    """Name of one of the checkpoint's templates."""
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Any = None
     """Ignored: `chat_template_kwargs` sets what the chat template knows of it, such as `enable_thinking`."""
     # vLLM's
-    include_reasoning: Literal[True] | None = None
+    include_reasoning: Any = None
+    """Ignored: answers are not divided."""
     echo: Literal[False] | None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
@@ -98,11 +170,26 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unused_tools(cls, given: Any) -> Any:
+    def _without_forced_tools(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
-        unused = {tools for tools, choice in _CHOICES.items() if given.get(choice) == "none"}
-        return {name: value for name, value in given.items() if name not in unused}
+        for tools, choice in _CHOICES.items():
+            if given.get(choice) not in (None, "", "none", "auto"):
+                raise refused_field(choice, f"is not supported: {_NO_TOOLS}; write auto")
+            if given.get(tools) and given.get(choice) != "none":
+                if info.context is None:
+                    raise refused_field(tools, f"is not supported: {_NO_TOOLS}")
+                info.context.add(tools)
+        return given
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        may_call = any(
+            getattr(self, tools) and getattr(self, choice) != "none"
+            for tools, choice in _CHOICES.items()
+        )
+        return {WARNING_HEADER: _NO_TOOLS} if may_call else {}
 
 
 def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
@@ -118,11 +205,19 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
         if body.stream:
             head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
             parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
-            chunks = Chunks(head, partial(_delta, top), body.includes_usage, gateway.metrics)
-            return await EventStream.begin(parts, chunks)
-        head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
-        answers = await model.client.samples(messages, body.n, timeout=timeout, **sampling)
-        return json_response(whole_answer(head, [answers], partial(_choice, top), gateway.metrics))
+            make_choice = partial(_delta, body.logprobs, top)
+            chunks = Chunks(head, make_choice, body.includes_usage, gateway.metrics)
+            response: Response = await EventStream.begin(numbered([parts], body.n), chunks)
+        else:
+            head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
+            answers = await model.client.samples(
+                messages, body.num_samples, timeout=timeout, **sampling
+            )
+            make_choice = partial(_choice, body.logprobs, top)
+            answer = whole_answer(head, [answers], body.n, make_choice, gateway.metrics)
+            response = json_response(answer)
+        response.headers.update(body.headers)
+        return response
 
 
 def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
@@ -136,26 +231,36 @@ def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
     given = body.max_completion_tokens, body.max_tokens, default_max_tokens
     sampling = body.sampling()
     sampling["max_tokens"] = next(each for each in given if each is not None)
-    if body.chat_template_kwargs:
-        sampling["chat_template_kwargs"] = body.chat_template_kwargs
+    variables = template_variables(body.chat_template, body.chat_template_kwargs)
+    if variables:
+        sampling["chat_template_kwargs"] = variables
     return sampling | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
 
 
+def template_variables(name: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the variables of the chat template, with the name of the template, which the server has there."""
+    return variables if name is None else {"chat_template": name, **(variables or {})}
+
+
 def _choice(
-    top: int, index: int, part: Generation | GeneratedPart, _: int | None
+    has_logprobs: bool, top: int, index: int, part: Generation | GeneratedPart, _: int | None
 ) -> dict[str, Any]:
     message = {"role": "assistant", "content": part.text}
-    return {"index": index, "message": message, **_ending(part, top)}
+    return {"index": index, "message": message, **_ending(part, has_logprobs, top)}
 
 
 def _delta(
-    top: int, index: int, part: Generation | GeneratedPart, sent: int | None
+    has_logprobs: bool, top: int, index: int, part: Generation | GeneratedPart, sent: int | None
 ) -> dict[str, Any]:
     role = {"role": "assistant"} if sent is None else {}
-    return {"index": index, "delta": {**role, "content": part.text}, **_ending(part, top)}
+    return {
+        "index": index,
+        "delta": {**role, "content": part.text},
+        **_ending(part, has_logprobs, top),
+    }
 
 
-def _ending(part: Generation | GeneratedPart, top: int) -> dict[str, Any]:
+def _ending(part: Generation | GeneratedPart, has_logprobs: bool, top: int) -> dict[str, Any]:
     """Return the end of a choice, with `top` tokens in each of its `top_logprobs`."""
     content = [
         {
@@ -163,6 +268,7 @@ def _ending(part: Generation | GeneratedPart, top: int) -> dict[str, Any]:
             "top_logprobs": [_token(each) for each in _most_likely(chosen, found, top)],
         }
         for chosen, found in reported_tokens(part)
+        if has_logprobs
     ]
     return {
         "logprobs": {"content": content} if content else None,

@@ -18,6 +18,7 @@ from varlen_client.gateway.answers import (
     EventStream,
     Head,
     ReportedToken,
+    numbered,
     reported_tokens,
     whole_answer,
 )
@@ -43,7 +44,6 @@ class CompletionsBody(SamplingBody):
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
     """Whether each answer begins with the text of its prompt."""
-    suffix: Literal[""] | None = None
     add_special_tokens: Literal[True] | None = None
 
 
@@ -54,25 +54,29 @@ def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
     async def completions(body: CompletionsBody) -> Response:
         """Continue prompts, which are texts or token ids."""
         prompts = rows_of(body.prompt, "prompt")
-        if len(prompts) > (1 if body.stream else MAX_PROMPTS):
-            most = "1 in a stream" if body.stream else f"1 to {MAX_PROMPTS}"
-            raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: {most}")
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
         sampling = _sampling(body)
-        make_choice = partial(_choice, _echoed(body, prompts), body.n)
+        make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
         model = await gateway.models.get(body.model)
         head = Head.new("cmpl", "text_completion", model.name, body.request_id)
         timeout = gateway.settings.timeout_seconds
         if body.stream:
-            parts = model.client.stream_samples(prompts[0], body.n, timeout=timeout, **sampling)
+            streams = [
+                model.client.stream_samples(prompt, body.n, timeout=timeout, **sampling)
+                for prompt in prompts
+            ]
             chunks = Chunks(head, make_choice, body.includes_usage, gateway.metrics)
-            return await EventStream.begin(parts, chunks)
+            return await EventStream.begin(numbered(streams, body.n), chunks)
         tasks = [
-            asyncio.ensure_future(model.client.samples(prompt, body.n, timeout=timeout, **sampling))
+            asyncio.ensure_future(
+                model.client.samples(prompt, body.num_samples, timeout=timeout, **sampling)
+            )
             for prompt in prompts
         ]
         await all_or_first_error(tasks)
         answers = [task.result() for task in tasks]
-        return json_response(whole_answer(head, answers, make_choice, gateway.metrics))
+        return json_response(whole_answer(head, answers, body.n, make_choice, gateway.metrics))
 
 
 def _sampling(body: CompletionsBody) -> dict[str, Any]:
@@ -101,6 +105,7 @@ def _echoed(body: CompletionsBody, prompts: Sequence[str | list[int]]) -> Sequen
 def _choice(
     echoed: Sequence[str],
     n: int,
+    has_logprobs: bool,
     index: int,
     part: Generation | GeneratedPart,
     offset: int | None,
@@ -109,7 +114,7 @@ def _choice(
     return {
         "index": index,
         "text": echoed[index // n] + part.text if offset is None else part.text,
-        "logprobs": _logprobs(part, offset or 0) if part.logprobs else None,
+        "logprobs": _logprobs(part, offset or 0) if has_logprobs and part.logprobs else None,
         "finish_reason": part.finish_reason,
     }
 

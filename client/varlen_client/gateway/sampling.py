@@ -1,7 +1,7 @@
 """Fields of completions and chats: how tokens are chosen, and the form of answers.
 
 Fields are in four groups: passed on to the server, read by the gateway, allowed in one value, and ignored. The one
-value is OpenAI's or vLLM's default, or asks for nothing. Any other field is refused by name.
+value is OpenAI's or vLLM's default, or asks for nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ Bias: TypeAlias = Annotated[
 class StreamOptions(Object):
     """Options of a stream."""
 
+    noun = "stream_options"
+
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Any = None
+    """Ignored: it pads chunks against listeners who count bytes."""
     continuous_usage_stats: Literal[False] | None = None
 
 
@@ -110,8 +113,6 @@ class ServerFields(OpenAIBody):
 class FixedFields(OpenAIBody):
     """Fields that are allowed in one value."""
 
-    store: Literal[False] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     # vLLM's
     detokenize: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -130,12 +131,14 @@ class FixedFields(OpenAIBody):
 class IgnoredFields(OpenAIBody):
     """Fields that change no answer."""
 
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    store: Any = None
     # vLLM's
-    session_id: str | None = None
-    guided_decoding_backend: str | None = None
+    session_id: Any = None
+    guided_decoding_backend: Any = None
 
 
 class SamplingBody(ServerFields, FixedFields, IgnoredFields):
@@ -147,7 +150,7 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
     best_of: int | None = None
     use_beam_search: bool = False
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -158,7 +161,13 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return bool(self.stream_options.include_usage)
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of each prompt, of which the best `n` are the answer."""
+        # samples of temperature 0 are equal
+        return self.n if self.best_of is None or self.temperature == 0 else self.best_of
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that the request has, without `n`.
@@ -166,16 +175,31 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
         Raises:
             InvalidRequest: two fields contradict each other, or ask for the same.
         """
-        if self.includes_usage and not self.stream:
-            raise InvalidRequest(
-                "stream_options.include_usage is True without stream: true; send both"
-            )
-        if self.best_of not in (None, self.n):
-            raise InvalidRequest(f"best_of is {self.best_of}; allowed: n, which is {self.n}")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true; send both")
+        self._check_best_of()
         given = self.model_dump(include=_PASSED_ON)
+        if isinstance(self.stop, list):
+            given["stop"] = [text for text in self.stop if text]
         # an empty text, list or object asks for nothing
         options = {name: each for name, each in given.items() if each not in (None, "", [], {})}
+        if self.num_samples > self.n:
+            # they are ranked by them
+            options["logprobs"] = 0
         return options | self._beams() | self._structured_outputs()
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None or self.best_of == self.n:
+            return
+        if self.best_of < self.n:
+            raise InvalidRequest(f"best_of is {self.best_of}; allowed: from n, which is {self.n}")
+        if self.stream:
+            raise InvalidRequest(
+                f"best_of is {self.best_of} with stream: true; allowed: n, which is {self.n}, as the best answers are"
+                " known at the end"
+            )
+        if self.use_beam_search or self.num_beams not in (None, 1):
+            raise InvalidRequest("the request has best_of and beams; send one")
 
     def _beams(self) -> dict[str, int]:
         """Return the number of beams that vLLM's flag stands for."""

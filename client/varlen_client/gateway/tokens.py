@@ -19,7 +19,7 @@ from varlen_client.gateway.bodies import (
     RowsOfIds,
     rows_of,
 )
-from varlen_client.gateway.chat import Messages
+from varlen_client.gateway.chat import Messages, template_variables
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TOKENIZATION
@@ -51,6 +51,7 @@ class TokenizeBody(RequestBody):
     """Of vLLM."""
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
+    chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def texts(self) -> Tokenizable:
@@ -68,6 +69,7 @@ class TokenizeBody(RequestBody):
             "prompt_name": "inputs",
             "add_generation_prompt": "messages",
             "continue_final_message": "messages",
+            "chat_template": "messages",
             "chat_template_kwargs": "messages",
         }
         wrong = [each for each, owner in of_one.items() if self._has(each) and owner != name]
@@ -118,7 +120,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             timeout=timeout,
             add_special_tokens=body.add_special_tokens,
             prompt_name=body.prompt_name,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=template_variables(body.chat_template, body.chat_template_kwargs),
         )
         if body.inputs is not None:
             return json_response(

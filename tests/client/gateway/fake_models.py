@@ -43,6 +43,8 @@ class Calls:
     """Of the second most likely token."""
     utf8: dict = field(default_factory=dict)
     """UTF-8 of each token, by id; those that were not chosen are reported too. Empty is an older server."""
+    logprob_of_row: dict = field(default_factory=dict)
+    """Log probability of each token of a sample, where it is not -0.5."""
     empty_parts: int = 0
     """Number of parts without text before the others."""
     is_down: bool = False
@@ -191,18 +193,21 @@ class FakeClient:
                     else "length"
                     if step == tokens - 1
                     else None,
-                    **self._reported(step, f"{row}.{step} ", sampling),
+                    **self._reported(row, step, f"{row}.{step} ", sampling),
                     num_prompt_tokens=7,
                 )
                 for row in range(n)
             ]
 
-    def _reported(self, step, text, sampling):
+    def _reported(self, row, step, text, sampling):
         """Return the log probabilities of a token, with texts and bytes."""
         if "logprobs" not in sampling:
             return {}
         if not self.calls.utf8:
-            logprobs = {step: -0.5, 90: self.calls.least_logprob}
+            logprobs = {
+                step: self.calls.logprob_of_row.get(row, -0.5),
+                90: self.calls.least_logprob,
+            }
             return {"logprobs": (logprobs,), "token_texts": ({step: text, 90: "é"},)}
         utf8 = {step: text.encode(), **self.calls.utf8}
         likely = [step, *(each for each in self.calls.utf8 if each >= 90)]

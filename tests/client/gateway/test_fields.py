@@ -81,6 +81,12 @@ SERVED = [
         )
     ),
     ((CHAT,), {"max_completion_tokens": 2}, {"max_tokens": 2}),
+    # their log probabilities rank the samples
+    (BOTH, {"n": 2, "best_of": 3}, {"logprobs": 0}),
+    (BOTH, {"n": "2", "temperature": "0.7", "seed": 3.0}, {"temperature": 0.7, "seed": 3}),
+    (BOTH, {"stop": ["a", "", "b"]}, {"stop": ["a", "b"]}),
+    ((CHAT,), {"logprobs": 1, "top_logprobs": 2}, {"logprobs": 2}),
+    ((CHAT,), {"chat_template": "rag"}, {"chat_template_kwargs": {"chat_template": "rag"}}),
     (
         (CHAT,),
         {"chat_template_kwargs": {"tone": "kind"}},
@@ -92,12 +98,12 @@ SERVED = [
 NO_EFFECT = [
     (BOTH, {"service_tier": "flex"}),
     (BOTH, {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s"}),
-    (BOTH, {"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}),
-    (BOTH, {"store": False}),
+    (BOTH, {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}),
+    (BOTH, {"store": True}),
     (BOTH, {"n": 1, "best_of": 1}),
     (BOTH, {"logit_bias": {}, "bad_words": [], "stop": "", "stop_token_ids": []}),
+    (BOTH, {"stop": [""], "stream": "false", "seed": None, "max_tokens": None}),
     (BOTH, {"response_format": {"type": "text"}}),
-    (BOTH, {"stream_options": {"include_usage": None, "include_obfuscation": False}}),
     (BOTH, {"use_beam_search": False, "priority": 0, "session_id": "s"}),
     (BOTH, {"guided_decoding_backend": "xgrammar", "guided_json": None}),
     (BOTH, {"detokenize": True, "spaces_between_special_tokens": True, "watermarking": False}),
@@ -108,26 +114,34 @@ NO_EFFECT = [
     ((COMPLETION,), {"echo": False, "suffix": None, "add_special_tokens": True}),
     ((COMPLETION,), {"suffix": "", "prompt_embeds": None}),
     ((CHAT,), {"parallel_tool_calls": False, "reasoning_effort": "low"}),
+    ((CHAT,), {"tools": [{"type": "function"}], "parallel_tool_calls": True}),
+    ((CHAT,), {"tools": [{"type": "function"}], "tool_choice": "auto"}),
+    ((CHAT,), {"functions": [{"name": "f"}], "function_call": "auto"}),
+    # of Qwen's clients, OpenRouter and LobeChat
+    ((CHAT,), {"enable_thinking": False, "thinking_budget": 100, "plugins": []}),
+    (BOTH, {"provider": {"order": ["a"]}, "transforms": ["middle-out"], "route": "fallback"}),
+    (BOTH, {"models": ["a", "b"], "usage": {"include": True}}),
     ((CHAT,), {"tools": [{"type": "function"}], "tool_choice": "none"}),
     ((CHAT,), {"functions": [{"name": "f"}], "function_call": "none"}),
     ((CHAT,), {"tools": [], "functions": []}),
     ((CHAT,), {"prediction": None, "audio": None, "web_search_options": None}),
-    ((CHAT,), {"modalities": ["text"], "verbosity": "medium", "chat_template_kwargs": {}}),
+    ((CHAT,), {"modalities": ["text"], "verbosity": "low", "chat_template_kwargs": {}}),
     ((CHAT,), {"logprobs": False, "top_logprobs": 0}),
+    ((CHAT,), {"logprobs": 0}),
     ((CHAT,), {"echo": False, "add_generation_prompt": True, "continue_final_message": False}),
-    ((CHAT,), {"add_special_tokens": False, "include_reasoning": True}),
+    ((CHAT,), {"add_special_tokens": False, "include_reasoning": False}),
     ((CHAT,), {"return_prompt_text": False, "documents": None, "chat_template": None}),
 ]
 
 # Fields, and a part of the message.
 REFUSED = [
     (BOTH, {"n": 0}, "n is 0: Input should be greater than or equal to 1"),
-    (BOTH, {"n": 2, "best_of": 3}, "best_of is 3; allowed: n, which is 2"),
-    (BOTH, {"store": True}, "store is True: Input should be False"),
+    (BOTH, {"n": 2, "best_of": 1}, "best_of is 1; allowed: from n, which is 2"),
+    (BOTH, {"best_of": 3, "stream": True}, "best_of is 3 with stream: true; allowed: n, which"),
+    (BOTH, {"best_of": 3, "num_beams": 3}, "the request has best_of and beams; send one"),
     (BOTH, {"priority": 3}, "priority is 3: Input should be 0"),
     (BOTH, {"detokenize": False}, "detokenize is False: Input should be True"),
     (BOTH, {"return_token_ids": True}, "return_token_ids is True: Input should be False"),
-    (BOTH, {"prompt_cache_retention": "24h"}, "prompt_cache_retention is '24h': Input should"),
     (BOTH, {"logit_bias": {"5": "much"}}, "logit_bias.5 is 'much': Input should be a valid num"),
     (BOTH, {"use_beam_search": True}, "use_beam_search is True and n is 1; allowed: n from 2"),
     (BOTH, {"use_beam_search": True, "n": 2, "num_beams": 4}, "num_beams; send one"),
@@ -151,7 +165,6 @@ REFUSED = [
         {"response_format": {"type": "json_object"}, "guided_regex": "a"},
         "the request has response_format and guided_regex; send one",
     ),
-    (BOTH, {"stream_options": {"include_obfuscation": True}}, "include_obfuscation is True"),
     (BOTH, {"request_id": ""}, "request_id is '': String should have at least 1"),
     (BOTH, {"request_id": "a" * (MAX_REQUEST_ID_CHARACTERS + 1)}, "should have at most 128"),
     *(
@@ -170,54 +183,60 @@ REFUSED = [
             "vllm_xargs": {"a": 1},
         }.items()
     ),
-    ((COMPLETION,), {"suffix": "b"}, "suffix is 'b': Input should be ''"),
+    ((COMPLETION,), {"suffix": "b"}, "suffix is not supported: texts are not filled in"),
     ((COMPLETION,), {"prompt_embeds": "a"}, "prompt_embeds is not supported"),
     ((COMPLETION,), {"add_special_tokens": False}, "add_special_tokens is False: Input should be"),
     ((COMPLETION,), {"echo": True, "logprobs": 0}, "echo is True with logprobs"),
     ((COMPLETION,), {"echo": True, "prompt": [5]}, "echo is True with a prompt of token ids"),
-    (
-        (COMPLETION,),
-        {"prompt": ["a", "b"], "stream": True},
-        "prompt has 2 prompts; allowed: 1 in a stream",
-    ),
     ((COMPLETION,), {"prompt": ["a"] * 129}, "prompt has 129 prompts; allowed: 1 to 128"),
-    ((CHAT,), {"tools": [{"type": "function"}]}, "tools is not supported"),
-    ((CHAT,), {"tools": [{}], "tool_choice": None}, "tools is not supported"),
-    ((CHAT,), {"tools": [{}], "function_call": "none"}, "tools is not supported"),
-    ((CHAT,), {"functions": [{}]}, "functions is not supported"),
-    ((CHAT,), {"tool_choice": "auto"}, "tool_choice is 'auto': Input should be 'none'"),
-    ((CHAT,), {"function_call": {"name": "f"}}, "function_call is {'name': 'f'}: Input should"),
-    ((CHAT,), {"verbosity": "low"}, "verbosity is 'low': Input should be 'medium'"),
-    ((CHAT,), {"modalities": ["text", "audio"]}, "modalities.1 is 'audio': Input should be 'text'"),
+    *(
+        ((CHAT,), {tools: [{}], choice: forced}, f"{choice} is not supported: tools are not served")
+        for tools, choice in (("tools", "tool_choice"), ("functions", "function_call"))
+        for forced in ("required", {"type": "function", "function": {"name": "f"}})
+    ),
+    ((CHAT,), {"modalities": ["text", "audio"]}, "modalities is not supported: answers are text"),
     (
         (COMPLETION, CHAT),
-        {"stream_options": {"include_usage": True}},
-        "stream_options.include_usage is True without stream: true; send both",
+        {"stream_options": {"include_usage": False}},
+        "stream_options is only allowed with stream: true; send both",
     ),
     ((CHAT,), {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
     ((CHAT,), {"echo": True}, "echo is True: Input should be False"),
     ((CHAT,), {"documents": [{"text": "a"}]}, "documents is not supported"),
-    ((CHAT,), {"chat_template": "a"}, "chat_template is not supported"),
     ((CHAT,), {"add_generation_prompt": False}, "add_generation_prompt is False: Input should"),
-    ((CHAT,), {"include_reasoning": False}, "include_reasoning is False: Input should be True"),
     ((CHAT,), {"messages": []}, "messages is []: List should have at least 1 item"),
-    (
-        (CHAT,),
-        {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]},
-        "messages.0.role is 'tool': Input should be",
-    ),
-    ((CHAT,), {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
-    (
-        (CHAT,),
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content is [{'type': 'image_url'}]: Input should be a valid string; Input should be 'text'",
+    *(
+        ((CHAT,), {"messages": [message]}, f"messages.0.{problem}")
+        for message, problem in (
+            ({"role": "reviewer", "content": "a"}, "role is 'reviewer': Input should be"),
+            ({"role": "user"}, "content: Field required"),
+            ({"role": "user", "content": None}, "content: Field required"),
+            ({"role": "user", "content": 5}, "content is 5: Input should be a text, or a list"),
+            ({"role": "user", "content": ["a", 5]}, "content.1 is 5: Input should be"),
+            ({"role": "assistant", "audio": {"id": "a"}}, "audio is not supported: messages are"),
+            (
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]},
+                "content.0.image_url is not supported: messages are texts",
+            ),
+            (
+                {"role": "user", "content": [{"type": "image", "text": "a"}]},
+                "content.0.type is 'image': Input should be 'text'",
+            ),
+        )
     ),
 ]
 
 # Fields of OpenAI that ask for something that there is not.
 MISSING = {
-    COMPLETION: set(),
-    CHAT: {"audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"},
+    COMPLETION: {"suffix"},
+    CHAT: {
+        "audio",
+        "modalities",
+        "moderation",
+        "prediction",
+        "prompt_cache_options",
+        "web_search_options",
+    },
 }
 OPENAI = {
     COMPLETION: (completion_create_params.CompletionCreateParamsNonStreaming, CompletionsBody),

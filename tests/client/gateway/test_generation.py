@@ -96,6 +96,65 @@ def test_parts_of_messages_are_joined_and_answers_may_come_back(post, calls):
     assert [message["content"] for message in calls.received[0][2]] == ["be brief", "ab", "c"]
 
 
+def test_messages_have_the_fields_that_templates_read(post, calls):
+    call = {"id": "1", "type": "function"}
+    messages = [
+        {"role": "user", "content": ["a", {"type": "text", "text": "b", "cache_control": {}}]},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "id": 5, "opts": {}}
+        | {"tool_calls": [{**call, "function": {"name": "f", "arguments": '{"x": [1]}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+        {"role": "assistant", "function_call": {"name": "g", "arguments": "{broken"}},
+        {"role": "function", "name": "g", "content": [{"type": "text", "text": "8"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]
+
+    post("/v1/chat/completions", model="writer", messages=messages)
+
+    assert calls.received[0][2] == [
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "",
+            # as vLLM gives them to templates
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {"x": [1]}}}],
+            "reasoning_content": "hm",
+            "reasoning": "hm",
+        },
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": "{broken"}}],
+        },
+        {"role": "tool", "content": "8", "name": "g"},
+        {"role": "assistant", "content": "no"},
+    ]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "fields, warns",
+    [
+        ({"tools": [{"type": "function"}]}, True),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, True),
+        ({"functions": [{"name": "f"}]}, True),
+        ({"tools": [{"type": "function"}], "tool_choice": "none"}, False),
+        ({"tools": [], "tool_choice": "auto"}, False),
+    ],
+    ids=str,
+)
+def test_an_answer_without_the_tools_of_its_request_says_so(send, make_app, streams, fields, warns):
+    body = {"model": "writer", "messages": HELLO, "stream": streams, **fields}
+
+    response = send("POST", "/v1/chat/completions", body)
+
+    assert response.status_code == 200
+    warning = response.headers.get("x-varlen-warning")
+    assert warning == ("tools are not served; the answer is text" if warns else None)
+    strict = send("POST", "/v1/chat/completions", body, app=make_app(strict=True))
+    assert strict.status_code == (400 if warns else 200)
+
+
 def test_completions_report_log_probabilities(post, stream):
     options = {"prompt": "a", "max_tokens": 2, "logprobs": 1}
 
@@ -235,10 +294,62 @@ def test_the_role_comes_once_also_if_the_first_parts_are_empty(stream, calls):
 def test_a_stream_ends_with_its_usage_on_request(stream):
     options = {"prompt": "a", "max_tokens": 3, "stream_options": {"include_usage": True}}
 
-    *_, last = stream("/v1/completions", **options)
+    *chunks, last = stream("/v1/completions", **options)
 
+    # as at OpenAI
+    assert [chunk["usage"] for chunk in chunks] == [None] * 3
     assert last["choices"] == []
     assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_has_the_answers_to_several_prompts(post, stream, calls, n):
+    options = {"prompt": ["a ", "b ", "c "], "n": n, "max_tokens": 3, "echo": True}
+    whole = post("/v1/completions", model="writer", **options)
+
+    *chunks, last = stream("/v1/completions", **options, stream_options={"include_usage": True})
+
+    choices = [chunk["choices"][0] for chunk in chunks]
+    for expected in whole["choices"]:
+        own = [choice for choice in choices if choice["index"] == expected["index"]]
+        assert "".join(choice["text"] for choice in own) == expected["text"]
+        assert [bool(choice["finish_reason"]) for choice in own][-2:] == [False, True]
+    assert last["usage"] == whole["usage"]
+    assert [prompt for _, _, prompt, _ in calls.received[-3:]] == options["prompt"]
+
+
+def test_an_error_of_one_prompt_ends_the_stream_of_all(send, calls):
+    calls.failure, calls.fail_after = ServerError("broken"), 2
+
+    body = {"model": "writer", "prompt": ["a", "b"], "stream": True}
+    response = send("POST", "/v1/completions", body)
+
+    *chunks, last = events_of(response)
+    assert {json.loads(chunk)["choices"][0]["index"] for chunk in chunks} == {0, 1}
+    assert "error" in json.loads(last)
+    assert calls.running == 0
+
+
+@pytest.mark.parametrize(
+    "path, prompt",
+    [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})],
+    ids=["completion", "chat"],
+)
+def test_the_best_samples_are_sent_and_all_are_counted(post, calls, path, prompt):
+    # sample 1 ends a token before the others
+    calls.logprob_of_row = {0: -2.0, 1: -0.5, 2: -1.0}
+    options = {**prompt, "max_tokens": 3, "best_of": 3, "n": 2}
+
+    answer = post(path, model="writer", **options)
+
+    texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == ["1.0 1.1 ", "2.0 2.1 2.2 "]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert answer["usage"]["completion_tokens"] == 3 + 2 + 3
+    # samples of temperature 0 are equal
+    assert len(post(path, model="writer", **{**options, "n": 1}, temperature=0)["choices"]) == 1
+    assert "logprobs" not in calls.received[-1][3]
 
 
 @pytest.mark.parametrize("streams", [False, True])

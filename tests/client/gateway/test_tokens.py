@@ -52,6 +52,7 @@ def test_chats_in_the_form_of_vllm(post, calls):
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     only = {"add_generation_prompt": True, "continue_final_message": False}
     only["chat_template_kwargs"] = {"enable_thinking": False}
+    only["chat_template"] = "rag"
 
     found = post("/tokenize", messages=messages, add_special_tokens=True, model="writer", **only)
 
@@ -59,7 +60,7 @@ def test_chats_in_the_form_of_vllm(post, calls):
     chat = [{"role": "user", "content": "hi"}]
     options = {
         "add_special_tokens": True,
-        "chat_template_kwargs": {"enable_thinking": False},
+        "chat_template_kwargs": {"chat_template": "rag", "enable_thinking": False},
     }
     assert calls.received == [("writer", "tokenize", [chat], options)]
 
@@ -112,7 +113,7 @@ def test_texts_of_tokens(post, calls):
             "add_generation_prompt is False: ",
         ),
         ("/tokenize", {"messages": [], "prompt": "a"}, "messages is []: "),
-        ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template is not supported"),
+        ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template is not for prompt"),
         (
             "/tokenize",
             {"inputs": ["é" * (MAX_BYTES_OF_TEXT // 2 + 1), "a"]},
