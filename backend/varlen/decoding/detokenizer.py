@@ -65,7 +65,7 @@ class Detokenizer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text that came out ends with the last token, not before an unfinished character."""
+        """Whether no character is unfinished: the text so far has all tokens."""
         return self._written >= len(self._decode())
 
     def finish(self) -> str:

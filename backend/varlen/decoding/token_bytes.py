@@ -29,7 +29,10 @@ class TokenBytes:
         self._anchor_text = "" if self._anchor is None else self._text([self._anchor])
 
     def of(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
-        """Return the bytes of a token inside a text; a special token has none if they are left out."""
+        """Return the bytes of a token inside a text.
+
+        A special token has none if special tokens are left out.
+        """
         if skip_special_tokens and token_id in self._special:
             return b""
         token = self._tokenizer.id_to_token(token_id)

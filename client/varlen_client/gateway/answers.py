@@ -57,7 +57,10 @@ def whole_answer(
     make_choice: MakeChoice,
     metrics: GatewayMetrics,
 ) -> dict[str, Any]:
-    """Return the answer to several prompts: the best `n` samples of each; all of them count as usage."""
+    """Return the answer to several prompts: the best `n` samples of each.
+
+    All samples count as usage.
+    """
     prompt_tokens = sum(each[0].num_prompt_tokens for each in answers)
     completion_tokens = sum(len(sample.token_ids) for each in answers for sample in each)
     metrics.count_tokens(prompt_tokens, completion_tokens)
@@ -67,7 +70,7 @@ def whole_answer(
 
 
 def _best(samples: Sequence[Generation], n: int) -> Sequence[Generation]:
-    """Return the samples with the highest log probability per token, as OpenAI's `best_of` does."""
+    """Return `n` samples with the highest log probability per token."""
     if len(samples) <= n:
         return samples
 
@@ -98,7 +101,7 @@ class ReportedToken:
 def reported_tokens(
     part: Generation | GeneratedPart,
 ) -> Iterator[tuple[ReportedToken, list[ReportedToken]]]:
-    """Yield each token of an answer, and all that are reported with it, the most likely first."""
+    """Yield each token of an answer, and all reported ones, the most likely first."""
     for at, (token_id, logprobs) in enumerate(zip(part.token_ids, part.logprobs, strict=False)):
         texts, utf8 = part.token_texts[at], part.token_bytes[at] if part.token_bytes else {}
         found = [
@@ -141,7 +144,7 @@ class Chunks:
     _completion_tokens: int = 0
 
     def of(self, first: int, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
-        """Yield a chunk for each answer to a prompt that goes on; `first` is the index of its first answer."""
+        """Yield a chunk for each answer that goes on; the first has the index `first`."""
         no_usage = {"usage": None} if self.includes_usage else {}
         for index, part in enumerate(parts, start=first):
             if index in self._ended:
@@ -164,7 +167,7 @@ class Chunks:
 
 
 async def numbered(streams: Sequence[Parts], n: int) -> NumberedParts:
-    """Yield parts of several prompts as they come, each with the index of its first answer.
+    """Yield parts of several prompts as they come, with the index of the first answer.
 
     Closes the streams when it ends in any way. A stream is read on once its part is taken, so a slow reader gets fewer
     and longer parts.

@@ -238,7 +238,7 @@ def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
 
 
 def template_variables(name: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the variables of the chat template, with the name of the template, which the server has there."""
+    """Return the variables of the chat template, and its name, which the server has there."""
     return variables if name is None else {"chat_template": name, **(variables or {})}
 
 
@@ -279,7 +279,7 @@ def _ending(part: Generation | GeneratedPart, has_logprobs: bool, top: int) -> d
 def _most_likely(
     chosen: ReportedToken, found: list[ReportedToken], top: int
 ) -> list[ReportedToken]:
-    """Return `top` tokens, with the chosen one in the last place if it is less likely, as vLLM does."""
+    """Return `top` tokens; the chosen one is the last if it is less likely."""
     tokens = found[:top]
     return tokens if chosen in tokens else [*tokens[:-1], chosen][:top]
 

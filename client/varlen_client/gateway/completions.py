@@ -138,7 +138,7 @@ def _logprobs(part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
 
 
 def _by_text(chosen: ReportedToken, found: list[ReportedToken]) -> dict[str, float]:
-    """Return log probabilities by text; of two tokens with one text, the second has vLLM's form of its id."""
+    """Return log probabilities by text; a second token of one text has its id."""
     names = {chosen.token_id: chosen.text}
     taken = {chosen.text}
     for each in found:

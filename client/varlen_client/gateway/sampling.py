@@ -165,7 +165,7 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of each prompt, of which the best `n` are the answer."""
+        """Number of samples of each prompt; the best `n` are the answer."""
         # samples of temperature 0 are equal
         return self.n if self.best_of is None or self.temperature == 0 else self.best_of
 
