@@ -31,7 +31,6 @@ ALBERT = PostNormFamily(
         ("predictions.bias", "predictions.decoder.bias"),
     ),
     more_architectures=("AlbertForPreTraining",),
-    harmless=frozenset({"classifier_dropout_prob"}),
     fixed={"inner_group_num": 1, "num_hidden_groups": 1},
     tokenizer_class="AlbertTokenizer",
 )

@@ -386,9 +386,8 @@ def _family(name: str, tokenizer_class: str) -> Family[Bart]:
         heads={"translate": options.head},
         fields=kind_fields.ENCODER_DECODER.plus(
             BartConfig.names() | options.fields,
-            # of training, and of heads that are not served
-            "activation_dropout attention_dropout classifier_dropout decoder_layerdrop dropout encoder_layerdrop"
-            " id2label init_std num_labels".split(),
+            # of heads that are not served
+            ("id2label", "num_labels"),
             options.fixed_fields,
         ),
         read_sizes=BartConfig.read,

@@ -352,9 +352,8 @@ FAMILY = Family(
     },
     fields=kind_fields.ENCODER.plus(
         DebertaConfig.names() | {"legacy", "tie_word_embeddings"},
-        # training, and the convolution that is refused
-        "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob"
-        " pooler_dropout".split(),
+        # of the convolution that is refused
+        ("conv_act", "conv_groups"),
         {
             "conv_kernel_size": 0,
             "is_decoder": False,

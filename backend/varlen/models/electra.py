@@ -23,8 +23,6 @@ ELECTRA = PostNormFamily(
     ),
     more_architectures=("ElectraForPreTraining",),
     # of heads that are not served
-    harmless=frozenset(
-        "summary_activation summary_last_dropout summary_type summary_use_proj".split()
-    ),
+    harmless=frozenset("summary_activation summary_type summary_use_proj".split()),
     tokenizer_class="ElectraTokenizer",
 )

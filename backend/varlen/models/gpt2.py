@@ -183,9 +183,8 @@ FAMILY = Family(
     heads={"generate": "GPT2LMHeadModel"},
     fields=kind_fields.DECODER.plus(
         Gpt2Config.names(),
-        # training; a head for several choices; another order of the same operations
-        "attn_pdrop embd_pdrop resid_pdrop"
-        " summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj"
+        # a head for several choices; another order of the same operations
+        "summary_activation summary_proj_to_labels summary_type summary_use_proj"
         " reorder_and_upcast_attn".split(),
         {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
     ),

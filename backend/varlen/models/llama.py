@@ -355,8 +355,8 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
         },
         fields=kind_fields.DECODER.plus(
             LlamaConfig.names() | options.fields,
-            # training, and another order of the same sums
-            ("attention_dropout", "pretraining_tp"),
+            # another order of the same sums
+            ("pretraining_tp",),
             {"hidden_act": "silu", "partial_rotary_factor": 1.0},
         ),
         read_sizes=LlamaConfig.read,

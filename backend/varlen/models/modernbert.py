@@ -298,9 +298,9 @@ FAMILY = Family(
     fields=kind_fields.ENCODER.plus(
         ModernBertConfig.names(),
         # training, the masked-language-model head, and how transformers runs
-        "attention_dropout decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor"
-        " mlp_dropout reference_compile repad_logits_with_grad sparse_pred_ignore_index sparse_prediction"
-        " tie_word_embeddings layer_norm_eps position_embedding_type".split(),
+        "decoder_bias deterministic_flash_attn initializer_cutoff_factor reference_compile"
+        " repad_logits_with_grad sparse_pred_ignore_index sparse_prediction tie_word_embeddings layer_norm_eps"
+        " position_embedding_type".split(),
         {"is_encoder_decoder": False, "rope_scaling": None},
     ),
     read_sizes=ModernBertConfig.read,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _RULES = kind_fields.ENCODER.plus(
     (),
     # training
-    "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings".split(),
+    ("tie_word_embeddings",),
     {
         "add_cross_attention": False,
         "is_decoder": False,

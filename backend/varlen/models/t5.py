@@ -275,12 +275,11 @@ def _is_unused(name: str, stored: Container[str]) -> bool:  # noqa: ARG001
     return name in (_UNUSED_BIAS, "shared.weight")
 
 
-_TRAINING_FIELDS = ("dropout_rate", "initializer_factor")
-_RULES = kind_fields.ENCODER_DECODER.plus(T5Config.names(), _TRAINING_FIELDS)
+_RULES = kind_fields.ENCODER_DECODER.plus(T5Config.names())
 # The class of the encoder has no decoder in transformers, whatever config.json says.
 _ENCODER_RULES = FieldRules(
     _RULES.read,
-    kind_fields.ENCODER.harmless | {*_TRAINING_FIELDS, "is_encoder_decoder", "prefix"},
+    kind_fields.ENCODER.harmless | {"is_encoder_decoder", "prefix"},
     {name: value for name, value in _RULES.fixed.items() if name != "is_encoder_decoder"},
 )
 

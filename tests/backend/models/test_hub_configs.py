@@ -39,6 +39,36 @@ MEANINGLESS = (
 ).split()
 
 
+# Fields that are no field of most models, with values that change no model.
+WITHOUT_EFFECT = {
+    "attention_dropout": 0.0,
+    "base_model": "someone/a-model",
+    "cross_attention_hidden_size": 0,
+    "hidden_dropout": 0.0,
+    "initializer_factor": 1.0,
+    "logits_to_keep": 0,
+    "num_experts": 0,
+    "num_kv_shared_layers": 0,
+    "use_flash_attention_2": True,
+}
+
+
+def with_fields_without_effect(config):
+    """Return a small config.json with more fields, of which none changes the model."""
+    sizes = (config.get(name) for name in ("hidden_size", "d_model", "n_embd", "dim"))
+    return {
+        "embedding_size": next(size for size in sizes if size),
+        **WITHOUT_EFFECT,
+        **config,
+    }
+
+
+def first_of_each_model_type():
+    """Return the name of one served checkpoint for each model_type."""
+    names = {CONFIGS[name]["config"]["model_type"]: name for name in reversed(SERVED)}
+    return sorted(names.values())
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Let torch use one thread: for such small products, several wait for each other."""
@@ -65,7 +95,20 @@ def encoded(model, rows, task):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_checkpoint_of_the_hub_equals_transformers(tmp_path, small_bert, rng, name):
-    config = shrunk(CONFIGS[name]["config"])
+    check_equals_transformers(tmp_path, small_bert, rng, shrunk(CONFIGS[name]["config"]))
+
+
+@pytest.mark.parametrize("name", first_of_each_model_type())
+def test_fields_without_effect_change_nothing_here_and_in_transformers(
+    tmp_path, small_bert, rng, name
+):
+    config = with_fields_without_effect(shrunk(CONFIGS[name]["config"]))
+
+    check_equals_transformers(tmp_path, small_bert, rng, config)
+
+
+def check_equals_transformers(tmp_path, small_bert, rng, config):
+    """Raise AssertionError unless a checkpoint with this config.json is served as transformers runs it."""
     written = save_hub_checkpoint(tmp_path, config, small_bert / "tokenizer.json")
     # transformers reads the hub's own file, but where only a checkpoint's code could
     read = tmp_path if to_native(config) is config else written

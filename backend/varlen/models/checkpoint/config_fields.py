@@ -10,6 +10,8 @@ from varlen.models.checkpoint.unread_fields import is_unread, releases
 _FILE = "config.json"
 # The end of a refusal that the owner of a checkpoint can override.
 REMEDY = " (the setting ignore_config_fields leaves it out)"
+# Names of the features of a token.
+_HIDDEN_SIZES = ("hidden_size", "d_model", "n_embd", "dim")
 # Fields that say that weights are quantized, also the fields of MLX and of old releases.
 _QUANTIZATION_FIELDS = ("quantization_config", "quantization", "compression_config")
 
@@ -27,6 +29,10 @@ class FieldRules:
     read: frozenset[str]
     harmless: frozenset[str]
     fixed: Mapping[str, object]
+
+    def know(self, name: str) -> bool:
+        """Return whether a field is read, or changes no result, whatever its value is."""
+        return name in self.read or name in self.harmless or is_dropout(name)
 
     def plus(
         self,
@@ -84,18 +90,33 @@ def check_known(config: Json, rules: FieldRules) -> None:
             f"{_FILE} has auto_map, which names code of the checkpoint; such code never runs, and another model may"
             f" need it{REMEDY}"
         )
-    known = {*rules.read, *rules.harmless}
+    known = [
+        name
+        for name, value in config.items()
+        if rules.know(name) or _is_hidden_size(name, value, config)
+    ]
     check_fields(config, _FILE, known=known, fixed=rules.fixed, remedy=REMEDY)
 
 
 def unread_fields(config: Json, rules: FieldRules) -> tuple[str, ...]:
     """Return the fields of config.json that neither varlen nor a listed release of transformers reads."""
-    known = {*rules.read, *rules.harmless, *rules.fixed, *_QUANTIZATION_FIELDS}
+    checked = {*rules.fixed, *_QUANTIZATION_FIELDS}
     return tuple(
         name
         for name, value in config.items()
-        if name not in known and not is_off(value) and is_unread(name, config["model_type"])
+        if not (rules.know(name) or name in checked or is_off(value))
+        and is_unread(name, config["model_type"])
     )
+
+
+def is_dropout(name: str) -> bool:
+    """Return whether a field sets dropout, which only training applies."""
+    return "dropout" in name or name.endswith(("pdrop", "layerdrop"))
+
+
+def _is_hidden_size(name: str, value: object, config: Json) -> bool:
+    """Return whether a field says that embeddings are as wide as layers, as they are without a projection."""
+    return name == "embedding_size" and value in [config.get(each) for each in _HIDDEN_SIZES]
 
 
 def without(config: Json, names: Collection[str]) -> Json:
@@ -106,7 +127,7 @@ def without(config: Json, names: Collection[str]) -> Json:
 def check_ignored(names: Collection[str], rules: FieldRules) -> None:
     """Raise CheckpointError if `ignore_config_fields` names a field that no load refuses as such."""
     for name in names:
-        if name in rules.read or name in rules.harmless:
+        if rules.know(name):
             raise CheckpointError(
                 f"ignore_config_fields names {name}, which varlen knows: correct it in {_FILE}, or leave it out of the"
                 " setting"

@@ -24,19 +24,24 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Fields of config.json that transformers reads, and that change no logit and no hidden state of any family.
 HARMLESS_FIELDS = frozenset(
     # names and versions; code of pipelines, which never runs
-    "_name_or_path name_or_path _commit_hash custom_pipelines finetuning_task name task_specific_params tokenizer_class"
-    " transformers_version"
+    "_name_or_path base_model name_or_path _commit_hash custom_pipelines finetuning_task name task_specific_params"
+    " tokenizer_class transformers_version"
     # labels and their scores, which `labels` reads
     " label2id sbert_ce_default_activation_function sentence_transformers"
-    # training
-    " classifier_dropout gradient_checkpointing initializer_range problem_type tie_encoder_decoder"
+    # training, whose dropout `config_fields.is_dropout` knows
+    " gradient_checkpointing init_std initializer_factor initializer_range problem_type tie_encoder_decoder"
+    # of EncoderDecoderModel, which is not served
+    " cross_attention_hidden_size"
     # how transformers runs and what else it returns
     " _attn_implementation _attn_implementation_autoset attn_implementation chunk_size_feed_forward dtype"
     " output_attentions output_hidden_states return_dict torch_dtype torchscript use_bfloat16 use_cache"
+    " use_flash_attention_2"
     # token ids, which a tokenizer adds or a decoder reads
     " bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id sep_token_id".split()
 )
 
+# Commas and brackets of a JSON file: the largest tokenizers that are known have 1.5 million.
+_MOST_VALUES = 8_000_000
 # A field's value is shown in a message up to this many characters.
 _MAX_SHOWN = 80
 # Far more than any model has.
@@ -211,8 +216,8 @@ def check_fields(
 
 
 def is_off(value: object) -> bool:
-    """Return whether a field switches a feature off, or sets nothing."""
-    return value is None or value is False or value in ([], {})
+    """Return whether a field switches a feature off, or sets nothing: null, false, zero or empty."""
+    return value is None or value in (0, "", [], {})
 
 
 def show(value: object) -> str:

@@ -66,14 +66,13 @@ _NOMIC_READ = {
     "rotary_scaling_factor",
 }
 _NOMIC_HARMLESS = frozenset(
-    # training
-    "attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout summary_proj_to_labels summary_type"
-    " summary_use_proj"
+    # of a head that is not served
+    "summary_activation summary_proj_to_labels summary_type summary_use_proj"
     # another order of the same sums, or left over from GPT-2
     " dense_seq_output fused_bias_fc fused_dropout_add_ln last_layer_subset n_ctx parallel_block_tied_norm"
     " reorder_and_upcast_attn scale_attn_by_inverse_layer_idx scale_attn_weights use_flash_attn use_xentropy"
     # of experts, which it does not have
-    " expert_choice_router ffn_div moe_impl moe_normalize_expert_weights moe_resid_pdrop moe_top_k num_experts"
+    " expert_choice_router ffn_div moe_impl moe_normalize_expert_weights moe_top_k num_experts"
     " num_shared_experts router_aux_loss_coef".split()
 )
 

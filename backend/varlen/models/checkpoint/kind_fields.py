@@ -21,7 +21,6 @@ DECODER = FieldRules(
     {
         **generation_config.FIXED_FIELDS,
         "add_cross_attention": False,
-        "cross_attention_hidden_size": None,
         "is_causal": True,
         "is_encoder_decoder": False,
         "pruned_heads": {},
@@ -33,7 +32,6 @@ ENCODER_DECODER = FieldRules(
     HARMLESS_FIELDS | translate_config.ALL_FIELDS | {"prefix"},
     {
         "add_cross_attention": False,
-        "cross_attention_hidden_size": None,
         "is_decoder": False,
         "is_encoder_decoder": True,
         "pruned_heads": {},

@@ -7,8 +7,11 @@ import pytest
 from tests.backend.refusals import refused_checkpoint as refused
 from tests.checkpoints import set_fields
 from varlen import Encoder, Generator
+from varlen.models.checkpoint.config_fields import FieldRules, check_known
+from varlen.models.checkpoint.unread_fields import fields_read
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes
+from varlen.models.registry import FAMILIES
 
 UNREAD = "read by no release of transformers from 4.48 to 5.23"
 # Of a model that reads more than BERT does.
@@ -129,3 +132,47 @@ def test_a_generator_takes_the_setting_and_logs_what_it_ignores(make_checkpoint,
         f"fields of config.json that are ignored: is_llama_config ({UNREAD});"
         " num_kv_shared_layers (named by ignore_config_fields)"
     ]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_of_unknown_fields_those_of_value_zero_load_and_others_are_refused_by_name(model_type):
+    rules = FAMILIES[model_type].fields
+    config = {"model_type": model_type}
+    unknown = {
+        name
+        # code of the checkpoint has a refusal of its own
+        for name in (fields_read("shared") | fields_read(model_type)) - {"auto_map"}
+        if not rules.know(name) and name not in rules.fixed
+    }
+
+    assert {"num_experts", "logits_to_keep", "num_kv_shared_layers"} <= unknown
+    for value in (None, False, 0, 0.0, "", [], {}):
+        check_known(config | dict.fromkeys(unknown, value), rules)
+    for name in unknown:
+        with refused(f'config.json has the field "{name}" (7), which this version does not know'):
+            check_known({**config, name: 7}, rules)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_of_training_change_nothing_whatever_their_values_are(model_type):
+    fields = {
+        "hidden_dropout": 0.5,
+        "attention_dropout": 0.1,
+        "embd_pdrop": 0.1,
+        "encoder_layerdrop": 0.2,
+        "initializer_factor": 2.0,
+        "use_flash_attention_2": True,
+        "base_model": "someone/a-model",
+    }
+
+    check_known({"model_type": model_type, **fields}, FAMILIES[model_type].fields)
+
+
+@pytest.mark.parametrize("hidden", ["hidden_size", "d_model", "n_embd", "dim"])
+def test_embeddings_as_wide_as_layers_need_no_projection(hidden):
+    rules = FAMILIES["bert"].fields
+    config = {"model_type": "bert", "embedding_size": 24}
+
+    check_known({**config, hidden: 24}, FieldRules(rules.read | {hidden}, rules.harmless, {}))
+    with refused('config.json has the field "embedding_size" (24), which this version does not'):
+        check_known({**config, "hidden_size": 48}, rules)
