@@ -6,6 +6,7 @@ from functools import cache
 from starlette.routing import Route
 
 from tests.ci.scripts import PROJECT
+from varlen_client.gateway import unserved_fields
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.bodies import MAX_INPUTS
 from varlen_client.gateway.chat import ChatBody
@@ -23,7 +24,7 @@ NOT_LISTED = "/docs/oauth2-redirect"
 def paths() -> frozenset[str]:
     """Return the paths of the gateway."""
     app = create_app(GatewaySettings(url="grpc://127.0.0.1:1"))
-    return frozenset(route.path for route in app.routes if isinstance(route, Route))
+    return frozenset(route.path_format for route in app.routes if isinstance(route, Route))
 
 
 def named_paths(text: str) -> set[str]:
@@ -43,6 +44,14 @@ def test_the_table_of_fields_has_those_of_completions_and_chats() -> None:
 
     named = set(re.findall(r"`([a-z_]+)", "\n".join(rows)))
     assert named >= CompletionsBody.model_fields.keys() | ChatBody.model_fields.keys()
+
+
+def test_the_page_names_every_field_that_is_not_served() -> None:
+    tables = (unserved_fields.TEXTS, unserved_fields.EMBEDDINGS, unserved_fields.RANKS)
+    names = {name for table in (*tables, unserved_fields.LABELS) for name in table}
+
+    _, _, section = GATEWAY.partition("### Fields that are not served")
+    assert names - set(re.findall(r"`([a-z_]+)`", section.partition("## ")[0])) == set()
 
 
 def test_paths_that_moving_in_calls_missing_are_missing() -> None:
