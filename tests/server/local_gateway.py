@@ -4,9 +4,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
-
 from varlen_client.gateway.app import create_app
+from varlen_client.gateway.http_server import GatewayServer
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, reserved_port
 
@@ -20,7 +19,7 @@ def local_gateway(settings: GatewaySettings) -> Iterator[str]:
     with reserved_port() as port:
         pass
     app = create_app(settings)
-    running = uvicorn.Server(uvicorn.Config(app, host=LOOPBACK, port=port, log_level="warning"))
+    running = GatewayServer(app, settings, host=LOOPBACK, port=port, log_level="warning")
     thread = threading.Thread(target=running.run)
     thread.start()
     wait_until(lambda: running.started, "the gateway has started")

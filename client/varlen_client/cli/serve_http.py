@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -88,6 +89,14 @@ def serve_http(
     max_requests: Annotated[
         int, typer.Option(min=1, help="Most requests at a time; others get status 503.")
     ] = settings.DEFAULT_MAX_REQUESTS,
+    max_connections_per_address: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most connections of one address, or of one IPv6 network of 64 bits; default: half of all."
+            " A proxy is one address.",
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds for each request.")
     ] = settings.DEFAULT_TIMEOUT_SECONDS,
@@ -113,10 +122,8 @@ def serve_http(
 ) -> None:
     """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
     try:
-        import uvicorn
-
         from varlen_client.gateway.app import create_app
-        from varlen_client.gateway.connections import UVICORN_OPTIONS
+        from varlen_client.gateway.http_server import GatewayServer
     except ModuleNotFoundError as error:
         usage_error(f"serve-http needs {error.name}; pip install 'varlen-client[http]'")
     try:
@@ -131,6 +138,7 @@ def serve_http(
             cors_origins=tuple(cors_origin or ()),
             max_body_bytes=max_body_bytes,
             max_requests=max_requests,
+            max_connections_per_address=max_connections_per_address,
             timeout_seconds=timeout,
             watch_seconds=watch_seconds,
             chat_max_tokens=chat_max_tokens,
@@ -140,4 +148,9 @@ def serve_http(
     except (InvalidUrl, ValueError) as error:
         usage_error(str(error))
     check_access(host, api_key)
-    uvicorn.run(create_app(checked), host=host, port=port, **UVICORN_OPTIONS)
+    server = GatewayServer(create_app(checked), checked, host=host, port=port)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        # uvicorn has logged the reason
+        raise typer.Exit(1)

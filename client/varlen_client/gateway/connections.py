@@ -1,113 +1,202 @@
-"""Limits on connections that send no whole request, or read no answer: uvicorn has none.
+"""The connections of a gateway: their number, the one that is closed for a new one, their share of the event loop.
 
-A connection without a request in progress waits a limited time for the head of one, from its start or from the first
-byte of the next head; between requests, the keep-alive time of uvicorn holds.
+uvicorn has none of these limits. A new connection always gets in, unless all others have a request that runs: then
+only `/health` is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import resource
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-# Longest time from a connection, or the first byte of a next head, to the end of the head.
-HEAD_SECONDS = 10.0
-# Longest time in which a client takes no byte of an answer that waits for it.
-READ_SECONDS = 60.0
-# Time of requests in progress to end when the gateway stops.
-GRACE_SECONDS = 30
-# Longer than clients and balancers keep an idle connection, which they would otherwise use as it is closed.
-KEEP_ALIVE_SECONDS = 75
+# Parsing in one turn of the event loop.
+_TURN_SECONDS = 0.005
+# Refused bodies of which a part is read, and dropped, in one turn.
+_DROPPED_TOGETHER = 8
+# Connections above the limit for which `/health` is answered.
+HEALTH_CONNECTIONS = 32
+# Most connections that are accepted in one turn of the event loop; as many wait in the socket.
+ACCEPTED_TOGETHER = 128
 # Open files for all but connections of clients: the server's, logs, the listening socket.
 _RESERVED_FILES = 64
+# Least rate of a body, in bytes each second.
+BODY_RATE = 1 << 10
+# Age from which a body has a rate.
+_BODY_SECONDS = 1.0
+# Counts for a body that has just begun.
+_BODY_START = 4 << 10
+# Part of the bodies that are closed together, so that few new connections compare all bodies.
+_CLOSED_PART = 16
+
+# What a connection does: `closing` has its answer, and drops the rest of its body; `stuck` has a client that reads no
+# answer; `running` waits for an answer.
+State: TypeAlias = Literal["closing", "idle", "body", "running", "stuck"]
 
 
 def default_max_connections() -> int:
     """Return the number of connections for which the process may have open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(files - _RESERVED_FILES, 1) if files != resource.RLIM_INFINITY else 1 << 16
+    if files == resource.RLIM_INFINITY:
+        return 1 << 16
+    # those that are closed keep their files to the end of a turn
+    return max(files - _RESERVED_FILES - HEALTH_CONNECTIONS - ACCEPTED_TOGETHER, 1)
 
 
-class LimitedConnection(H11Protocol):
-    """A connection that is closed when its client makes it wait.
+class Connection(ABC):
+    """What `Connections` needs of a connection.
 
     Attributes:
-        max_connections: most connections of the process; above it, the connection that is idle for the longest time
-            is closed, or the new one if all have a request in progress.
-        idle: connections without a request in progress, those that are idle longest first.
+        address: address of the client, or its network in IPv6.
+        is_over: whether it has its answer, and the rest of its body is dropped.
+        is_extra: whether it is above a limit, so that only `/health` is answered.
+        body_began: time of the end of the last head.
+        body_bytes: bytes of the body so far.
     """
 
-    max_connections = default_max_connections()
-    idle: ClassVar[dict[LimitedConnection, None]] = {}
-    _waiting_for_head: asyncio.TimerHandle | None = None
-    _waiting_for_reader: asyncio.TimerHandle | None = None
+    address: str = ""
+    is_over: bool = False
+    is_extra: bool = False
+    body_began: float = 0.0
+    body_bytes: int = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for a head."""
-        super().connection_made(transport)
-        self.idle[self] = None
-        if len(self.connections) > self.max_connections:
-            # the last one is this one
-            next(iter(self.idle)).close_now()
-        if not transport.is_closing():
-            self._wait_for_head()
-
-    def data_received(self, data: bytes) -> None:
-        """Take bytes of a request, and wait for the end of its head."""
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop("_waiting_for_head")
-            self.idle.pop(self, None)
-        elif self._waiting_for_head is None:
-            self._wait_for_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all waits."""
-        self.idle.pop(self, None)
-        self._stop("_waiting_for_head")
-        self._stop("_waiting_for_reader")
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        """Count the connection as idle, unless a next request has come."""
-        super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self.idle[self] = None
-
+    @abstractmethod
     def close_now(self) -> None:
         """Close the connection, whatever it waits for."""
-        self.idle.pop(self, None)
-        self.transport.abort()
 
-    def pause_writing(self) -> None:
-        """Start to wait for the reader of the answer."""
-        super().pause_writing()
-        # a closed connection keeps its buffer until then
-        self._waiting_for_reader = self.loop.call_later(READ_SECONDS, self.transport.abort)
+    @abstractmethod
+    def parse_piece(self) -> bool:
+        """Parse or drop some bytes; return whether there are more to parse now."""
 
-    def resume_writing(self) -> None:
-        """Stop the wait for the reader."""
-        self._stop("_waiting_for_reader")
-        super().resume_writing()
+    def rate(self, now: float) -> float:
+        """Return the bytes of the body in each second so far; a body that has just begun is fast."""
+        return (self.body_bytes + _BODY_START) / (now - self.body_began + 0.1)
 
-    def _wait_for_head(self) -> None:
-        self._waiting_for_head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _stop(self, name: str) -> None:
-        timer: Any = getattr(self, name)
-        if timer is not None:
-            timer.cancel()
-        setattr(self, name, None)
+    def is_slow(self, now: float) -> bool:
+        """Return whether the body comes more slowly than bodies may."""
+        age = now - self.body_began
+        return age > _BODY_SECONDS and self.body_bytes < age * BODY_RATE
 
 
-UVICORN_OPTIONS: Mapping[str, Any] = {
-    "http": LimitedConnection,
-    "ws": "none",
-    "access_log": False,
-    "server_header": False,
-    "timeout_graceful_shutdown": GRACE_SECONDS,
-    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-}
+class Connections:
+    """The connections of one gateway.
+
+    Args:
+        max_connections: most connections; None is as many as files may be open.
+        max_per_address: most connections of one address; None is half of all.
+    """
+
+    def __init__(
+        self, max_connections: int | None = None, max_per_address: int | None = None
+    ) -> None:
+        self.max_connections = max_connections or default_max_connections()
+        self.max_per_address = max_per_address or max(self.max_connections // 2, 1)
+        # each in order of the time at which they came to this state
+        self._by_state: dict[State, dict[Connection, None]] = {
+            state: {} for state in ("closing", "idle", "body", "running", "stuck")
+        }
+        self._states: dict[Connection, State] = {}
+        self._extra: dict[Connection, None] = {}
+        self._of_address: Counter[str] = Counter()
+        self._unparsed: dict[Connection, None] = {}
+        self._is_scheduled = False
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection, and close another one if there are too many."""
+        address = connection.address
+        is_address_full = self._of_address[address] >= self.max_per_address
+        if is_address_full or len(self._states) - len(self._extra) >= self.max_connections:
+            closed = self._closable(address if is_address_full else None)
+            for each in closed:
+                self._drop(each)
+            if not closed:
+                self._add_extra(connection)
+        if not connection.is_extra:
+            self._of_address[address] += 1
+        self._states[connection] = "idle"
+        self._by_state["idle"][connection] = None
+
+    def put(self, connection: Connection, state: State) -> None:
+        """Set what a connection does, unless it is removed."""
+        old = self._states.get(connection)
+        if old is not None and old != state:
+            del self._by_state[old][connection]
+            self._states[connection] = state
+            self._by_state[state][connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection; it may be removed before."""
+        self._unparsed.pop(connection, None)
+        state = self._states.pop(connection, None)
+        if state is None:
+            return
+        del self._by_state[state][connection]
+        if connection.is_extra:
+            del self._extra[connection]
+            return
+        self._of_address[connection.address] -= 1
+        if not self._of_address[connection.address]:
+            del self._of_address[connection.address]
+
+    def parse_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """Parse the bytes of a connection in turn with those of others."""
+        self._unparsed[connection] = None
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._parse, loop)
+
+    def _parse(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Parse pieces of the connections in turn; what is left comes after everything else in the event loop."""
+        end = time.perf_counter() + _TURN_SECONDS
+        try:
+            dropped = 0
+            while self._unparsed and dropped < _DROPPED_TOGETHER and time.perf_counter() < end:
+                connection = next(iter(self._unparsed))
+                del self._unparsed[connection]
+                dropped += connection.is_over
+                if connection.parse_piece():
+                    self._unparsed[connection] = None
+        finally:
+            self._is_scheduled = bool(self._unparsed)
+            if self._is_scheduled:
+                loop.call_soon(self._parse, loop)
+
+    def _closable(self, address: str | None) -> list[Connection]:
+        """Return the connections that are closed for a new one: of an address, or of all."""
+        now = time.monotonic()
+        bodies = list(self._of(address, self._by_state["body"]))
+        count = -(-len(bodies) // _CLOSED_PART)
+        slowest = heapq.nsmallest(count, bodies, key=lambda each: each.rate(now))
+        return (
+            self._first(address, "closing")
+            or [each for each in slowest if each.is_slow(now)]
+            or self._first(address, "idle")
+            or slowest[:1]
+            or self._first(address, "stuck")
+        )
+
+    def _first(self, address: str | None, state: State) -> list[Connection]:
+        first = next(iter(self._of(address, self._by_state[state])), None)
+        return [] if first is None else [first]
+
+    def _of(self, address: str | None, connections: Iterable[Connection]) -> Iterable[Connection]:
+        return (
+            each
+            for each in connections
+            if not each.is_extra and (address is None or each.address == address)
+        )
+
+    def _add_extra(self, connection: Connection) -> None:
+        if len(self._extra) >= HEALTH_CONNECTIONS:
+            self._drop(next(iter(self._extra)))
+        connection.is_extra = True
+        self._extra[connection] = None
+
+    def _drop(self, connection: Connection) -> None:
+        self.remove(connection)
+        connection.close_now()

@@ -9,27 +9,26 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from varlen_client.gateway.caller import TENANT, tenant_of
+from varlen_client.gateway.connections import BODY_RATE
 from varlen_client.gateway.errors import error_response
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.transport.trace_context import trace_context
-from varlen_client.waits import cancel_all, with_timeout
+from varlen_client.waits import cancel_all
 
 # Probes have no key, and the OpenAPI page is no secret.
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 
-# Longest time in which a body comes; until then it holds the place of a request.
+# Longest time in which a body comes; until then it holds the place of a request. In each part of it a body that is not
+# complete has to come at its least rate.
 _BODY_SECONDS = 60.0
-# Time in which the rest of a refused body is dropped. Many clients read no answer before they have sent their body, and
-# none from a connection that is closed meanwhile.
-_DROP_SECONDS = 5.0
+_BODY_STEP_SECONDS = 10.0
 # Time to read the end of an answer, behind the time of its request.
 _LAST_SECONDS = 60.0
 
@@ -40,14 +39,6 @@ class _ClientLeft(Exception):  # noqa: N818 - it is no failure
 
 class _TooLate(Exception):  # noqa: N818 - the client's error
     pass
-
-
-class _BodyTooLarge(Exception):  # noqa: N818 - the client's error
-    pass
-
-
-# Digits of a number that is larger than every limit.
-_MAX_DIGITS = 18
 
 
 class Edge:
@@ -105,7 +96,7 @@ class Edge:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal is not None:
-            await _refuse(refusal, scope, receive, send)
+            await refusal(scope, receive, _closing(send) if _has_body(scope) else send)
         elif scope["method"] != "POST":
             await self._app(scope, receive, _closing(send) if _has_body(scope) else send)
         else:
@@ -121,7 +112,7 @@ class Edge:
                 return
         finally:
             self._in_flight -= 1
-        await _refuse(body, scope, receive, send)
+        await body(scope, receive, _closing(send))
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return why a request is refused before its body is read, if it is."""
@@ -133,29 +124,12 @@ class Edge:
                 "authentication_error",
                 code="invalid_api_key",
             )
-        if (wrong := self._wrong_length(Headers(scope=scope))) is not None:
-            return wrong
+        # the connection has checked that it is a number
+        if int(Headers(scope=scope).get("content-length", "0")) > self._max_body_bytes:
+            return self._too_large()
         if scope["method"] == "POST" and self._in_flight >= self._max_requests:
             message = f"the gateway has {self._max_requests} requests, and takes no more now"
             return error_response(503, message, "server_error", code="unavailable")
-        return None
-
-    def _wrong_length(self, headers: Headers) -> Response | None:
-        """Return why the `Content-Length` of a request is refused, if it is."""
-        lengths = set(headers.getlist("content-length"))
-        if not lengths:
-            return None
-        length = lengths.pop()
-        if lengths or not (length.isascii() and length.isdigit()):
-            message = "the header Content-Length is no number; send the number of bytes of the body"
-            return error_response(400, message, code="wrong_length")
-        if "transfer-encoding" in headers:
-            message = "the request has Content-Length and Transfer-Encoding; send one of them"
-            return error_response(400, message, code="wrong_length")
-        # Python reads no number of very many digits
-        digits = length.lstrip("0")
-        if len(digits) > _MAX_DIGITS or int(digits or "0") > self._max_body_bytes:
-            return self._too_large()
         return None
 
     def _too_large(self) -> Response:
@@ -176,25 +150,34 @@ class Edge:
 
     async def _body_or_error(self, receive: Receive) -> bytes | Response:
         """Return the body of a request, or why it is not read to its end."""
-        try:
-            return await with_timeout(self._read_body(receive), _BODY_SECONDS)
-        except _BodyTooLarge:
-            return self._too_large()
-        except TimeoutError:
-            limit = f"the body did not come within {_BODY_SECONDS:g} s"
-            return error_response(408, limit, code="body_too_slow")
-
-    async def _read_body(self, receive: Receive) -> bytes:
         body = bytearray()
-        while True:
+        reading = asyncio.ensure_future(self._read_body(receive, body))
+        try:
+            for _ in range(round(_BODY_SECONDS / _BODY_STEP_SECONDS)):
+                before = len(body)
+                await asyncio.wait({reading}, timeout=_BODY_STEP_SECONDS)
+                if reading.done():
+                    return self._too_large() if reading.result() else bytes(body)
+                if len(body) - before < BODY_RATE * _BODY_STEP_SECONDS:
+                    break
+        finally:
+            await cancel_all([reading])
+        limit = (
+            f"the body came too slowly; allowed: {BODY_RATE} bytes each second or more,"
+            f" and up to {_BODY_SECONDS:g} s"
+        )
+        return error_response(408, limit, code="body_too_slow")
+
+    async def _read_body(self, receive: Receive, body: bytearray) -> bool:
+        """Append what comes to the body until its end; return whether it is too large."""
+        while len(body) <= self._max_body_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _ClientLeft
             body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise _BodyTooLarge
             if not message.get("more_body", False):
-                return bytes(body)
+                break
+        return len(body) > self._max_body_bytes
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the route; cancel it when the client leaves or reads too slowly."""
@@ -238,31 +221,6 @@ def _encoded(key: str) -> list[bytes]:
 def _has_body(scope: Scope) -> bool:
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-
-
-async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a response, drop the rest of the body for some seconds, and close."""
-    if not _has_body(scope):
-        await response(scope, receive, send)
-        return
-
-    async def send_and_drop(message: Message) -> None:
-        if message["type"] != "http.response.body":
-            await send(message)
-            return
-        await send({**message, "more_body": True})
-        with suppress(TimeoutError, _ClientLeft):
-            await with_timeout(_drop_body(receive), _DROP_SECONDS)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    await response(scope, receive, _closing(send_and_drop))
-
-
-async def _drop_body(receive: Receive) -> None:
-    while (message := await receive()).get("more_body", False):
-        pass
-    if message["type"] == "http.disconnect":
-        raise _ClientLeft
 
 
 def _closing(send: Send) -> Send:

@@ -23,6 +23,7 @@ class GatewaySettings:
         cors_origins: origins of browser pages that may send requests; `*` is all.
         max_body_bytes: largest body of a request.
         max_requests: most requests at a time; others are refused.
+        max_connections_per_address: most connections of one address at a time; None is half of all connections.
         timeout_seconds: longest time of a request.
         watch_seconds: argument of `AsyncClient`; 0 never asks the server about a model's process.
         chat_max_tokens: longest answer in a chat, unless the request has its own limit.
@@ -39,6 +40,7 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_requests: int = DEFAULT_MAX_REQUESTS
+    max_connections_per_address: int | None = None
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     watch_seconds: float = DEFAULT_WATCH_SECONDS
     chat_max_tokens: int = DEFAULT_CHAT_MAX_TOKENS
@@ -49,6 +51,10 @@ class GatewaySettings:
         for name in ("max_body_bytes", "max_requests", "timeout_seconds", "chat_max_tokens"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0")
+        if self.max_connections_per_address is not None and self.max_connections_per_address <= 0:
+            raise ValueError(
+                f"max_connections_per_address is {self.max_connections_per_address}; allowed: above 0"
+            )
         if self.watch_seconds < 0:
             raise ValueError(f"watch_seconds is {self.watch_seconds:g}; allowed: from 0")
         if not all(self.api_keys):

@@ -11,12 +11,17 @@ from varlen_client.cli import main as cli
 
 @pytest.fixture
 def served(monkeypatch):
-    """Return the arguments of uvicorn.run, which does not run."""
-    calls = []
-    monkeypatch.setattr("uvicorn.run", lambda app, **options: calls.append((app, options)))
+    """Return the configurations of uvicorn, which does not run."""
+    configs = []
+
+    def run(server):
+        configs.append(server.config)
+        server.started = True
+
+    monkeypatch.setattr("varlen_client.gateway.http_server.GatewayServer.run", run)
     for name in ("VARLEN_URL", "VARLEN_MODEL", "VARLEN_API_KEYS"):
         monkeypatch.delenv(name, raising=False)
-    return calls
+    return configs
 
 
 def serve(*arguments):
@@ -26,8 +31,8 @@ def serve(*arguments):
 def test_listens_on_loopback_unless_told_otherwise(served):
     assert serve().exit_code == 0
 
-    [(_, options)] = served
-    assert (options["host"], options["port"]) == ("127.0.0.1", 8080)
+    [config] = served
+    assert (config.host, config.port) == ("127.0.0.1", 8080)
 
 
 @pytest.mark.parametrize("arguments, cuts", [([], False), (["--auto-truncate"], True)])
@@ -85,13 +90,16 @@ def test_keys_that_are_set_and_empty_are_a_mistake(served, monkeypatch, value):
     assert serve("--api-key", "key").exit_code == 0
 
 
-def test_says_what_to_install(served, monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+@pytest.mark.parametrize("missing", ["uvicorn", "httptools"])
+def test_says_what_to_install(served, monkeypatch, missing):
+    for imported in ("http_server", "http_connection"):
+        monkeypatch.delitem(sys.modules, f"varlen_client.gateway.{imported}")
+    monkeypatch.setitem(sys.modules, missing, None)
 
     result = serve()
 
     assert result.exit_code == 2
-    assert "serve-http needs uvicorn; pip install 'varlen-client[http]'" in result.stderr
+    assert f"serve-http needs {missing}; pip install 'varlen-client[http]'" in result.stderr
 
 
 def test_other_commands_do_without_the_packages_of_the_gateway():

@@ -46,10 +46,13 @@ class Exchange:
         headers: names and values; values may be bytes.
         body: JSON of the body; None never comes.
         read_messages: number of messages of the answer that the client reads; None is all.
+        trickle: bytes of an endless body that come each second.
     """
 
-    def __init__(self, path, body=None, *, method="POST", headers=HEADERS, read_messages=None):
-        self.sent, self._read = [], read_messages
+    def __init__(
+        self, path, body=None, *, method="POST", headers=HEADERS, read_messages=None, trickle=0
+    ):
+        self.sent, self._read, self._trickle = [], read_messages, trickle
         self.sent_before_reading = 0
         self.scope = {
             "type": "http",
@@ -74,6 +77,9 @@ class Exchange:
         self.sent_before_reading = self.sent_before_reading or len(self.sent)
         if self._messages:
             return {"type": "http.request", "body": self._messages.pop(), "more_body": False}
+        if self._trickle:
+            await asyncio.sleep(1.0)
+            return {"type": "http.request", "body": bytes(self._trickle), "more_body": True}
         return await asyncio.get_running_loop().create_future()
 
     async def _send(self, message):

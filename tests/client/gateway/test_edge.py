@@ -69,7 +69,7 @@ def test_a_body_may_be_as_large_as_the_limit(send, make_app):
 
 
 def test_a_body_that_does_not_come_gives_its_place_back(make_app, monkeypatch):
-    monkeypatch.setattr(edge, "_BODY_SECONDS", 0.05)
+    monkeypatch.setattr(edge, "_BODY_STEP_SECONDS", 0.05)
     app = make_app(max_requests=1)
 
     async def silent():
@@ -85,7 +85,7 @@ def test_a_body_that_does_not_come_gives_its_place_back(make_app, monkeypatch):
     slow, after = asyncio.run(run())
 
     assert slow.status_code == 408
-    assert slow.json()["error"]["message"] == "the body did not come within 0.05 s"
+    assert slow.json()["error"]["code"] == "body_too_slow"
     assert after.status_code == 200
 
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
-
 from varlen_client.cli.options import print_message
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.connections import UVICORN_OPTIONS
+from varlen_client.gateway.http_server import GatewayServer
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import is_taken
@@ -102,9 +100,7 @@ def run(
         settings = GatewaySettings(
             url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins, strict=strict
         )
-        gateway = uvicorn.Server(
-            uvicorn.Config(create_app(settings), log_level="warning", **UVICORN_OPTIONS)
-        )
+        gateway = GatewayServer(create_app(settings), settings, log_level="warning")
         _print_ready(
             models, server, ports, seconds=time.monotonic() - began, has_keys=bool(api_keys)
         )
@@ -116,7 +112,7 @@ def run(
             raise ServerError(f"the server has ended\n{server.log_tail()}")
 
 
-def _end_with(server: LocalServer, gateway: uvicorn.Server) -> None:
+def _end_with(server: LocalServer, gateway: GatewayServer) -> None:
     """Wait until the server ends, then end the gateway."""
     while server.is_running:
         time.sleep(_POLL_SECONDS)
