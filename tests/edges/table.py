@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.edges import clients, embeddings, scores
+from tests.edges import clients, embeddings, generation, scores
 from tests.edges.case import Edge
 
-EDGES: Sequence[Edge] = (*clients.EDGES, *embeddings.EDGES, *scores.EDGES)
+EDGES: Sequence[Edge] = (
+    *clients.EDGES,
+    *embeddings.EDGES,
+    *generation.EDGES,
+    *scores.EDGES,
+)
