@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from varlen_client.gateway.caller import TENANT, tenant_of
 from varlen_client.gateway.connections import BODY_RATE
-from varlen_client.gateway.errors import error_response
+from varlen_client.gateway.errors import error_response, overload_response
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.transport.trace_context import trace_context
@@ -129,7 +129,7 @@ class Edge:
             return self._too_large()
         if scope["method"] == "POST" and self._in_flight >= self._max_requests:
             message = f"the gateway has {self._max_requests} requests, and takes no more now"
-            return error_response(503, message, "server_error", code="unavailable")
+            return overload_response(scope["path"], message)
         return None
 
     def _too_large(self) -> Response:

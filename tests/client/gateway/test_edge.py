@@ -98,7 +98,7 @@ def test_no_more_requests_run_than_the_limit(make_app, calls):
             held = [asyncio.create_task(client.post("/embed", json=EMBED)) for _ in range(3)]
             while calls.running < 3:
                 await asyncio.sleep(0.01)
-            refused = await client.post("/embed", json=EMBED)
+            refused = [await client.post(path, json=EMBED) for path in ("/v1/embeddings", "/embed")]
             health = await client.get("/health")
             for task in held:
                 task.cancel()
@@ -108,8 +108,14 @@ def test_no_more_requests_run_than_the_limit(make_app, calls):
 
     refused, health, after = asyncio.run(run())
 
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert "the gateway has 3 requests" in refused.json()["error"]["message"]
+    assert [(each.status_code, each.headers["retry-after"]) for each in refused] == [
+        (503, "1"),
+        (429, "1"),
+    ]
+    message = "the gateway has 3 requests, and takes no more now"
+    openai, tei = (each.json() for each in refused)
+    assert openai["error"]["message"] == message
+    assert tei == {"error": message, "error_type": "Overloaded"}
     assert (health.status_code, after.status_code) == (200, 200)
 
 
