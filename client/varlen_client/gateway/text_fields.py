@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from pydantic import StrictInt, field_validator
+from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from varlen_client.errors import InvalidRequest
@@ -25,7 +25,9 @@ class TextFields(Fields):
     """How texts that are too long are cut."""
 
     truncate: bool | CutEnd | None = None
-    truncate_prompt_tokens: StrictInt | None = None
+    truncation: bool | None = None
+    """Voyage's name of `truncate`, and that of pipelines of transformers."""
+    truncate_prompt_tokens: int | None = None
     """vLLM's name of `truncate`; only the model's limit is served."""
     truncation_side: Direction | None = None
     truncation_direction: Direction | None = None
@@ -62,7 +64,9 @@ class TextFields(Fields):
 
     def _is_cut(self) -> bool | None:
         """Return whether texts are cut; None where the request does not say it."""
-        given = self.truncate
+        if self.truncate is not None and self.truncation is not None:
+            raise InvalidRequest("the request has truncate and truncation; send one of them")
+        given = self.truncation if self.truncate is None else self.truncate
         if isinstance(given, str):
             given = _SIDES[given] is not None
         if self.truncate_prompt_tokens is None:

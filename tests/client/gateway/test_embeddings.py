@@ -69,8 +69,14 @@ def test_dimensions_are_the_servers_work(post, calls):
         ({"cache_salt": "a"}, {"cache_salt": "a"}),
         ({"input_type": "passage", "modality": "text"}, {"input_type": "passage"}),
         ({"normalize": False, "output_dimension": 2}, {"normalize": False, "dimensions": 2}),
+        ({"truncation": "true"}, {"truncate": True, "truncation_side": "right"}),
+        ({"truncation": False, "input_type": "query"}, {"input_type": "query"}),
+        (
+            {"task": "retrieval.passage", "normalized": True},
+            {"input_type": "document", "normalize": True},
+        ),
     ],
-    ids="truncate vllm side uncut none start end prompt salt nim infinity".split(),
+    ids="truncate vllm side uncut none start end prompt salt nim infinity voyage uncut-voyage jina".split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):
     post("/v1/embeddings", model="embedder", input="ab", **options)
@@ -92,11 +98,13 @@ def test_openais_embeddings_take_options_of_texts(post, calls, options, paramete
             "truncate_prompt_tokens is -1, but truncate forbids it",
         ),
         ({"dimensions": 2, "output_dimension": 2}, "dimensions and output_dimension"),
+        ({"truncate": True, "truncation": False}, "truncate and truncation; send one of them"),
+        ({"task": "separation", "input_type": "query"}, "input_type and task; send one of them"),
         ({"truncate": "MIDDLE"}, "truncate is 'MIDDLE'"),
         ({"input_type": "image"}, "input_type is 'image'"),
         ({"modality": "image"}, "modality is 'image'"),
     ],
-    ids="side contradiction two-sides forbidden two-names truncate type modality".split(),
+    ids="side contradiction two-sides forbidden two-names voyage jina truncate type modality".split(),
 )
 def test_options_that_contradict_each_other_or_are_not_served(refusal, calls, options, message):
     status, error = refusal("/v1/embeddings", model="embedder", input="ab", **options)
