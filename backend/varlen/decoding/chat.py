@@ -19,6 +19,8 @@ MAX_MESSAGES = 1024
 _MAX_IDLE = 2
 # Name of the template among its variables, where transformers has it too.
 _NAME = "chat_template"
+# Whether variables that the template does not read are ignored, as in vLLM.
+_IGNORE = "ignore_unread"
 # A short conversation that every template should know.
 _EXAMPLE = [{"role": "user", "content": "Hello!"}]
 
@@ -69,7 +71,7 @@ class ChatTemplate:
         Args:
             messages: objects of JSON with a role and what else the template reads, mostly a content.
             variables: values of other variables of the template, as JSON has them; also of `add_generation_prompt`.
-                `chat_template` is the name of the template.
+                `chat_template` is the name of the template, `ignore_unread` whether others may be unread.
             add_generation_prompt: whether the template begins the answer, where no variable says it.
 
         Raises:
@@ -79,8 +81,9 @@ class ChatTemplate:
         _check(messages)
         variables = dict(variables)
         name = self._name(variables.pop(_NAME, None))
+        ignore = variables.pop(_IGNORE, False) is True
         answer = self._answer(
-            _order(messages, name, variables, add_generation_prompt=add_generation_prompt)
+            _order(messages, name, variables, ignore, add_generation_prompt=add_generation_prompt)
         )
         kind, text = answer[0], answer[1:].decode(errors="surrogatepass")
         if kind == TEXT:
@@ -171,10 +174,12 @@ def _order(
     messages: Sequence[Mapping[str, object]],
     name: str,
     variables: Mapping[str, object] = MappingProxyType({}),
+    ignore_unread: bool = False,
     *,
     add_generation_prompt: bool,
 ) -> bytes:
     order = {
+        "ignore_unread": ignore_unread,
         "template": name,
         "messages": messages,
         "variables": dict(variables),

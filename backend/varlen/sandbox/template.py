@@ -68,11 +68,13 @@ class TemplateServer:
         self, template: Template, read: list[str], order: dict[str, Any]
     ) -> tuple[int, str]:
         """Return the kind of answer to an order, and its text."""
-        given = order.pop("variables")
-        for name in given:
-            if name not in read:
-                return UNREAD, json.dumps([name, read])
-        return self._render(template, {**order, **given})
+        given, ignore = order.pop("variables"), order.pop("ignore_unread")
+        unread = [name for name in given if name not in read]
+        if unread and not ignore:
+            return UNREAD, json.dumps([unread[0], read])
+        # a request may set no other names, such as those of special tokens
+        allowed = {name: value for name, value in given.items() if name in read}
+        return self._render(template, {**order, **allowed})
 
     def _render(self, template: Template, variables: dict[str, object]) -> tuple[int, str]:
         """Return the kind of answer, and its text."""

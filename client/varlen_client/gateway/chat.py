@@ -25,6 +25,7 @@ from varlen_client.gateway.bodies import ListOf, Object, refused_field
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.gateway.unserved_fields import CHATS, MESSAGES, PARTS
 from varlen_client.generation import GeneratedPart, Generation
 
@@ -198,7 +199,7 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatBody) -> Response:
         """Answer the last message of a chat."""
-        sampling = _sampling(body, gateway.settings.chat_max_tokens)
+        sampling = _sampling(body, gateway.settings)
         messages = [message.for_template() for message in body.messages]
         model = await gateway.models.get(body.model)
         timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
@@ -220,7 +221,7 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
         return response
 
 
-def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
+def _sampling(body: ChatBody, settings: GatewaySettings) -> dict[str, Any]:
     """Return the sampling parameters of a chat.
 
     Raises:
@@ -228,18 +229,31 @@ def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
     """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true")
-    given = body.max_completion_tokens, body.max_tokens, default_max_tokens
+    given = body.max_completion_tokens, body.max_tokens, settings.chat_max_tokens
     sampling = body.sampling()
     sampling["max_tokens"] = next(each for each in given if each is not None)
-    variables = template_variables(body.chat_template, body.chat_template_kwargs)
+    variables = template_variables(
+        body.chat_template, body.chat_template_kwargs, strict=settings.strict
+    )
     if variables:
         sampling["chat_template_kwargs"] = variables
     return sampling | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
 
 
-def template_variables(name: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the variables of the chat template, and its name, which the server has there."""
-    return variables if name is None else {"chat_template": name, **(variables or {})}
+def template_variables(
+    name: str | None, variables: dict[str, Any] | None, *, strict: bool
+) -> dict[str, Any] | None:
+    """Return the variables of the chat template, as the server takes them.
+
+    Args:
+        name: name of the template.
+        variables: variables of the request.
+        strict: whether those that the template does not read are refused; vLLM ignores them.
+    """
+    options: dict[str, Any] = {} if name is None else {"chat_template": name}
+    if variables and not strict:
+        options["ignore_unread"] = True
+    return {**(variables or {}), **options} or None
 
 
 def _choice(

@@ -120,7 +120,11 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             timeout=timeout,
             add_special_tokens=body.add_special_tokens,
             prompt_name=body.prompt_name,
-            chat_template_kwargs=template_variables(body.chat_template, body.chat_template_kwargs),
+            chat_template_kwargs=template_variables(
+                body.chat_template,
+                body.chat_template_kwargs,
+                strict=gateway.settings.strict,
+            ),
         )
         if body.inputs is not None:
             return json_response(

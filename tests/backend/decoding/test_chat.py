@@ -263,6 +263,16 @@ def test_a_template_may_refuse_a_short_conversation_at_load():
     assert template.render(CHATS["turns"]) == "fine"
 
 
+def test_unread_variables_are_left_out_if_a_request_allows_it():
+    unread = {"messages": [], "bos_token": "x", "range": 1, "other": True, "enable_thinking": False}
+
+    text = template_of(QWEN).render(CHATS["one"], {**unread, "ignore_unread": True})
+
+    assert text == template_of(QWEN).render(CHATS["one"], {"enable_thinking": False})
+    with refused("chat_template_kwargs has "):
+        template_of(QWEN).render(CHATS["one"], {**unread, "ignore_unread": False})
+
+
 NAMED = {"rag": "RAG {{ messages[0].content }}", "tool_use": "TOOL {{ end }}"}
 
 

@@ -90,7 +90,8 @@ SERVED = [
     (
         (CHAT,),
         {"chat_template_kwargs": {"tone": "kind"}},
-        {"chat_template_kwargs": {"tone": "kind"}},
+        # as vLLM does
+        {"chat_template_kwargs": {"tone": "kind", "ignore_unread": True}},
     ),
 ]
 

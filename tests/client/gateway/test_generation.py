@@ -155,6 +155,18 @@ def test_an_answer_without_the_tools_of_its_request_says_so(send, make_app, stre
     assert strict.status_code == (400 if warns else 200)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_variables_that_the_template_does_not_read_are_refused_if_asked_for(
+    send, make_app, calls, strict
+):
+    body = {"model": "writer", "messages": HELLO, "chat_template_kwargs": {"a": 1}}
+
+    send("POST", "/v1/chat/completions", body, app=make_app(strict=strict))
+
+    sent = calls.received[0][3]["chat_template_kwargs"]
+    assert sent == ({"a": 1} if strict else {"a": 1, "ignore_unread": True})
+
+
 def test_completions_report_log_probabilities(post, stream):
     options = {"prompt": "a", "max_tokens": 2, "logprobs": 1}
 

@@ -60,7 +60,11 @@ def test_chats_in_the_form_of_vllm(post, calls):
     chat = [{"role": "user", "content": "hi"}]
     options = {
         "add_special_tokens": True,
-        "chat_template_kwargs": {"chat_template": "rag", "enable_thinking": False},
+        "chat_template_kwargs": {
+            "chat_template": "rag",
+            "enable_thinking": False,
+            "ignore_unread": True,
+        },
     }
     assert calls.received == [("writer", "tokenize", [chat], options)]
 
