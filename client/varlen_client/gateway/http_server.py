@@ -34,7 +34,7 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, settings: GatewaySettings, **options: Any) -> None:
         connections = Connections(max_per_address=settings.max_connections_per_address)
         config = uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app,
             http=partial(LimitedConnection, connections),  # type: ignore[arg-type]
             ws="none",
             access_log=False,
