@@ -184,7 +184,7 @@ class Gateway:
         Raises:
             InvalidRequest: these fields contradict each other, or token ids are not those of the model's tokenizer.
         """
-        options |= text_fields.truncation(auto_truncate=self.settings.auto_truncate)
+        options |= text_fields.truncation_options(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)
         timeout = self.settings.timeout_seconds
         if task.method in _CHECKS_IDS and isinstance(inputs[0], list):

@@ -43,7 +43,7 @@ class TextFields(Fields):
             )
         return tokens
 
-    def truncation(self, *, auto_truncate: bool) -> dict[str, Any]:
+    def truncation_options(self, *, auto_truncate: bool) -> dict[str, Any]:
         """Return the client's arguments for the truncation of texts.
 
         Args:
