@@ -39,7 +39,7 @@ MAX_ROWS = 64
 LONGEST, VOCABULARY = 512, len(SPECIAL_TOKENS) + len(WORDS)
 MINILM_LONGEST, MINILM_VOCABULARY = 256, 30522
 _ARGUMENTS = ("--exit-timeout-secs=60",)
-_READY_SECONDS = 180.0
+READY_SECONDS = 180.0
 _SLOW_TEMPLATE = (
     "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}{% endfor %}"
     "{{ messages[0].content }}"
@@ -213,7 +213,7 @@ def running(
         command=command,
         is_managed=True,
     ) as server:
-        server.wait_ready(_READY_SECONDS)
+        server.wait_ready(READY_SECONDS)
         target = Target(server, known, models, mark)
         try:
             yield target

@@ -2,69 +2,26 @@
 
 import json
 import os
-import re
 import shlex
 import signal
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
-import pytest
 
 from tests.processes import is_gone
 from varlen_client import Client
 from varlen_client.gateway.settings import GatewaySettings
-from varlen_tools.local_server import find_command, free_port
+from varlen_tools.local_server import find_command
 from varlen_tools.model_config import Inputs
 from varlen_tools.serve.examples import Addresses, curl_line, read_model
 from varlen_tools.serve.server import ServerCommand, start_server
 
 from .local_gateway import local_gateway
+from .management import answered_calls, load_code
+from .serve_process import serving
 from .serving import TIMEOUT_SECONDS
 from .task_models import TASK_MODELS, fetch_task_model, save_task_model
-
-
-class Serving:
-    """A running `varlen serve`, and what it has printed until it was ready."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process, self.lines = process, []
-        assert process.stdout is not None
-        for line in process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if line.startswith("Ctrl-C"):
-                return
-        pytest.fail(f"it has ended: {self.lines}")
-
-    def address(self, scheme: str) -> str:
-        """Return the first address of a scheme among the printed lines."""
-        return re.search(rf"{scheme}://[\d.:]+", "\n".join(self.lines))[0]  # type: ignore[index]
-
-    @property
-    def server_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        [pid] = children.split()
-        return int(pid)
-
-
-@contextmanager
-def serving(*words: str, cache: Path) -> Iterator[Serving]:
-    """Run `varlen serve` on free ports, and end it."""
-    command = [sys.executable, "-m", "varlen_client.cli.main", "serve", *words]
-    command += ["--port", str(free_port()), "--server-port", str(free_port())]
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield Serving(process)
-    finally:
-        process.terminate()
-        process.communicate(timeout=TIMEOUT_SECONDS)
 
 
 def send(line: str) -> bytes:
@@ -88,6 +45,9 @@ def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
         assert len(first["embedding"]) == len(second["embedding"]) == 384
         with Client(it.address("grpc"), model="it") as client:
             assert client.embed(["a cat"]).shape == (1, 384)
+        assert answered_calls(it.server_url, it.address("grpc"), "it") == []
+        assert load_code(it.server_url, tmp_path / "marker")[0] == 503
+        assert not (tmp_path / "marker").exists()
         with openai.OpenAI(base_url=f"{it.address('http')}/v1", api_key="KEY") as hosted:
             answer = hosted.embeddings.create(model="it", input=["a cat"])
             assert len(answer.data[0].embedding) == 384
@@ -99,13 +59,23 @@ def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
         assert is_gone(server)
 
 
-def test_a_killed_command_leaves_no_server(minilm: Path, tmp_path: Path) -> None:
-    with serving(str(minilm), cache=tmp_path) as it:
+def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
+    minilm: Path, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {"TMPDIR": str(temporary)}
+    with serving(str(minilm), cache=tmp_path, environment=environment) as it:
         server = it.server_pid
 
         it.process.kill()
 
         assert is_gone(server)
+    [left] = temporary.iterdir()
+    with serving(str(minilm), cache=tmp_path, environment=environment):
+        [folder] = temporary.iterdir()
+        assert folder != left
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from ..phase import Phase
 from .constraints import constraints
 from .costly import costly_requests
 from .damage import damaged
+from .doors import doors
 from .families import families
 from .fuzz import fuzz
 from .generation_kills import generation_workers
@@ -38,4 +39,5 @@ PHASES: Mapping[str, Planned] = {
     "damage": Planned(damaged, 8),
     "settings": Planned(wrong_settings, 6),
     "families": Planned(families, 40),
+    "doors": Planned(doors, 5),
 }
