@@ -19,7 +19,8 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
-from varlen.models.checkpoint.weights import shards
+from varlen.models.checkpoint.files import read_bytes
+from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.rank import ALONE, Rank
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
@@ -55,8 +56,9 @@ def checkpoint_hash(folder: Path) -> str:
         CheckpointError: there are no safetensors files.
         OSError: one cannot be read.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in shards(folder):
+    digest = hashlib.sha256(read_bytes(folder, "config.json"))
+    for shard in shards(folder):
+        path = locate_weights(folder, shard.name)
         with path.open("rb") as file:
             length = file.read(_LENGTH_BYTES)
             digest.update(length)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from varlen.errors import CheckpointError
 from varlen.intake.boundaries import safe_boundary, safe_start
+from varlen.models.checkpoint.files import TOKENIZER, read_bytes
 from varlen.request.request import Int32Array
 from varlen.request.row_parameters import TruncationSide
 
@@ -303,8 +304,9 @@ def _add_prefixes(tokenizer: HuggingFaceTokenizer, prefixes: Sequence[str]) -> N
 
 
 def _load(folder: Path) -> HuggingFaceTokenizer:
+    content = read_bytes(folder, TOKENIZER)
     try:
-        tokenizer = HuggingFaceTokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = HuggingFaceTokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
     tokenizer.no_padding()

@@ -149,7 +149,7 @@ def test_refuses_a_folder_in_place_of_a_file(folder):
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
 
-    with refused("config.json cannot be read: Is a directory"):
+    with refused("config.json is a folder; allowed: a regular file"):
         Checkpoint.open(folder)
 
 
@@ -265,10 +265,12 @@ def test_refuses_a_module_outside_the_folder(folder, path):
 
 def test_reads_a_snapshot_whose_files_are_links(folder, tmp_path):
     # as in the cache of huggingface_hub
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    snapshot, blobs = tmp_path / "hub/snapshots/5ead", tmp_path / "hub/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
     for file in folder.iterdir():
-        (snapshot / file.name).symlink_to(file)
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
 
     assert load(snapshot).info.vocab_size > 0
 
@@ -336,7 +338,7 @@ def test_refuses_an_index_that_is_damaged(folder, content):
     (folder / WEIGHTS).unlink()
     write_file(folder, INDEX, content)
 
-    with refused(f"{INDEX} is damaged"):
+    with refused(f"{INDEX} is {'not JSON' if content == '{' else 'damaged'}"):
         load(folder)
 
 
@@ -345,7 +347,7 @@ def test_refuses_a_shard_that_is_missing(make_checkpoint):
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
 
-    with refused(f"{shard.name} cannot be read: No such file or directory"):
+    with refused(f"{folder} has no {shard.name}"):
         load(folder)
 
 

@@ -1,17 +1,20 @@
 """Folders without a transformer that look like a checkpoint: adapters of peft, and static embeddings."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import show
+from varlen.models.checkpoint.config_file import read_json, show
+from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.weights import INDEX, SINGLE
 
 
 def check_is_transformer(folder: Path) -> None:
-    """Raise CheckpointError with the remedy if a folder holds an adapter or static embeddings."""
-    adapter = _read(folder / "adapter_config.json")
+    """Raise CheckpointError with the remedy if a folder holds an adapter or static embeddings.
+
+    Also if one of the files that it reads is no file of the folder.
+    """
+    adapter = _read(folder, "adapter_config.json")
     if isinstance(adapter, dict) and not _has_model(folder):
         base = show(adapter.get("base_model_name_or_path"))
         raise CheckpointError(
@@ -26,21 +29,25 @@ def check_is_transformer(folder: Path) -> None:
 
 
 def _has_model(folder: Path) -> bool:
-    has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
-    return has_weights and (folder / "config.json").is_file()
+    has_weights = has_file(folder, SINGLE) or has_file(folder, INDEX)
+    return has_weights and has_file(folder, "config.json")
 
 
 def _is_static(folder: Path) -> bool:
-    modules, config = _read(folder / "modules.json"), _read(folder / "config.json")
+    modules, config = _read(folder, "modules.json"), _read(folder, "config.json")
     first = modules[0] if isinstance(modules, list) and modules else None
     kind = first.get("type") if isinstance(first, dict) else None
     is_model2vec = isinstance(config, dict) and config.get("model_type") == "model2vec"
     return is_model2vec or str(kind).rpartition(".")[-1] == "StaticEmbedding"
 
 
-def _read(path: Path) -> Any:
+def _read(folder: Path, name: str) -> Any:
     """Return the content of a JSON file; None without one, or if it is damaged."""
+    if not has_file(folder, name):
+        return None
+    locate(folder, name)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(folder, name)
+    except CheckpointError:
+        # whoever needs it says so
         return None

@@ -21,6 +21,7 @@ from varlen.models.checkpoint.config_file import (
     read_optional_object,
     show,
 )
+from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.late_interaction import (
     PYLATE_FIELDS,
     TRANSFORMER_FIELDS,
@@ -211,7 +212,7 @@ def _late_settings(
 def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
     """Return kind and folder of each module in modules.json; none without the file."""
     is_late = is_late_interaction(model)
-    if not is_late and not (folder / "modules.json").is_file():
+    if not is_late and not has_file(folder, "modules.json"):
         return []
     modules = read_json(folder, "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):

@@ -17,6 +17,7 @@ from varlen.models.checkpoint.byte_pair_tokenizer import (
 )
 from varlen.models.checkpoint.config_file import Json, read_object, read_optional_object, show
 from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.files import TOKENIZER, has_file, read_text
 from varlen.request.row_parameters import TruncationSide
 
 _CONFIG = "tokenizer_config.json"
@@ -86,12 +87,12 @@ def read_tokenizer_settings(
     Raises:
         CheckpointError: a file is missing or damaged, or the two disagree on what changes token ids.
     """
-    if not (folder / "tokenizer.json").is_file():
+    if not has_file(folder, TOKENIZER):
         raise CheckpointError(
             f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer, or let"
             " varlen_tools.fetch make it of older files"
         )
-    tokenizer = read_object(folder, "tokenizer.json")
+    tokenizer = read_object(folder, TOKENIZER)
     normalizer = tokenizer.get("normalizer")
     if lowercase and not _lowercases(normalizer):
         raise CheckpointError(
@@ -99,7 +100,7 @@ def read_tokenizer_settings(
             " save tokenizer.json with a normalizer that does"
         )
     default_class = str(model_config.get("tokenizer_class") or family.tokenizer_class)
-    if not (folder / _CONFIG).is_file():
+    if not has_file(folder, _CONFIG):
         return TokenizerSettings(
             chat_templates=_read_chat_templates(folder, {}),
             class_name=default_class,
@@ -163,11 +164,11 @@ def _read_max_length(config: Json) -> int | None:
 
 def _read_chat_templates(folder: Path, config: Json) -> Mapping[str, str]:
     """Return the templates in files, else those in tokenizer_config.json, as transformers prefers them."""
-    names = {DEFAULT_TEMPLATE: _CHAT_TEMPLATE} if (folder / _CHAT_TEMPLATE).is_file() else {}
+    names = {DEFAULT_TEMPLATE: _CHAT_TEMPLATE} if has_file(folder, _CHAT_TEMPLATE) else {}
     for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
         names[path.stem] = f"{MORE_TEMPLATES}/{path.name}"
     if names:
-        return {name: _read_text(folder, file) for name, file in names.items()}
+        return {name: read_text(folder, file) for name, file in names.items()}
     given = config.get("chat_template")
     if given is None:
         return {}
@@ -185,15 +186,6 @@ def _read_chat_templates(folder: Path, config: Json) -> Mapping[str, str]:
             )
         found[name] = template
     return found
-
-
-def _read_text(folder: Path, name: str) -> str:
-    try:
-        return (folder / name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{name} is not text: {error}") from None
 
 
 def _check_normalizer(config: Json, normalizer: object, class_name: str) -> None:

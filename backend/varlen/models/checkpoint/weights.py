@@ -4,7 +4,6 @@ safetensors is a header and raw bytes: nothing in it is executed. Headers are re
 tensors and without torch. Files are memory-mapped, so a tensor is read when it is asked for.
 """
 
-import json
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import read_json
+from varlen.models.checkpoint.files import has_file, locate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
+# Of a safetensors file: the size of its header, and the most that this may be. A tensor takes 100 bytes.
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 32 << 20
 # TensorFlow's names of the two tensors of a layer norm; transformers renames them in the same way.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -57,9 +61,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for path in shards(folder):
         try:
-            # safetensors says of any file that it cannot open that there is none
-            path.open("rb").close()
-            with safe_open(path, framework="np") as file:
+            with safe_open(locate_weights(folder, path.name), framework="np") as file:
                 for stored_name in file.keys():  # noqa: SIM118  # not a mapping
                     view = file.get_slice(stored_name)
                     header = TensorHeader(
@@ -76,6 +78,24 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         except SafetensorError as error:
             raise CheckpointError(f"{path.name} cannot be read: {error}") from None
     return headers
+
+
+def locate_weights(folder: Path, name: str) -> Path:
+    """Return the real path of a safetensors file, once the size of its header is checked.
+
+    Raises:
+        CheckpointError: the header is too large; see also `locate`.
+        OSError: the file cannot be read.
+    """
+    path = locate(folder, name)
+    # safetensors says of any file that it cannot open that there is none
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if size > _MOST_HEADER_BYTES:
+        raise CheckpointError(
+            f"{name} cannot be read: its header has {size} bytes; allowed: at most {_MOST_HEADER_BYTES}"
+        )
+    return path
 
 
 def check_tensor(
@@ -136,7 +156,9 @@ class CheckpointWeights:
         self._headers = read_headers(folder)
         self._stack = ExitStack()
         self._files = {
-            path.name: self._stack.enter_context(safe_open(path, framework="pt"))
+            path.name: self._stack.enter_context(
+                safe_open(locate_weights(folder, path.name), framework="pt")
+            )
             for path in shards(folder)
         }
 
@@ -202,15 +224,15 @@ def shards(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none, or the index that names them is damaged.
     """
-    if (folder / SINGLE).is_file():
+    if has_file(folder, SINGLE):
         return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
+    if not has_file(folder, INDEX):
         check_no_pickles(folder)
         raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(folder, INDEX)["weight_map"].values())
         outside = any(Path(name).name != name for name in names)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{INDEX} is damaged: {error}") from None
     if outside:
         raise CheckpointError(f"{INDEX} names a file outside the checkpoint folder")

@@ -1,0 +1,109 @@
+"""Files of a checkpoint folder. Nothing else opens them.
+
+A folder may come from anyone. A file counts only if it is regular and in the folder, or in the hub's cache of the same
+model; then it is read up to a limit. A pipe, a device or a link out of the folder is an error, not an absent file.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from varlen.errors import CheckpointError
+
+TOKENIZER = "tokenizer.json"
+
+_MEBIBYTE = 1 << 20
+# The largest tokenizers that are known have 35 MB, the largest index of weights 15 MB, and other files less than 5 MB.
+_MOST_BYTES = {TOKENIZER: 128 * _MEBIBYTE, "model.safetensors.index.json": 64 * _MEBIBYTE}
+_MOST_BYTES_OF_OTHERS = 16 * _MEBIBYTE
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def has_file(folder: Path, name: str) -> bool:
+    """Return whether a folder has an entry of this name, of any kind."""
+    return os.path.lexists(folder / name)
+
+
+def read_bytes(folder: Path, name: str) -> bytes:
+    """Return the content of a file.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: path of the file in it.
+
+    Raises:
+        CheckpointError: it is absent, too large, or no file of the folder; see `locate`.
+    """
+    path = locate(folder, name)
+    most = _MOST_BYTES.get(Path(name).name, _MOST_BYTES_OF_OTHERS)
+    try:
+        # what was a file may have become a pipe
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            _check_kind(name, os.fstat(descriptor))
+            content = file.read(most + 1)
+    except OSError as error:
+        raise _unreadable(folder, name, error) from None
+    if len(content) > most:
+        raise CheckpointError(f"{name} has more than {most} bytes; allowed: at most {most}")
+    return content
+
+
+def read_text(folder: Path, name: str) -> str:
+    """Return the text in a file; raises as `read_bytes`, and if it is not UTF-8."""
+    try:
+        return read_bytes(folder, name).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{name} is not text: {error}") from None
+
+
+def locate(folder: Path, name: str) -> Path:
+    """Return the real path of a file, for a library that opens it.
+
+    Raises:
+        CheckpointError: it is absent, no regular file, or a link that leads out of the folder.
+    """
+    try:
+        path = (folder / name).resolve()
+        if not any(path.is_relative_to(root) for root in _roots(folder.resolve())):
+            raise CheckpointError(
+                f"{name} is a link that leads out of the checkpoint's folder; copy the file there"
+                if (folder / name).is_symlink()
+                else f"{name} is outside the checkpoint folder"
+            )
+        _check_kind(name, path.stat())
+    except (OSError, ValueError, RuntimeError) as error:
+        # a name with a NUL, or a link to itself
+        raise _unreadable(folder, name, error) from None
+    return path
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Return the folders that may hold the files of a checkpoint.
+
+    In the hub's cache a snapshot, models--org--name/snapshots/hash, is links to models--org--name/blobs.
+    """
+    snapshots = [each for each in (folder, *folder.parents) if each.parent.name == "snapshots"]
+    return [folder, *(each.parents[1] / "blobs" for each in snapshots[:1])]
+
+
+def _check_kind(name: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        raise CheckpointError(f"{name} is {kind}; allowed: a regular file")
+
+
+def _unreadable(folder: Path, name: str, error: Exception) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        is_link = (folder / name).is_symlink()
+        return CheckpointError(
+            f"{name} is a link to a file that is absent" if is_link else f"{folder} has no {name}"
+        )
+    reason = error.strerror if isinstance(error, OSError) else error
+    return CheckpointError(f"{name} cannot be read: {reason}")
