@@ -15,7 +15,7 @@ from varlen_client.gateway.embeddings import ENCODINGS
 from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.text_fields import CutEnd, TextFields, given_options
-from varlen_client.gateway.unserved_fields import EMBEDDINGS
+from varlen_client.gateway.unserved_fields import COHERE
 from varlen_client.row_options import InputType
 from varlen_client.tasks import EMBED
 from varlen_client.wire import Floats
@@ -45,7 +45,7 @@ class Input(Fields):
 class EmbedBody(RequestBody):
     """A request to `/v1/embed`."""
 
-    unserved = EMBEDDINGS
+    unserved = COHERE
 
     texts: ListOf[StrictStr] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     inputs: ListOf[Input] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)

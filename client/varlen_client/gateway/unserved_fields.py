@@ -107,6 +107,10 @@ EMBEDDINGS: UnservedFields = {
     "late_chunking": Unserved("each text is embedded by itself"),
     "return_multivector": Unserved("write to /embed_all, which has a vector for each token"),
 }
+COHERE: UnservedFields = {
+    **EMBEDDINGS,
+    "max_tokens": Unserved("texts are cut at the model's longest input"),
+}
 RANKS: UnservedFields = {
     **TEXTS,
     "instruct": Unserved("write it in the query"),

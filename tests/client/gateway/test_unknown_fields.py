@@ -188,6 +188,7 @@ ROUTES = {
     "TOKENIZATION": "/tokenize",
     "TEXTS": "/predict",
     "EMBEDDINGS": "/v1/embeddings",
+    "COHERE": "/v1/embed",
     "RANKS": "/v1/rerank",
     "LABELS": "/predict",
     # nested: tests/client/gateway/test_fields.py

@@ -38,13 +38,13 @@ def hub_text_classification(at: Addresses) -> Any:
     return {each.label: each.score for each in found}
 
 
-@call("huggingface_hub", "masks", refused="parameters.top_k is not supported")
+@call("huggingface_hub", "masks", refused="embed needs sentence_embedding")
 def hub_fill_mask(at: Addresses) -> Any:
     found = _hub(at, "masks").fill_mask(MASKED, top_k=3)
     return [[each.token, each.score] for each in found]
 
 
-@call("huggingface_hub", "completion", refused="parameters.do_sample is not supported")
+@call("huggingface_hub", "completion", refused="embed needs sentence_embedding")
 def hub_text_generation(at: Addresses) -> Any:
     return _hub(at, "gpt2").text_generation(PROMPT, max_new_tokens=MAX_TOKENS, do_sample=False)
 
