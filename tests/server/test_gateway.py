@@ -65,7 +65,7 @@ SAME_ANSWERS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # Fields of a completion, and what the answer says of them.
 REFUSED: Sequence[tuple[dict[str, Any], str]] = (
-    ({"best_of": 3}, "best_of is 3; allowed: n, which is 1"),
+    ({"best_of": 0}, "best_of is 0; allowed: from n, which is 1"),
     ({"echo": True, "logprobs": 1}, "echo is True with logprobs"),
     ({"guided_grammar": "root ::= 'a'"}, "guided_grammar is not supported"),
     ({"allowed_token_ids": [5]}, "allowed_token_ids is not supported"),
