@@ -129,7 +129,6 @@ def malformed() -> list[Refusal]:
 
 def _texts(model: Model) -> list[Refusal]:
     tokens, size = model.tokens + 20, model.text_bytes + 2
-    no_word = "row 1: text is empty; send at least one word"
     not_utf_8 = [
         (b"\xff", 0),
         (b"caf\xe9", 3),
@@ -138,8 +137,6 @@ def _texts(model: Model) -> list[Refusal]:
         (b"a\xc0\x80", 1),
     ]
     rows = [
-        *((f"no word: {text!r}", no_word, text) for text in ("", " ", "\t\n ", "\u2003")),
-        ("a NUL in a text", "row 1: text holds a NUL character; remove it", "a\0b"),
         (
             "a text with too many tokens",
             f"row 1: text has {tokens} tokens; this model takes at most {model.tokens} (truncate=true cuts it)",
@@ -147,7 +144,7 @@ def _texts(model: Model) -> list[Refusal]:
         ),
         (
             "a text with too many bytes",
-            f"row 1: text has {size} bytes; this model takes at most {model.text_bytes}",
+            f"row 1: text has {size} bytes; this model takes at most {model.text_bytes} (truncate=true cuts it)",
             "é" * (size // 2),
         ),
         *(

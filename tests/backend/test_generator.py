@@ -257,7 +257,7 @@ def test_a_closed_stream_stops_its_sequence(generator):
     [
         ([], {}, "input_ids has no tokens"),
         ([VOCABULARY], {}, "input_ids holds 263; this model takes 0 to 262"),
-        ("", {}, "text is empty"),
+        ("", {}, "row 0: text has no tokens, and the tokenizer adds none"),
         ("a " * 400, {}, "text has .* tokens; this model takes at most 320$"),
         ([1] * 300, {"max_tokens": 21}, "320"),
         ([1], {"n": 5, "temperature": 1.0}, "at most 4 sequences at a time"),

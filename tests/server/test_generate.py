@@ -143,7 +143,7 @@ def test_samples_and_log_probabilities(client: Client) -> None:
         ("a", {"max_tokenz": 3}, 'unknown parameter "max_tokenz"'),
         ([VOCABULARY + 100], {}, "input_ids holds 363"),
         (prompt_of(5000), {}, "input_ids has 5000 tokens; this model takes at most"),
-        ("", {}, "text is empty"),
+        ("", {}, "row 0: text has no tokens, and the tokenizer adds none"),
     ],
     ids=["max_tokens", "temperature", "unknown", "vocabulary", "too long", "empty"],
 )

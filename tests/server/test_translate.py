@@ -219,9 +219,8 @@ def test_searches_of_different_widths_share_steps_and_change_no_answer(
         ("a", {"early_stopping": "soon"}, "early_stopping is "),
         (list(range(3, 250)) * 3, {}, "input_ids has 741 tokens; this model takes at most"),
         ([5, 700], {}, "input_ids holds 700"),
-        ("", {}, "text is empty"),
     ],
-    ids=["none", "n_best", "unknown", "stop", "logprobs", "word", "long", "vocabulary", "empty"],
+    ids=["none", "n_best", "unknown", "stop", "logprobs", "word", "long", "vocabulary"],
 )
 def test_a_bad_request_is_the_caller_s_fault_and_names_its_row(
     url: str, text: Any, options: dict[str, Any], message: str

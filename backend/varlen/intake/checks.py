@@ -15,10 +15,11 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
-from varlen.intake.tokenization import Text, Tokenized, Tokenizer
+from varlen.intake.tokenization import SPARE_TOKENS, Text, Tokenized, Tokenizer
+from varlen.parameter import refuse
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
-from varlen.request.row_parameters import InputType, TruncationSide
+from varlen.request.row_parameters import InputType, RowParameters, TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -56,7 +57,6 @@ class Intake:
         target_start: int | None = None,
         mask_token: int | None = None,
         pair_template: PairTemplate | None = None,
-        can_truncate: bool = True,
     ) -> None:
         """Start the checks.
 
@@ -68,7 +68,6 @@ class Intake:
             target_start: first token of each target of a translation model, whose inputs are sources.
             mask_token: id of the mask token of a fill-mask model.
             pair_template: pair template of a model that reads pairs as chat messages.
-            can_truncate: whether requests may ask for long texts to be cut.
         """
         self.tokenizer = tokenizer
         self.limits = limits
@@ -76,7 +75,6 @@ class Intake:
         self._chat_template = chat_template
         self._mask_token = mask_token
         self._pair_template = pair_template
-        self._can_truncate = can_truncate
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -84,6 +82,8 @@ class Intake:
         texts: Sequence[Text],
         *,
         truncate: bool,
+        side: TruncationSide | None = None,
+        max_tokens: int | None = None,
         prompt_name: str | None = None,
         input_type: InputType | None = None,
         special_tokens: bool = True,
@@ -93,42 +93,54 @@ class Intake:
         Args:
             texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
+            side: side on which they are cut; None is the checkpoint's.
+            max_tokens: length to which they are cut, special tokens included; None is the longest of the role.
             prompt_name: name of the role of the texts and of their prompt; None selects the default.
             input_type: meaning of the role, instead of its name.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
-            RequestError: a text is empty, too long, or holds a NUL; the message names the row. Or there is no prompt
-                of that name or meaning.
+            RequestError: a text has no tokens, too many, or half a surrogate pair; the message names the row. Or there
+                is no prompt of that name or meaning.
         """
-        self.limits.check_texts(texts)
+        self.limits.check_texts(texts, truncate=truncate)
         role = self.roles.select(prompt_name, input_type)
-        return self._tokenize(texts, truncate, special_tokens, role=role)
+        self.check_length(texts, role, max_tokens)
+        return self._tokenize(
+            texts, truncate, special_tokens, role=role, side=side, max_tokens=max_tokens
+        )
 
     def text_steps(
         self,
         texts: Sequence[Text],
         *,
         truncate: bool,
-        side: TruncationSide = "right",
+        side: TruncationSide | None = None,
+        max_tokens: int | None = None,
         prompt_name: str | None = None,
         input_type: InputType | None = None,
     ) -> tuple[TokenizationTask, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
 
         Args:
-            texts, truncate, prompt_name, input_type: see `texts`.
-            side: side on which texts that are too long are cut.
+            texts, truncate, side, max_tokens, prompt_name, input_type: see `texts`.
 
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
-        sizes = self.limits.check_texts(texts)
+        sizes = self.limits.check_texts(texts, truncate=truncate)
         role = self.roles.select(prompt_name, input_type)
+        self.check_length(texts, role, max_tokens)
 
         def tokenize(rows: range) -> tuple[Prompt, ...]:
-            part = texts[rows.start : rows.stop]
-            return self._tokenize(part, truncate, role=role, side=side, first_row=rows.start)
+            return self._tokenize(
+                texts[rows.start : rows.stop],
+                truncate,
+                role=role,
+                side=side,
+                max_tokens=max_tokens,
+                first_row=rows.start,
+            )
 
         return steps_of(sizes, tokenize)
 
@@ -197,6 +209,24 @@ class Intake:
         """
         return TokenizationTask(num_bytes, lambda: (self.chat(read(), variables),))
 
+    def cut_side(self, given: RowParameters) -> TruncationSide:
+        """Return the side on which texts of a request are cut."""
+        if self._pair_template is not None:
+            return "right"
+        return given.truncation_side or self.tokenizer.side
+
+    def check_length(self, texts: Sequence[Text], role: TextRole, max_tokens: int | None) -> None:
+        """Raise RequestError if texts in a role cannot be cut to this length, if any."""
+        if max_tokens is None:
+            return
+        longest = role.max_tokens or self.limits.max_sequence_tokens
+        is_pair = any(isinstance(text, tuple) for text in texts)
+        shortest = max(1, self.tokenizer.num_special_tokens(is_pair=is_pair))
+        if not shortest <= max_tokens <= longest:
+            refuse(
+                "truncate_prompt_tokens", max_tokens, f"whole numbers from {shortest} to {longest}"
+            )
+
     def token_text(self, token_id: int) -> str:
         """Return the text of a token."""
         return self.tokenizer.token_text(token_id)
@@ -217,16 +247,18 @@ class Intake:
         special_tokens: bool = True,
         *,
         role: TextRole | None = None,
-        side: TruncationSide = "right",
+        side: TruncationSide | None = None,
+        max_tokens: int | None = None,
         first_row: int = 0,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of checked texts."""
         role = role or self.roles.default
         if role.prompt:
             texts = [role.prompt + text if isinstance(text, str) else text for text in texts]
+        most = max_tokens or role.max_tokens or self.limits.max_sequence_tokens
         if self._pair_template is not None:
             return tuple(
-                self._pair_prompt(self._pair_template, row, text, truncate, side)
+                self._pair_prompt(self._pair_template, row, text, most if truncate else None, side)
                 for row, text in enumerate(texts, start=first_row)
             )
         found = self.tokenizer.encode(
@@ -234,29 +266,41 @@ class Intake:
             truncate=truncate,
             side=side,
             special_tokens=special_tokens,
-            max_tokens=role.max_tokens,
+            max_tokens=most,
+            max_text_bytes=self.limits.max_text_bytes + len(role.prompt.encode()),
         )
         prompts = []
         for row, (text, each) in enumerate(zip(texts, found, strict=True), start=first_row):
+            if truncate and not each.is_complete:
+                self.limits.refuse_part(row, most)
             # a pair has no prompt
             num_unpooled = role.num_unpooled if isinstance(text, str) else 0
             prompts.append(self._prompt(row, each, role, num_unpooled))
         return tuple(prompts)
 
     def _pair_prompt(
-        self, template: PairTemplate, row: int, text: Text, truncate: bool, side: TruncationSide
+        self,
+        template: PairTemplate,
+        row: int,
+        text: Text,
+        max_tokens: int | None,
+        side: TruncationSide | None,
     ) -> Prompt:
-        """Return the prompt of a pair; when cut, it keeps the template's end."""
+        """Return the prompt of a pair; if it is cut to `max_tokens`, it keeps the template's end."""
         if isinstance(text, str):
             raise RequestError(f"row {row}: text_pair is missing; this model compares two texts")
-        if truncate and side == "left":
+        if max_tokens is not None and side == "left":
             raise RequestError("truncation_side is left; allowed with this model: right")
-        rendered = template.render(*text)
+        query, document = text
+        self.limits.check_text_bytes(row, len(query.encode()))
+        rendered = template.render(query, document)
         (found,) = self.tokenizer.encode([rendered], truncate=False, special_tokens=False)
-        most = self.limits.max_sequence_tokens
-        if truncate and len(found.token_ids) > most:
-            ending = template.ending[-most:]
-            ids = np.concatenate([found.token_ids[: most - len(ending)], ending])
+        is_part = len(document.encode()) > self.limits.max_text_bytes
+        if max_tokens is not None and is_part and len(found.token_ids) <= max_tokens + SPARE_TOKENS:
+            self.limits.refuse_part(row, max_tokens)
+        if max_tokens is not None and len(found.token_ids) > max_tokens:
+            ending = template.ending[-max_tokens:]
+            ids = np.concatenate([found.token_ids[: max_tokens - len(ending)], ending])
             found = Tokenized(ids, None)
         return self._prompt(row, found, self.roles.default)
 
@@ -264,15 +308,16 @@ class Intake:
         tokens, most = len(text.token_ids), role.max_tokens or self.limits.max_sequence_tokens
         if tokens > most:
             count = tokens if text.is_complete else f"more than {most}"
-            remedy = " (truncate=true cuts it)" if self._can_truncate else ""
             raise RequestError(
-                f"row {row}: text has {count} tokens; this model takes at most {most}{remedy}"
+                f"row {row}: text has {count} tokens; this model takes at most {most}{self.limits.remedy}"
             )
         if not tokens:
-            raise RequestError(f"row {row}: text has no tokens; send at least one word")
+            raise RequestError(
+                f"row {row}: text has no tokens, and the tokenizer adds none; send at least one character that it reads"
+            )
         self.limits.check_ids(row, "text", text.token_ids, text.type_ids)
-        prompt = Prompt(text.token_ids, text.type_ids, Unpooled(count=num_unpooled))
-        return self._placed(row, prompt, role)
+        unpooled = Unpooled(count=min(num_unpooled, tokens))
+        return self._placed(row, Prompt(text.token_ids, text.type_ids, unpooled), role)
 
     def _token_prompt(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None

@@ -3,9 +3,10 @@
 An error says what came and what is allowed.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,14 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.intake.tokenization import Text
 from varlen.parameter import MAX_JSON_MARKS, JsonLimits
+from varlen.request.row_parameters import TruncationSide
 
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # How much longer than a text its chat messages may be, as JSON: escapes have up to 6 bytes for one of the text.
 _MESSAGE_FACTOR = 8
+# Of UTF-8, in bytes.
+_LONGEST_CHARACTER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,11 @@ class InputLimits:
 
     Attributes:
         max_sequence_tokens: longest sequence, in tokens.
-        max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
+        max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text. About as much is read of a longer text
+            that is cut.
         vocab_size, type_vocab_size: token ids and token type ids are below these.
         max_arena_tokens: longest sequence that the arena has memory for; None if a longer one runs in chunks.
+        can_truncate: whether requests may ask for long texts to be cut.
     """
 
     max_sequence_tokens: int
@@ -36,6 +42,12 @@ class InputLimits:
     vocab_size: int
     type_vocab_size: int
     max_arena_tokens: int | None = None
+    can_truncate: bool = True
+
+    @property
+    def remedy(self) -> str:
+        """What a client can do about a text that is too long, for errors."""
+        return " (truncate=true cuts it)" if self.can_truncate else ""
 
     @property
     def messages(self) -> JsonLimits:
@@ -44,8 +56,45 @@ class InputLimits:
             _MESSAGE_FACTOR * self.max_text_bytes, MAX_JSON_MARKS + self.max_text_bytes
         )
 
-    def check_texts(self, texts: Sequence[Text]) -> list[int]:
-        """Return the length of each row in UTF-8, or raise RequestError."""
+    def decoded(self, row: int, name: str, data: bytes, cut: TruncationSide | None = None) -> str:
+        """Return a text of UTF-8, or of a text that is cut the part that is read, if it is longer than that.
+
+        A part has more than `max_text_bytes`, by at most a character.
+
+        Args:
+            row: row of the request, for the error.
+            name: name of its input, for the error.
+            data: the whole text.
+            cut: side on which a text that is too long is cut; None refuses it.
+
+        Raises:
+            RequestError: the text is too long, or not UTF-8.
+        """
+        size, begin = self.max_text_bytes + _LONGEST_CHARACTER, 0
+        if cut is None:
+            # before it is decoded
+            self.check_text_bytes(row, len(data))
+        elif cut == "left":
+            begin = max(0, len(data) - size)
+            while begin and begin < len(data) and data[begin] & 0xC0 == 0x80:
+                # within a character
+                begin += 1
+        end = min(begin + size, len(data))
+        decoder = getincrementaldecoder("utf-8")()
+        try:
+            return decoder.decode(data[begin:end], final=end == len(data))
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"row {row}: {name} is not UTF-8 at byte {begin + error.start}; send UTF-8"
+            ) from None
+
+    def check_texts(self, texts: Sequence[Text], *, truncate: bool = False) -> list[int]:
+        """Return the length of each row in UTF-8, or raise RequestError.
+
+        Args:
+            texts: a text or pair for each row.
+            truncate: whether texts that are too long are cut.
+        """
         if not texts:
             raise RequestError("text has no rows; send at least one row")
         sizes = []
@@ -55,7 +104,7 @@ class InputLimits:
                     f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
                 )
             parts = text if isinstance(text, tuple) else (text,)
-            sizes.append(sum(self._check_text(row, part) for part in parts))
+            sizes.append(sum(self._check_text(row, part, truncate) for part in parts))
         return sizes
 
     def check_text_bytes(self, row: int, size: int) -> None:
@@ -63,7 +112,15 @@ class InputLimits:
         if size > self.max_text_bytes:
             raise RequestError(
                 f"row {row}: text has {size} bytes; this model takes at most {self.max_text_bytes}"
+                f"{self.remedy}"
             )
+
+    def refuse_part(self, row: int, max_tokens: int) -> NoReturn:
+        """Raise RequestError: the part that is read of a long text has too few tokens to tell which are kept."""
+        raise RequestError(
+            f"row {row}: {self.max_text_bytes} bytes of text are read (max_text_bytes), which have too few tokens to"
+            f" cut the text to {max_tokens}; send less white space, or shorter words"
+        )
 
     def check_sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
@@ -105,24 +162,21 @@ class InputLimits:
                 f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
             )
 
-    def _check_text(self, row: int, text: str) -> int:
+    def _check_text(self, row: int, text: str, truncate: bool) -> int:
         """Return the length of a text in UTF-8, or raise RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
         # characters are bytes, or more: a text that is much too long is only counted
-        if len(text) > self.max_text_bytes:
+        if len(text) > self.max_text_bytes and not truncate:
             self.check_text_bytes(row, len(text.encode(errors="surrogatepass")))
-        if not text.strip():
-            raise RequestError(f"row {row}: text is empty; send at least one word")
-        if "\0" in text:
-            raise RequestError(f"row {row}: text holds a NUL character; remove it")
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError:
             raise RequestError(
                 f"row {row}: text holds half a surrogate pair; send valid Unicode"
             ) from None
-        self.check_text_bytes(row, size)
+        if not truncate:
+            self.check_text_bytes(row, size)
         return size
 
 

@@ -3,16 +3,18 @@
 The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. Of a
 text that is much too long, only the part up to a safe boundary (`boundaries`) is tokenized, or the part from one on if
 its beginning is cut: the result equals the whole text's.
+
+A request's text may itself be a part, of a text that is too long to be read. Its last tokens may differ from those of
+the whole text, so a part counts only if it has `SPARE_TOKENS` more than are kept, or ends at a safe boundary.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -29,6 +31,8 @@ Text: TypeAlias = str | tuple[str, str]
 _CHARACTERS_PER_TOKEN = 6
 # How much longer the next part is, if the last one has too few tokens.
 _GROWTH = 4
+# Tokens next to the end of a part that the rest of the text may change: more than WordPiece's longest word has.
+SPARE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class Tokenized:
     Attributes:
         token_ids: `[tokens]` int32.
         type_ids: `[tokens]` int32, for pairs only.
-        is_complete: False if these tokens exceed the limit, and the text has even more.
+        is_complete: False if there are more tokens: of a text that is not cut, these exceed the limit already; of a
+            part that is cut, these are too few to tell which are kept.
     """
 
     token_ids: Int32Array
@@ -64,7 +69,11 @@ class TextTokens:
 
 
 class Tokenizer:
-    """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
+    """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length.
+
+    Attributes:
+        side: side on which texts are cut where a request names none.
+    """
 
     def __init__(
         self,
@@ -72,6 +81,7 @@ class Tokenizer:
         max_sequence_tokens: int,
         *,
         has_types: bool = True,
+        side: TruncationSide = "right",
         prefixes: Sequence[str] = (),
     ) -> None:
         """Load `tokenizer.json`, without its settings of padding and truncation.
@@ -80,20 +90,17 @@ class Tokenizer:
             folder: folder of the checkpoint.
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
+            side: side on which texts are cut where a request names none.
             prefixes: texts that become one token each, if the vocabulary has it, or their first word.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
-        # several objects, since one cannot switch truncation off and on while another thread uses it
         self._whole = _load(folder)
         _add_prefixes(self._whole, prefixes)
-        # by length and side, loaded when the first request asks for it
-        self._cut: dict[tuple[int, TruncationSide], HuggingFaceTokenizer] = {}
-        self._loading = Lock()
         self._has_types = has_types
+        self.side: TruncationSide = side
         self._max_tokens = max_sequence_tokens
-        self._cutting(max_sequence_tokens, "right")
         self._boundary = safe_boundary(self._whole)
         self._start = safe_start(self._whole)
 
@@ -107,33 +114,41 @@ class Tokenizer:
         texts: Sequence[Text],
         *,
         truncate: bool,
-        side: TruncationSide = "right",
+        side: TruncationSide | None = None,
         special_tokens: bool = True,
         max_tokens: int | None = None,
+        max_text_bytes: int | None = None,
     ) -> list[Tokenized]:
         """Return one sequence per text or pair of texts; type ids only for pairs.
 
         Args:
-            texts: checked: not empty.
+            texts: valid Unicode.
             truncate: cut sequences longer than max_tokens, the longer text of a pair first. Otherwise some tokens
                 beyond that number may be missing.
-            side: side on which they are cut.
+            side: side on which they are cut; None is the checkpoint's.
             special_tokens: whether to add special tokens.
             max_tokens: None is max_sequence_tokens.
+            max_text_bytes: a text that is cut and has more bytes of UTF-8 is a part, which goes on where it is cut.
         """
         limit = max_tokens or self._max_tokens
-        cut = side if truncate else None
-        # one that is much too long is not tokenized as a whole
-        parts = [self._encode_part(text, cut, special_tokens, limit) for text in texts]
-        others = [text for text, part in zip(texts, parts, strict=True) if part is None]
-        whole = iter(_encode(self._tokenizer(limit, cut), others, special_tokens))
+        cut = (side or self.side) if truncate else None
+        most_bytes = max_text_bytes if truncate else None
+        found: list[Tokenized | None] = []
+        for text in texts:
+            are_parts = _are_longer(text, most_bytes)
+            # one that is much too long is not tokenized as a whole
+            encoding = self._encode_part(text, are_parts, cut, special_tokens, limit)
+            if encoding is not None:
+                found.append(self._tokenized(text, encoding, cut, limit, is_complete=truncate))
+            elif any(are_parts) and not self._has_enough(text, are_parts, special_tokens, limit):
+                found.append(Tokenized(np.empty(0, np.int32), None, is_complete=False))
+            else:
+                found.append(None)
+        others = [text for text, each in zip(texts, found, strict=True) if each is None]
+        whole = iter(_encode(self._whole, others, special_tokens))
         return [
-            Tokenized(
-                np.array((encoding := part or next(whole)).ids, dtype=np.int32),
-                self._type_ids(text, encoding),
-                is_complete=truncate or part is None,
-            )
-            for text, part in zip(texts, parts, strict=True)
+            each or self._tokenized(text, next(whole), cut, limit, is_complete=True)
+            for text, each in zip(texts, found, strict=True)
         ]
 
     def tokens_of(
@@ -141,17 +156,23 @@ class Tokenizer:
         texts: Sequence[str],
         *,
         truncate: bool,
-        side: TruncationSide = "right",
+        side: TruncationSide | None = None,
         special_tokens: bool = True,
         max_tokens: int | None = None,
-    ) -> list[TextTokens]:
-        """Return the tokens of each text, of any length.
+        max_text_bytes: int | None = None,
+    ) -> list[TextTokens | None]:
+        """Return the tokens of each text, of any length; None for a part that has too few.
 
         Args:
-            texts, truncate, side, special_tokens, max_tokens: see `encode`.
+            texts, truncate, side, special_tokens, max_tokens, max_text_bytes: see `encode`.
         """
-        limit, cut = max_tokens or self._max_tokens, side if truncate else None
-        return [self._tokens_of(text, cut, special_tokens, limit) for text in texts]
+        limit, cut = max_tokens or self._max_tokens, (side or self.side) if truncate else None
+        most_bytes = max_text_bytes if truncate else None
+        return [self._tokens_of(text, cut, special_tokens, limit, most_bytes) for text in texts]
+
+    def num_special_tokens(self, *, is_pair: bool) -> int:
+        """Return the number of tokens that are added to a text or a pair."""
+        return self._whole.num_special_tokens_to_add(is_pair)
 
     def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of tokens."""
@@ -164,12 +185,13 @@ class Tokenizer:
         It is the text's own length, cut to the longest sequence, without a special token at its end. Tokens that the
         end of the text shares with what follows it are counted as if they were apart, as in sentence-transformers.
         """
-        (encoding,) = _encode(self._cutting(self._max_tokens, "right"), [text], True)
+        (encoding,) = _encode(self._whole, [text], True)
         if not encoding.ids:
             return 0
-        added = self._whole.get_added_tokens_decoder().get(encoding.ids[-1])
-        is_special = encoding.special_tokens_mask[-1] or (added is not None and added.special)
-        return len(encoding.ids) - bool(is_special)
+        last = _kept(encoding, "right", self._max_tokens)[-1]
+        added = self._whole.get_added_tokens_decoder().get(encoding.ids[last])
+        is_special = encoding.special_tokens_mask[last] or (added is not None and added.special)
+        return min(len(encoding.ids), self._max_tokens) - bool(is_special)
 
     def find_token(self, names: Sequence[str]) -> int | None:
         """Return the id of the first of these tokens that exists, None without one."""
@@ -180,19 +202,21 @@ class Tokenizer:
         """Return the text of a token, special ones included."""
         return self.text_of([token_id], skip_special_tokens=False)
 
-    def _tokenizer(self, limit: int, cut: TruncationSide | None) -> HuggingFaceTokenizer:
-        """Return the tokenizer that cuts texts on this side, if on any."""
-        return self._whole if cut is None else self._cutting(limit, cut)
-
-    def _cutting(self, limit: int, side: TruncationSide) -> HuggingFaceTokenizer:
-        """Return the tokenizer that cuts texts to this length on this side."""
-        with self._loading:
-            if (limit, side) not in self._cut:
-                # not from the file, which may have changed since the model was loaded
-                made = HuggingFaceTokenizer.from_str(self._whole.to_str())
-                made.enable_truncation(limit, direction=side)
-                self._cut[limit, side] = made
-            return self._cut[limit, side]
+    def _tokenized(
+        self,
+        text: Text,
+        encoding: Encoding,
+        cut: TruncationSide | None,
+        limit: int,
+        *,
+        is_complete: bool,
+    ) -> Tokenized:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        types = self._type_ids(text, encoding)
+        if cut is not None and len(ids) > limit:
+            kept = _kept(encoding, cut, limit)
+            ids, types = ids[kept], None if types is None else types[kept]
+        return Tokenized(ids, types, is_complete)
 
     def _type_ids(self, text: Text, encoding: Encoding) -> Int32Array | None:
         if not self._has_types or isinstance(text, str):
@@ -200,7 +224,12 @@ class Tokenizer:
         return np.array(encoding.type_ids, dtype=np.int32)
 
     def _encode_part(
-        self, text: Text, cut: TruncationSide | None, special_tokens: bool, limit: int
+        self,
+        text: Text,
+        are_parts: tuple[bool, ...],
+        cut: TruncationSide | None,
+        special_tokens: bool,
+        limit: int,
     ) -> Encoding | None:
         """Return the encoding of a part of a long text; None if all is needed.
 
@@ -208,26 +237,31 @@ class Tokenizer:
 
         Args:
             text: text or pair of texts.
+            are_parts: whether only a part of each is given.
             cut: side on which it is cut; None cuts nothing.
             special_tokens, limit: see `encode`.
         """
         if isinstance(text, tuple):
-            return self._encode_pair_part(text, cut, special_tokens, limit)
-        tokenizer = self._tokenizer(limit, cut)
+            return self._encode_pair_part(text, are_parts, cut, special_tokens, limit)
         for part in self._parts(text, limit, cut or "right"):
-            (encoding,) = _encode(tokenizer, [text[part]], special_tokens)
+            (encoding,) = _encode(self._whole, [text[part]], special_tokens)
             if len(encoding.ids) >= limit + (cut is None):
                 return encoding
         return None
 
     def _encode_pair_part(
-        self, pair: tuple[str, str], cut: TruncationSide | None, special_tokens: bool, limit: int
+        self,
+        pair: tuple[str, str],
+        are_parts: tuple[bool, ...],
+        cut: TruncationSide | None,
+        special_tokens: bool,
+        limit: int,
     ) -> Encoding | None:
         """Return the encoding of a pair with a part of its longer text."""
         longer = int(len(pair[1]) > len(pair[0]))
         other = 1 - longer
         # of two long texts, each has to be known whole: truncation begins with the longer one, in tokens
-        if len(pair[other]) > limit * _CHARACTERS_PER_TOKEN:
+        if are_parts[other] or len(pair[other]) > limit * _CHARACTERS_PER_TOKEN:
             return None
         for part in self._parts(pair[longer], limit, cut or "right"):
             shorter = pair[longer][part]
@@ -238,20 +272,41 @@ class Tokenizer:
             # truncation depends on the length of the shorter text only, in tokens
             sequences = encoding.sequence_ids
             if cut and sequences.count(longer) > max(limit, sequences.count(other)):
-                return _encode(self._cutting(limit, cut), [shortened], special_tokens)[0]
+                return encoding
         return None
 
+    def _has_enough(
+        self, text: Text, are_parts: tuple[bool, ...], special_tokens: bool, limit: int
+    ) -> bool:
+        """Return whether a text or pair of which only a part is given has enough tokens to be cut."""
+        (encoding,) = _encode(self._whole, [text], special_tokens)
+        sequences = encoding.sequence_ids
+        counts = [sequences.count(number) for number in range(len(are_parts))]
+        # of a pair, the number of tokens of a whole text decides how many of the other one are kept
+        known = [count for count, is_part in zip(counts, are_parts, strict=True) if not is_part]
+        needed = max([limit, *known]) + SPARE_TOKENS
+        return all(
+            count >= needed for count, is_part in zip(counts, are_parts, strict=True) if is_part
+        )
+
     def _tokens_of(
-        self, text: str, cut: TruncationSide | None, special_tokens: bool, limit: int
-    ) -> TextTokens:
+        self,
+        text: str,
+        cut: TruncationSide | None,
+        special_tokens: bool,
+        limit: int,
+        max_text_bytes: int | None,
+    ) -> TextTokens | None:
         """Return the tokens of a text, from a part of it if that has enough."""
-        tokenizer = self._tokenizer(limit, cut)
-        parts = self._parts(text, limit, cut) if cut else ()
-        for part in chain(parts, [slice(0, len(text))]):
-            [encoding] = tokenizer.encode_batch([text[part]], add_special_tokens=special_tokens)
+        for part in self._parts(text, limit, cut) if cut else ():
+            (encoding,) = _encode(self._whole, [text[part]], special_tokens, with_offsets=True)
             if len(encoding.ids) >= limit:
-                break
-        return _text_tokens(encoding, part.start)
+                return _text_tokens(encoding, part.start, cut, limit)
+        (encoding,) = _encode(self._whole, [text], special_tokens, with_offsets=True)
+        is_part = any(_are_longer(text, max_text_bytes))
+        if is_part and len(encoding.ids) < limit + SPARE_TOKENS:
+            return None
+        return _text_tokens(encoding, 0, cut, limit)
 
     def _parts(self, text: str, limit: int, side: TruncationSide) -> Iterator[slice]:
         """Yield longer and longer parts of a long text.
@@ -274,24 +329,75 @@ class Tokenizer:
             size *= _GROWTH
 
 
-def _text_tokens(encoding: Encoding, start: int) -> TextTokens:
-    """Return the tokens of the part of a text that begins at this character."""
+def _text_tokens(
+    encoding: Encoding, start: int, cut: TruncationSide | None, limit: int
+) -> TextTokens:
+    """Return the tokens of the part of a text that begins at this character, cut on this side, if on any."""
+    ids, tokens, offsets = encoding.ids, encoding.tokens, encoding.offsets
     is_special = [bool(flag) for flag in encoding.special_tokens_mask]
-    offsets = [
-        (begin, end) if special else (start + begin, start + end)
-        for (begin, end), special in zip(encoding.offsets, is_special, strict=True)
-    ]
-    return TextTokens(encoding.ids, encoding.tokens, is_special, offsets)
+    count = len(ids)
+    kept = range(count) if cut is None or count <= limit else _kept(encoding, cut, limit).tolist()
+    return TextTokens(
+        [ids[place] for place in kept],
+        [tokens[place] for place in kept],
+        [is_special[place] for place in kept],
+        [
+            offsets[place]
+            if is_special[place]
+            else (start + offsets[place][0], start + offsets[place][1])
+            for place in kept
+        ],
+    )
+
+
+def _kept(encoding: Encoding, side: TruncationSide, limit: int) -> npt.NDArray[np.intp]:
+    """Return which tokens of a text or a pair are kept, `[tokens]`; special tokens that were added all are.
+
+    The longer text of a pair is cut first. The library's own truncation also makes every combination of the parts of
+    two texts that it cuts off, which takes gigabytes for two long ones.
+
+    Source: LongestFirst in tokenizers/src/utils/truncation.rs of huggingface/tokenizers.
+    """
+    texts = np.array([-1 if each is None else each for each in encoding.sequence_ids])
+    places = [np.flatnonzero(texts == number) for number in range(texts.max(initial=-1) + 1)]
+    room = max(0, limit - int((texts == -1).sum()))
+    counts = [len(each) for each in places]
+    if len(counts) == 1:
+        counts = [min(counts[0], room)]
+    elif sum(counts) > room:
+        shorter = min(counts)
+        longer = max(shorter, room - shorter)
+        if shorter + longer > room:
+            shorter, longer = room // 2, room - room // 2
+        counts = [longer, shorter] if counts[0] > counts[1] else [shorter, longer]
+    is_kept = texts == -1
+    for each, count in zip(places, counts, strict=True):
+        is_kept[each[:count] if side == "right" else each[len(each) - count :]] = True
+    return np.flatnonzero(is_kept)
 
 
 def _encode(
-    tokenizer: HuggingFaceTokenizer, texts: Sequence[Text], special_tokens: bool
+    tokenizer: HuggingFaceTokenizer,
+    texts: Sequence[Text],
+    special_tokens: bool,
+    *,
+    with_offsets: bool = False,
 ) -> list[Encoding]:
-    # the fast way omits offsets, which nothing reads, and the type ids of pairs where no template sets them
+    # the fast way omits offsets, and the type ids of pairs where no template sets them
     has_pairs = any(isinstance(text, tuple) for text in texts)
-    encode = tokenizer.encode_batch if has_pairs else tokenizer.encode_batch_fast
+    is_fast = not has_pairs and not with_offsets
+    encode = tokenizer.encode_batch_fast if is_fast else tokenizer.encode_batch
     encodings: list[Encoding] = encode(list(texts), add_special_tokens=special_tokens)
     return encodings
+
+
+def _are_longer(text: Text, max_bytes: int | None) -> tuple[bool, ...]:
+    """Return whether a text, or each text of a pair, has more bytes of UTF-8."""
+    parts = text if isinstance(text, tuple) else (text,)
+    if max_bytes is None:
+        return (False,) * len(parts)
+    # a character has up to 4
+    return tuple(4 * len(part) > max_bytes and len(part.encode()) > max_bytes for part in parts)
 
 
 def _add_prefixes(tokenizer: HuggingFaceTokenizer, prefixes: Sequence[str]) -> None:

@@ -82,12 +82,13 @@ class Service(RunningModel):
             executor = workers.new_executor()
             opened.callback(_close, executor, workers)
             info = workers.info
-            most = info.max_sequence_tokens
+            most, late = info.max_sequence_tokens, checkpoint.late
             tokenizer = Tokenizer(
                 checkpoint.folder,
                 most,
                 has_types=checkpoint.has_token_types,
-                prefixes=() if checkpoint.late is None else checkpoint.late.prefixes,
+                side=checkpoint.truncation_side,
+                prefixes=() if late is None else late.prefixes,
             )
             sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
             opened.callback(sandbox.close)

@@ -15,7 +15,7 @@ from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Text
 from varlen.request.draft import Draft
 from varlen.request.request import Prompt
-from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters
+from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide
 from varlen.tasks import Task
 from varlen.wire.outputs import AnswerOptions, ModelOutputs
 from varlen.wire.parameters import deadline_seconds, read_parameters
@@ -59,15 +59,16 @@ def read_request(
     deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
     if given.operation != "infer":
         written = TokenizerAnswer(outputs.first_of(requested), has_rows=True)
-        texts = _only_texts(tensors, given.operation, intake)
+        texts = _only_texts(tensors, given, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
     checked = given.options(deadline, normalize=answer.vectors.normalize)
     if "text" in tensors:
         steps = intake.text_steps(
-            _texts(tensors, intake),
-            truncate=given.truncate,
+            _texts(tensors, intake, intake.cut_side(given) if given.is_cut else None),
+            truncate=given.is_cut,
             side=given.truncation_side,
+            max_tokens=given.truncate_prompt_tokens,
             prompt_name=given.prompt_name,
             input_type=given.input_type,
         )
@@ -89,13 +90,16 @@ def _names_of(task: Task) -> tuple[str, ...]:
     return tuple(name for name, each in ROW_PARAMETERS.items() if task in each.tasks)
 
 
-def _only_texts(tensors: Tensors, operation: str, intake: Intake) -> list[str]:
+def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:
+    operation = given.operation
     # the server wants every input that config.pbtxt requires, such as the pairs of a reranker
     if tensors.keys() - {"text_pair"} != {"text"}:
         raise RequestError(
             f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; the operation {operation} reads only text"
         )
-    texts = _strings("text", tensors["text"], intake)
+    # offsets of tokens count from the beginning of the text
+    is_read_from_start = given.is_cut and intake.cut_side(given) == "right"
+    texts = _strings("text", tensors["text"], intake, "right" if is_read_from_start else None)
     if "text_pair" in tensors:
         pairs = _strings("text_pair", tensors["text_pair"], intake)
         _check_rows("text_pair", len(pairs), "text", len(texts))
@@ -107,33 +111,28 @@ def _only_texts(tensors: Tensors, operation: str, intake: Intake) -> list[str]:
     return texts
 
 
-def _texts(tensors: Tensors, intake: Intake) -> list[Text]:
+def _texts(tensors: Tensors, intake: Intake, cut: TruncationSide | None) -> list[Text]:
+    """Return texts, or pairs; of a text that is cut on a side, only the part that is read."""
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         if name in tensors:
             raise RequestError(f"the request has both text and {name}; send one or the other")
-    texts = _strings("text", tensors["text"], intake)
+    texts = _strings("text", tensors["text"], intake, cut)
     if "text_pair" not in tensors:
         return list(texts)
-    pairs = _strings("text_pair", tensors["text_pair"], intake)
+    pairs = _strings("text_pair", tensors["text_pair"], intake, cut)
     _check_rows("text_pair", len(pairs), "text", len(texts))
     return list(zip(texts, pairs, strict=True))
 
 
-def _strings(name: str, tensor: npt.NDArray[Any], intake: Intake) -> list[str]:
+def _strings(
+    name: str, tensor: npt.NDArray[Any], intake: Intake, cut: TruncationSide | None = None
+) -> list[str]:
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise RequestError(f"{name} has shape {list(tensor.shape)}; send [rows, 1]")
-    texts = []
-    for row, element in enumerate(tensor[:, 0]):
-        text = bytes(element)
-        # before it is decoded
-        intake.limits.check_text_bytes(row, len(text))
-        try:
-            texts.append(text.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"row {row}: {name} is not UTF-8 at byte {error.start}; send UTF-8"
-            ) from None
-    return texts
+    return [
+        intake.limits.decoded(row, name, bytes(element), cut)
+        for row, element in enumerate(tensor[:, 0])
+    ]
 
 
 def _token_rows(tensors: Tensors, intake: Intake) -> tuple[Prompt, ...]:

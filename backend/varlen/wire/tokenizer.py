@@ -26,6 +26,7 @@ _PARAMETERS: Mapping[Operation, Collection[str]] = {
         *_EVERY,
         "add_special_tokens",
         "truncate",
+        "truncate_prompt_tokens",
         "truncation_side",
         "prompt_name",
         "input_type",
@@ -101,13 +102,14 @@ def tokenizer_draft(
     Raises:
         RequestError: a text cannot be read, or there is no such prompt. A step raises it for token ids.
     """
-    sizes = intake.limits.check_texts(texts)
+    sizes = intake.limits.check_texts(texts, truncate=given.is_cut)
     role = intake.roles.select(given.prompt_name, given.input_type)
+    intake.check_length(texts, role, given.truncate_prompt_tokens)
 
     def run(rows: range) -> tuple[Prompt, ...]:
         part = texts[rows.start : rows.stop]
         if given.operation == "tokenize":
-            answer.rows += _token_objects(part, given, intake, role)
+            answer.rows += _token_objects(part, given, intake, role, first_row=rows.start)
         else:
             skip = given.skip_special_tokens is not False
             answer.rows += [
@@ -164,30 +166,37 @@ def _token_objects(
     role: TextRole,
     *,
     special_tokens: bool = True,
+    first_row: int = 0,
 ) -> list[bytes]:
-    """Return the JSON object of the tokens of each text."""
+    """Return the JSON object of the tokens of each text, or raise RequestError."""
     if given.add_special_tokens is not None:
         special_tokens = given.add_special_tokens
+    most = role.max_tokens or intake.limits.max_sequence_tokens
     found = intake.tokenizer.tokens_of(
         [role.prompt + text for text in texts],
-        truncate=given.truncate,
+        truncate=given.is_cut,
         side=given.truncation_side,
         special_tokens=special_tokens,
-        max_tokens=role.max_tokens,
+        max_tokens=given.truncate_prompt_tokens or most,
+        max_text_bytes=intake.limits.max_text_bytes + len(role.prompt.encode()),
     )
-    return [
-        _json(
-            {
-                "token_ids": each.token_ids,
-                "tokens": each.tokens,
-                "special": each.is_special,
-                "offsets": each.offsets,
-                "prompt": role.prompt,
-                "max_tokens": role.max_tokens or intake.limits.max_sequence_tokens,
-            }
+    objects = []
+    for row, each in enumerate(found, start=first_row):
+        if each is None:
+            intake.limits.refuse_part(row, given.truncate_prompt_tokens or most)
+        objects.append(
+            _json(
+                {
+                    "token_ids": each.token_ids,
+                    "tokens": each.tokens,
+                    "special": each.is_special,
+                    "offsets": each.offsets,
+                    "prompt": role.prompt,
+                    "max_tokens": most,
+                }
+            )
         )
-        for each in found
-    ]
+    return objects
 
 
 def _text_object(row: int, text: str, intake: Intake, *, skip_special_tokens: bool) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import processors
 
 from tests.backend.fakes.input_limits import input_limits
 from tests.backend.refusals import refused_checkpoint
@@ -60,10 +61,26 @@ def test_texts_and_pairs_may_come_together(intake):
     assert [s.type_ids is None for s in sequences] == [True, False]
 
 
-@pytest.mark.parametrize("pair", [("", "cat"), ("cat", " ")], ids=repr)
-def test_refuses_a_pair_with_an_empty_side(intake, pair):
-    with refused("row 0: text is empty; send at least one word"):
-        intake.texts([pair], truncate=False)
+@pytest.mark.parametrize("text", ["", " ", "\n", "\u3000", "\u00a0", "\0", "\u200b"], ids=repr)
+def test_a_blank_text_is_its_special_tokens(intake, text):
+    alone, pair, other = intake.texts([text, (text, "cat"), ("cat", text)], truncate=False)
+
+    assert alone.token_ids.tolist() == [2, 3]
+    assert pair.token_ids.tolist() == [2, 3, 6, 3]
+    assert other.token_ids.tolist() == [2, 6, 3, 3]
+
+
+def test_the_tokenizer_decides_what_a_nul_is(intake):
+    assert intake.texts(["c\0at"], truncate=False)[0].token_ids.tolist() == [2, 6, 3]
+
+
+def test_a_text_without_any_token_is_refused_by_its_row(small_bert, tmp_path):
+    bare = HuggingFaceTokenizer.from_file(str(small_bert / "tokenizer.json"))
+    bare.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+    bare.save(str(tmp_path / "tokenizer.json"))
+
+    with refused("row 1: text has no tokens, and the tokenizer adds none"):
+        Intake(Tokenizer(tmp_path, 12), LIMITS).texts(["cat", " "], truncate=False)
 
 
 def test_refuses_half_a_surrogate_pair(intake):
@@ -84,9 +101,44 @@ def test_refuses_tuples_that_are_no_pairs(intake, pair):
 
 
 def test_counts_a_text_s_bytes_before_tokenizing_it(intake):
-    assert intake.texts(["é" * 20], truncate=True)
-    with refused("row 0: text has 42 bytes; this model takes at most 40"):
-        intake.texts(["é" * 21], truncate=True)
+    with refused("row 0: text has 42 bytes; this model takes at most 40 (truncate=true cuts it)"):
+        intake.texts(["é" * 21], truncate=False)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_text_of_any_length_is_cut(tokenizer, side):
+    intake = Intake(tokenizer, input_limits(max_text_bytes=4000))
+    text = ("the cat " * 500_000).encode()
+
+    part = intake.limits.decoded(0, "text", text, side)
+
+    assert 4000 < len(part) <= 4004
+    [found] = intake.texts([part], truncate=True, side=side)
+    assert found.token_ids.tolist() == [2, *[5, 6] * 5, 3]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_part_begins_and_ends_with_whole_characters(side):
+    for size in range(40, 48):
+        part = input_limits(max_text_bytes=size).decoded(0, "text", "a中é😀".encode() * 9, side)
+        assert size < len(part.encode()) <= size + 4
+        assert part in "a中é😀" * 9
+
+
+@pytest.mark.parametrize("side, position", [("right", 3), ("left", 96), (None, 3)])
+def test_names_the_byte_that_is_no_utf_8(side, position):
+    data = bytearray(b"a" * 100)
+    data[position] = 0xFF
+
+    with refused(f"row 5: text is not UTF-8 at byte {position}; send UTF-8"):
+        input_limits(max_text_bytes=40 if side else 100).decoded(5, "text", bytes(data), side)
+
+
+def test_a_part_without_enough_tokens_is_refused_by_its_row(tokenizer):
+    intake = Intake(tokenizer, input_limits(max_text_bytes=4000))
+
+    with refused("row 1: 4000 bytes of text are read (max_text_bytes), which have too few tokens"):
+        intake.texts(["cat", " " * 4001], truncate=True)
 
 
 def test_refuses_a_long_text_unless_it_may_be_cut(intake):
@@ -96,7 +148,7 @@ def test_refuses_a_long_text_unless_it_may_be_cut(intake):
 
 
 def test_names_no_truncation_that_a_request_cannot_ask_for(tokenizer):
-    intake = Intake(tokenizer, LIMITS, can_truncate=False)
+    intake = Intake(tokenizer, replace(LIMITS, can_truncate=False))
 
     with pytest.raises(RequestError) as refusal:
         intake.texts(["a " * 11], truncate=False)
@@ -116,6 +168,42 @@ def test_a_cut_pair_loses_its_longer_text_first(intake):
     [sequence] = intake.texts([("a " * 19, "the cat")], truncate=True)
 
     assert sequence.token_ids.tolist() == [2, *[8] * 7, 3, 5, 6, 3]
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 12])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_request_may_cut_to_a_length_of_its_own(tokenizer, length, side):
+    intake = Intake(tokenizer, input_limits())
+    [found] = intake.texts(["the cat river " * 9], truncate=True, side=side, max_tokens=length)
+
+    expected = HuggingFaceTokenizer.from_str(tokenizer.huggingface.to_str())
+    expected.enable_truncation(length, direction=side)
+    assert found.token_ids.tolist() == expected.encode("the cat river " * 9).ids
+    assert len(found.token_ids) == length
+
+
+@pytest.mark.parametrize(
+    "text, length, allowed",
+    [("cat", 1, "2 to 12"), ("cat", 13, "2 to 12"), (("cat", "cat"), 2, "3 to 12")],
+    ids=str,
+)
+def test_a_length_has_room_for_special_tokens_and_is_none_beyond_the_model(
+    intake, text, length, allowed
+):
+    message = f"truncate_prompt_tokens is {length}; allowed: whole numbers from {allowed}"
+    for read in (intake.texts, intake.text_steps):
+        with refused(message):
+            read([text], truncate=True, max_tokens=length)
+
+
+def test_texts_are_cut_on_the_side_of_the_checkpoint(small_bert):
+    intake = Intake(Tokenizer(small_bert, 12, side="left"), input_limits())
+
+    def last(**side):
+        return intake.texts(["the " * 12 + "cat"], truncate=True, **side)[0].token_ids.tolist()
+
+    assert last() == last(side="left") == [2, *[5] * 9, 6, 3]
+    assert last(side="right") == [2, *[5] * 10, 3]
 
 
 def test_a_short_text_is_not_changed_by_truncate(intake):

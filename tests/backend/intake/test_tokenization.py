@@ -17,6 +17,7 @@ from tokenizers import (
     trainers,
 )
 
+from tests.backend.fakes.input_limits import input_limits
 from varlen.intake.boundaries import safe_boundary, safe_start
 from varlen.intake.tokenization import Tokenizer as OurTokenizer
 
@@ -268,6 +269,63 @@ def test_a_long_text_is_cut_or_refused_like_the_whole_text(pair_of_tokenizers, t
 @example(first="the river runs " * 20, second="the cat " * 40)
 def test_a_long_pair_is_cut_or_refused_like_the_whole_pair(pair_of_tokenizers, first, second):
     check(pair_of_tokenizers, (first, second))
+
+
+# Bytes that are read of a text; its tokens may be fewer than are kept, and more than are spare.
+READ_BYTES = 1200
+LENGTHS = (3, MAX_TOKENS, 30)
+PARTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=12).map("".join)
+
+
+@settings(max_examples=EXAMPLES)
+@given(first=PARTS, second=PARTS, repeats=st.tuples(st.integers(1, 200), st.integers(1, 200)))
+@example(first="the cat ", second="x", repeats=(500, 1))
+@example(first=" ", second="the cat ", repeats=(1500, 300))
+@example(first="中文字", second="x", repeats=(600, 1))
+@example(first="!", second="the cat ", repeats=(1, 600))
+@example(first="a", second="b", repeats=(5000, 5000))
+def test_a_part_gives_the_tokens_of_the_whole_text_or_none(
+    pair_of_tokenizers, first, second, repeats
+):
+    ours, library = pair_of_tokenizers
+    text = first * repeats[0] + second * repeats[1]
+    for side in SIDES:
+        part = input_limits(max_text_bytes=READ_BYTES).decoded(0, "text", text.encode(), side)
+        assert len(part.encode()) <= READ_BYTES + 4
+        for length in LENGTHS:
+            library[side].enable_truncation(length, direction=side)
+            for read, whole in (
+                ([part], [text]),
+                ([part, "the cat"], [text, "the cat"]),
+                (["the cat", part], ["the cat", text]),
+            ):
+                [found] = ours.encode(
+                    [read[0] if len(read) == 1 else tuple(read)],
+                    truncate=True,
+                    side=side,
+                    max_tokens=length,
+                    max_text_bytes=READ_BYTES,
+                )
+                if found.is_complete:
+                    assert found.token_ids.tolist() == library[side].encode(*whole).ids
+                else:
+                    assert len(text.encode()) > READ_BYTES
+        library[side].enable_truncation(MAX_TOKENS, direction=side)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("word", ["the cat ", "!", "catfish, "])
+def test_usual_texts_need_no_more_than_a_part(pair_of_tokenizers, word, side):
+    ours, library = pair_of_tokenizers
+    text = word * 3000
+    part = input_limits(max_text_bytes=8000).decoded(0, "text", text.encode(), side)
+
+    form = {"truncate": True, "side": side, "max_text_bytes": 8000}
+    [found, pair] = ours.encode([part, (part, part)], **form)
+
+    assert found.is_complete
+    assert pair.is_complete
+    assert found.token_ids.tolist() == library[side].encode(text).ids
 
 
 def test_a_text_that_is_much_too_long_is_not_tokenized_as_a_whole(pair_of_tokenizers):

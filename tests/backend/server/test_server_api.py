@@ -52,7 +52,7 @@ def test_a_model_is_completed_loads_answers_and_ends(
     pb_utils.model_dir = str(small_bert)
     completed = server_model.TritonPythonModel.auto_complete_config(minimal_config(restricted))
     model = load(small_bert, completed.as_dict())
-    good, bad, cancelled = ask(text=text("the cat")), ask(text=text("")), ask(text=text("a"))
+    good, bad, cancelled = ask(text=text("the cat")), ask(text=text(b"\xff")), ask(text=text("a"))
     good.trace_context = CONTEXT
     cancelled.cancelled = True
 

@@ -123,6 +123,40 @@ def test_the_text_of_token_ids_is_that_of_the_library(folder):
         ]
 
 
+def test_a_blank_text_is_its_special_tokens(small_bert):
+    _, _, found = of_rows(new_intake(small_bert), "", " ", "\0", "\u3000", operation="tokenize")
+
+    assert [each["token_ids"] for each in found] == [[2, 3]] * 4
+
+
+def test_a_text_is_cut_to_any_number_of_tokens(small_bert):
+    intake = new_intake(small_bert)
+
+    _, _, [found] = of_rows(intake, "the cat " * 9, operation="tokenize", truncate_prompt_tokens=4)
+
+    assert found["token_ids"] == [2, 5, 6, 3]
+    assert found["offsets"] == [[0, 0], [0, 3], [4, 7], [0, 0]]
+    with refused("truncate_prompt_tokens is 13; allowed: whole numbers from 2 to 12"):
+        of_rows(intake, "the", operation="tokenize", truncate_prompt_tokens=13)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_first_tokens_of_a_text_of_any_length_are_those_of_the_whole_text(small_bert, side):
+    intake = new_intake(small_bert)
+    text, form = "the cat " * 200_000, {"operation": "tokenize", "truncation_side": side}
+
+    if side == "left":
+        # its offsets would need the whole text
+        with refused("row 0: text has 1600000 bytes; this model takes at most 400"):
+            of_rows(intake, text, truncate=True, **form)
+        return
+    _, _, [found] = of_rows(intake, text, truncate=True, **form)
+    assert found["token_ids"] == [2, *[5, 6] * 5, 3]
+    blank = " " * 500 + "the cat"
+    with refused("row 0: 400 bytes of text are read (max_text_bytes), which have too few tokens"):
+        of_rows(intake, blank, truncate=True, **form)
+
+
 def test_truncation_cuts_as_it_does_for_the_model(small_bert):
     intake = new_intake(small_bert)
     long = "the " + "cat " * 20 + "river"
@@ -219,7 +253,6 @@ def test_refuses_what_is_no_list_of_token_ids(small_bert, sent):
         ("[1", {"operation": "detokenize"}, 'row 0: text is "[1"; allowed: JSON'),
         ("[" * 400, {"operation": "detokenize"}, 'row 0: text is "[[[['),
         ("a" * 401, {"operation": "tokenize"}, "row 0: text has 401 bytes"),
-        (" ", {"operation": "tokenize"}, "row 0: text is empty"),
         ("a", {"operation": "encode"}, 'operation is "encode"; allowed: infer, tokenize, detoken'),
         ("a", {"operation": None}, "operation is null; allowed: infer, tokenize, detokenize"),
         ("a", {"operation": "tokenize", "add_special_tokens": 1}, "add_special_tokens is 1; allow"),

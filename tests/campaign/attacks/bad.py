@@ -15,8 +15,6 @@ from ..target import Target
 
 # Bodies of /generate, with a word of the reason.
 _BAD_PROMPTS: tuple[tuple[Mapping[str, Any], str], ...] = (
-    ({"text_input": ""}, "text is empty"),
-    ({"text_input": "a\0b"}, "NUL"),
     ({"text_input": "a", "max_tokens": 0}, "max_tokens"),
     ({"text_input": "a", "temperature": -1}, "temperature"),
     ({"text_input": "a", "top_p": 7.5}, "top_p"),

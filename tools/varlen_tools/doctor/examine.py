@@ -227,7 +227,8 @@ def _sentence_answers(
 def _compare_tokens(
     checkpoint: Checkpoint, original: Transformers, inputs: Sequence[Text], limit: int
 ) -> Comparison:
-    ours = Tokenizer(checkpoint.folder, limit).encode(inputs, truncate=True)
+    tokenizer = Tokenizer(checkpoint.folder, limit, side=checkpoint.truncation_side)
+    ours = tokenizer.encode(inputs, truncate=True)
     return compare_ids(
         TOKENIZATION,
         named("transformers"),

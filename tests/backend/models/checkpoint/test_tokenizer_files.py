@@ -102,10 +102,22 @@ def test_refuses_a_normalizer_that_transformers_would_replace(folder, normalizer
         Checkpoint.open(folder)
 
 
-def test_refuses_to_cut_on_the_left(folder):
-    set_fields(folder, CONFIG, truncation_side="left")
+@pytest.mark.parametrize("stored", [None, "Left", "Right"])
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_the_side_that_is_cut_is_that_of_transformers(folder, side, stored):
+    cut = {"direction": stored, "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    set_fields(folder, "tokenizer.json", truncation=cut if stored else None)
+    set_fields(folder, CONFIG, truncation_side=side) if side else None
 
-    with refused('tokenizer_config.json has truncation_side "left"; allowed: right'):
+    original = AutoTokenizer.from_pretrained(folder)
+
+    assert Checkpoint.open(folder).truncation_side == original.truncation_side
+
+
+def test_refuses_another_side(folder):
+    set_fields(folder, CONFIG, truncation_side="middle")
+
+    with refused('tokenizer_config.json has truncation_side "middle"; allowed: right, left'):
         Checkpoint.open(folder)
 
 
