@@ -104,7 +104,7 @@ class Connections:
         self._extra: dict[Connection, None] = {}
         self._of_address: Counter[str] = Counter()
         self._unparsed: dict[Connection, None] = {}
-        self._is_scheduled = False
+        self._is_scheduled, self._turn_end = False, 0.0
 
     def add(self, connection: Connection) -> None:
         """Add a connection, and close another one if there are too many."""
@@ -143,28 +143,38 @@ class Connections:
         if not self._of_address[connection.address]:
             del self._of_address[connection.address]
 
+    def parse_now(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """Parse a piece of a connection's bytes if this turn of the loop has time; the rest later."""
+        self._schedule(loop)
+        is_first = not self._unparsed and time.perf_counter() < self._turn_end
+        if not is_first or connection.parse_piece():
+            self._unparsed[connection] = None
+
     def parse_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Parse the bytes of a connection in turn with those of others."""
+        """Parse or drop the bytes of a connection in turn with others."""
+        self._schedule(loop)
         self._unparsed[connection] = None
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            loop.call_soon(self._parse, loop)
 
     def _parse(self, loop: asyncio.AbstractEventLoop) -> None:
         """Parse pieces of the connections in turn; what is left comes after everything else in the event loop."""
-        end = time.perf_counter() + _TURN_SECONDS
-        try:
-            dropped = 0
-            while self._unparsed and dropped < _DROPPED_TOGETHER and time.perf_counter() < end:
-                connection = next(iter(self._unparsed))
-                del self._unparsed[connection]
-                dropped += connection.is_over
-                if connection.parse_piece():
-                    self._unparsed[connection] = None
-        finally:
-            self._is_scheduled = bool(self._unparsed)
-            if self._is_scheduled:
-                loop.call_soon(self._parse, loop)
+        self._is_scheduled, dropped = False, 0
+        if self._unparsed:
+            self._schedule(loop)
+        while (
+            self._unparsed and dropped < _DROPPED_TOGETHER and time.perf_counter() < self._turn_end
+        ):
+            connection = next(iter(self._unparsed))
+            del self._unparsed[connection]
+            dropped += connection.is_over
+            if connection.parse_piece():
+                self._unparsed[connection] = None
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin a turn, unless it has begun, and let the next one run after everything else in the loop."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._turn_end = time.perf_counter() + _TURN_SECONDS
+            loop.call_soon(self._parse, loop)
 
     def _closable(self, address: str | None) -> list[Connection]:
         """Return the connections that are closed for a new one: of an address, or of all."""

@@ -44,7 +44,7 @@ _FRAMING_PART = 16
 # Longest time in which the rest of a refused body is dropped, and its least bytes in each part of it.
 DROP_SECONDS = 5.0
 DROP_STEP_SECONDS = 0.5
-_DROP_STEP_BYTES = 32 << 10
+_DROP_STEP_BYTES = 4 << 10
 
 # Bytes that are parsed in one step.
 _PIECE_BYTES = 4 << 10
@@ -125,8 +125,8 @@ class LimitedConnection(HttpToolsProtocol, Connection):
             if data.startswith(_HEALTH) and len(self._unparsed) == len(data):
                 # in front of all others
                 self.parse_piece()
-        if self._unparsed:
-            self.parse_later()
+        if self._may_parse():
+            self._all.parse_now(self, self.loop)
         if len(self._unparsed) > _MAX_UNPARSED:
             self._socket.pause_reading()
 

@@ -109,7 +109,9 @@ def test_a_request_above_the_most_is_refused_without_its_body(make_app):
 
         async def send_and_ask(message):
             if not inner:
-                inner.append(Exchange("/embed", EMBED, headers=KEY | {"Content-Length": "40"}))
+                inner.append(
+                    Exchange("/v1/embeddings", EMBED, headers=KEY | {"Content-Length": "40"})
+                )
                 await inner[0].run(app)
             await send(message)
 
@@ -459,6 +461,8 @@ def test_while_all_connections_run_only_health_is_answered():
 class SlowParsing(Connection):
     """A connection with endless bytes, whose pieces take a time."""
 
+    has_more = True
+
     def __init__(self, clock, seconds):
         self._clock, self._seconds, self.pieces = clock, seconds, 0
 
@@ -468,7 +472,7 @@ class SlowParsing(Connection):
     def parse_piece(self):
         self.pieces += 1
         self._clock[0] += self._seconds
-        return True
+        return self.has_more
 
 
 def test_parsing_takes_a_few_milliseconds_of_each_turn_and_connections_take_turns(monkeypatch):
@@ -482,18 +486,37 @@ def test_parsing_takes_a_few_milliseconds_of_each_turn_and_connections_take_turn
     for turn in range(1, 5):
         timers.turn()
         assert clock[0] == pytest.approx(0.005 * turn)
-
     assert [each.pieces for each in parsing] == [2] * 10
+
+    # nor is a new one parsed at once
+    new = SlowParsing(clock, 0.001)
+    connections.parse_now(new, timers)
+    assert new.pieces == 0
+
+
+def test_a_piece_of_a_connection_is_parsed_at_once_while_its_turn_has_time(monkeypatch):
+    clock, timers, connections = [0.0], FakeTimers(), Connections(10)
+    monkeypatch.setattr(connections_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(SlowParsing, "has_more", False)
+    parsing = [SlowParsing(clock, 0.001) for _ in range(7)]
+
+    for each in parsing:
+        connections.parse_now(each, timers)
+    assert [each.pieces for each in parsing] == [1] * 5 + [0] * 2
+
+    timers.turn()
+    assert [each.pieces for each in parsing] == [1] * 7
 
 
 def test_health_is_read_before_other_connections_get_their_turn():
     clients = Clients()
-    first, probe = clients.connect(), clients.connect()
-    first.data_received(HEAD)
+    other, probe = clients.connect(), clients.connect()
+    clients._all.parse_later(SlowParsing([0.0], 0.001), clients.timers)
+    other.data_received(HEAD)
 
     probe.data_received(HEALTH)
 
-    assert first.cycle is None
+    assert other.cycle is None
     assert probe.cycle.scope["path"] == "/health"
 
 
