@@ -332,7 +332,10 @@ REFUSED = {
     "quantized": (quantize, "has dtype I8; allowed: F64, F32, F16, BF16"),
     "weights": (remove(WEIGHTS), f"has no {WEIGHTS}"),
     "pickle": (leave_only_a_pickle, "has pickled weights (pytorch_model.bin), which are not read"),
-    "shard": (name_shards("a.safetensors", "b.safetensors"), "b.safetensors cannot be read"),
+    "shard": (
+        name_shards("a.safetensors", "b.safetensors"),
+        "has no b.safetensors, which model.safetensors.index.json names (1 of 2 files are missing)",
+    ),
     "shard elsewhere": (
         name_shards("a.safetensors", "../x.safetensors"),
         "names a file outside the checkpoint folder",
@@ -476,6 +479,38 @@ def test_names_heads_that_are_not_served(tmp_path, repository, caplog, run):
     assert note in said(result)
     assert note in caplog.text
     assert not list(repository.rglob("*.pt"))
+
+
+def test_the_classifier_of_setfit_is_left_out_with_one_note(encoder, repository, run, hub):
+    (encoder / "model_head.pkl").write_bytes(b"not read")
+    (encoder / "config_setfit.json").write_text("{}")
+    hub.files = ["config.json", "model.safetensors", "model_head.pkl"]
+
+    for source in (encoder, "someone/tiny-encoder"):
+        assert said(run(source, "--force")).count("the classifier of SetFit is a pickle") == 1
+
+    assert not list(repository.rglob("*.pkl"))
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (["config.json", "m-q4.gguf"], "holds weights of llama.cpp (m-q4.gguf)"),
+        (["config.json", "onnx/model.onnx"], "holds only weights of ONNX (onnx/model.onnx)"),
+        (["model.bin", "config.json", "vocabulary.json"], "holds a model of CTranslate2"),
+        (["gliner_config.json", "pytorch_model.bin"], "holds a model of GLiNER"),
+    ],
+    ids=["gguf", "onnx", "ctranslate2", "gliner"],
+)
+def test_a_form_that_is_not_served_is_not_downloaded(repository, hub, files, message):
+    hub.files = files
+
+    with pytest.raises(FetchError) as error:
+        fetch("someone/model", repository=repository)
+
+    assert f"someone/model {message}" in str(error.value)
+    # only its files were asked for
+    assert hub.asked.keys() == {"model", "revision"}
 
 
 @pytest.mark.parametrize(

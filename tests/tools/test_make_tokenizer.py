@@ -129,8 +129,25 @@ def test_files_that_cannot_be_converted_are_refused(tmp_path):
     folder = save_old(tmp_path / "old", "RobertaModel", byte_pairs(), pad_token_id=1)
     (folder / "vocab.json").write_text("[]")
 
-    with pytest.raises(ConversionError, match="transformers does not convert its files"):
+    message = (
+        r"transformers does not convert vocab.json and merges.txt \(.*\); copy tokenizer.json of"
+    )
+    with pytest.raises(ConversionError, match=message):
         make_tokenizer(folder)
+
+
+def test_the_reason_of_transformers_is_shown_whole(tmp_path):
+    folder = save_old(tmp_path / "old", "BertModel", word_pieces())
+    set_fields(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+    with pytest.raises(ConversionError) as error:
+        make_tokenizer(folder)
+
+    message = str(error.value)
+    assert message.startswith("transformers does not convert vocab.txt (Couldn't instantiate")
+    assert "(3) an equivalent slow tokenizer class" in message
+    assert message.endswith("AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)")
+    assert "\n" not in message
 
 
 def test_code_of_a_tokenizer_is_not_run(tmp_path):
@@ -139,7 +156,7 @@ def test_code_of_a_tokenizer_is_not_run(tmp_path):
     mapped = {"AutoTokenizer": ["mine.Mine", None]}
     set_fields(folder, "tokenizer_config.json", tokenizer_class="Mine", auto_map=mapped)
 
-    with pytest.raises(ConversionError, match="transformers does not convert its files"):
+    with pytest.raises(ConversionError, match="transformers does not convert vocab.txt"):
         make_tokenizer(folder)
     assert "mine" not in sys.modules
 

@@ -124,9 +124,13 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
         vocab_size=checkpoint.vocab_size,
         tokenizer=_tokenizer_kind(checkpoint.folder),
         text=text,
-        notes=(
-            *checkpoint_notes(checkpoint, task, limit_of(checkpoint, config)),
-            *unserved_head_notes(text.unserved),
+        notes=tuple(
+            dict.fromkeys(
+                (
+                    *checkpoint_notes(checkpoint, task, limit_of(checkpoint, config)),
+                    *unserved_head_notes(text.unserved),
+                )
+            )
         ),
     )
 

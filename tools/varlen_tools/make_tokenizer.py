@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
-from varlen_tools.messages import first_line
+from varlen_tools.messages import one_line
 from varlen_tools.sample_texts import TEXTS
 from varlen_tools.sentencepiece_model import SentencePieceError
 
@@ -50,13 +50,13 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
     pieces = next((name for name in SENTENCEPIECE if (folder / name).is_file()), None)
     if pieces is not None:
         _check_packages(_NEEDED_FOR_SENTENCEPIECE, pieces)
-        tokenizer = _convert(folder)
+        tokenizer = _convert(folder, (pieces,))
         _check_pieces(tokenizer, folder / pieces)
         return MadeTokenizer(tokenizer, (pieces,))
     for sources in (("vocab.json", "merges.txt"), ("vocab.txt",)):
         if all((folder / name).is_file() for name in sources):
             _check_packages(_NEEDED, " and ".join(sources))
-            return MadeTokenizer(_convert(folder), sources)
+            return MadeTokenizer(_convert(folder, sources), sources)
     return None
 
 
@@ -69,8 +69,8 @@ def _check_packages(names: Sequence[str], source: str) -> None:
         )
 
 
-def _convert(folder: Path) -> Tokenizer:
-    """Return the fast tokenizer that transformers makes; no code of the folder runs."""
+def _convert(folder: Path, sources: Sequence[str]) -> Tokenizer:
+    """Return the fast tokenizer that transformers makes of files; no code of the folder runs."""
     import transformers
 
     # it reports converters that fail, and tries others
@@ -81,7 +81,9 @@ def _convert(folder: Path) -> Tokenizer:
         )
     except Exception as error:
         raise ConversionError(
-            f"transformers does not convert its files: {first_line(error)}"
+            f"transformers does not convert {' and '.join(sources)} ({one_line(error)}); copy tokenizer.json of the"
+            " model that the checkpoint was made of, or save its tokenizer with AutoTokenizer.from_pretrained(MODEL)"
+            ".save_pretrained(FOLDER)"
         ) from None
     tokenizer = getattr(made, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):

@@ -21,6 +21,7 @@ from varlen.models.checkpoint.config_fields import (
 from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.first_releases import to_native
+from varlen.models.checkpoint.folder_forms import check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
@@ -133,10 +134,7 @@ class Checkpoint:
             CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is not a folder; give a Hugging Face checkpoint folder"
-            )
+        check_is_folder(folder)
         check_is_transformer(folder)
         config, ignored = _read_config(folder, ignore_config_fields)
         family = family_of(config)

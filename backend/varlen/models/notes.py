@@ -10,8 +10,11 @@ from varlen.tasks import Task
 _WORD_HEADS = ("ForMaskedLM", "ForPreTraining")
 # Tasks whose texts may be pairs.
 _PAIR_TASKS: tuple[Task, ...] = ("classify", "rerank")
-# Files of heads that are not served: of BGE-M3, for sparse vectors and for vectors of tokens. They are pickles.
-UNSERVED_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
+# Files of heads that are not served, which are pickles: of BGE-M3, for sparse vectors and for vectors of tokens, and
+# the classifier of SetFit.
+_BGE_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
+_SETFIT_HEAD = "model_head.pkl"
+UNSERVED_HEADS = (*_BGE_HEADS, _SETFIT_HEAD)
 # Tokens after which `generate` of transformers ends an answer by default.
 _DEFAULT_NEW_TOKENS = 20
 
@@ -50,7 +53,16 @@ def checkpoint_notes(
             f" {_DEFAULT_NEW_TOKENS} tokens, this model after {longest}; send max_tokens in requests, or set"
             " max_new_tokens in generation_config.json"
         )
-    return (*notes, *unserved_head_notes(unserved_heads(checkpoint.folder)))
+    if (checkpoint.folder / "adapter_config.json").is_file():
+        notes.append(
+            "adapter_config.json is not read: the checkpoint's own weights are served, without an adapter. If the"
+            " adapter is not merged into them, load both with peft, merge them with merge_and_unload, and save the"
+            " result"
+        )
+    heads = unserved_heads(checkpoint.folder)
+    if (checkpoint.folder / "config_setfit.json").is_file() and _SETFIT_HEAD not in heads:
+        heads = (*heads, _SETFIT_HEAD)
+    return (*notes, *unserved_head_notes(heads))
 
 
 def unserved_heads(folder: Path) -> tuple[str, ...]:
@@ -59,10 +71,16 @@ def unserved_heads(folder: Path) -> tuple[str, ...]:
 
 
 def unserved_head_notes(files: Sequence[str]) -> tuple[str, ...]:
-    """Return a sentence about files of unserved heads, if there are any."""
-    if not files:
-        return ()
-    return (
-        f"{' and '.join(files)} are not read: the heads of BGE-M3 for sparse vectors and for vectors of tokens are"
-        " not served, its dense vectors are",
-    )
+    """Return sentences about files of unserved heads."""
+    notes = []
+    if heads := [name for name in files if name in _BGE_HEADS]:
+        notes.append(
+            f"{' and '.join(heads)} are not read: the heads of BGE-M3 for sparse vectors and for vectors of tokens are"
+            " not served, its dense vectors are"
+        )
+    if _SETFIT_HEAD in files:
+        notes.append(
+            f"{_SETFIT_HEAD} is not read: the classifier of SetFit is a pickle and is left out. Texts are embedded and"
+            " not classified; apply the classifier to the vectors in the client"
+        )
+    return tuple(notes)

@@ -20,7 +20,7 @@ from varlen.models import (
     t5,
 )
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
-from varlen.models.checkpoint.config_file import Json
+from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
 from varlen.models.post_norm_family import PostNormFamily
 
@@ -52,9 +52,14 @@ FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECO
 def family_of(config: Json) -> Family[object]:
     """Return the family of a config.json; raise CheckpointError if none has its `model_type`."""
     name, architectures = config.get("model_type"), config.get("architectures")
+    if name is None:
+        raise CheckpointError(
+            "config.json has no model_type, which names the architecture in a checkpoint of transformers; copy"
+            f" config.json of the model that it was made of. This version serves: {', '.join(FAMILIES)}"
+        )
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f'config.json has model_type "{name}"; this version serves: {", ".join(FAMILIES)}'
+            f"config.json has model_type {show(name)}; this version serves: {', '.join(FAMILIES)}"
         )
     return ENCODERS_OF_PAIRS.get(str(first_name(architectures)), FAMILIES[name])
 

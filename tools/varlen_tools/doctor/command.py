@@ -36,12 +36,15 @@ def doctor(
     try:
         # torch and the backend, which no other command needs
         from varlen.errors import CheckpointError, ConfigError
+        from varlen.models.checkpoint.folder_forms import check_is_folder
         from varlen_tools.doctor.report import Report
         from varlen_tools.model_source import find_source, parse_settings
     except ModuleNotFoundError as error:
         typer.echo(f"error: doctor needs {error.name}: pip install varlen", err=True)
         raise typer.Exit(2) from None
     try:
+        if folder.is_file():
+            check_is_folder(folder)
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder; `fetch` downloads models of the hub")
         source = find_source(folder, parse_settings(settings))

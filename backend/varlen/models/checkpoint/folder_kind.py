@@ -1,4 +1,4 @@
-"""Folders without a transformer that look like a checkpoint: adapters of peft, and static embeddings."""
+"""Folders that look like a checkpoint and cannot be served: adapters of peft, static embeddings, and other forms."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,18 @@ from typing import Any
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_json, show
 from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.folder_forms import check_form, names_in
+from varlen.models.checkpoint.incomplete_files import check_no_pointers
 from varlen.models.checkpoint.weights import INDEX, SINGLE
 
 
 def check_is_transformer(folder: Path) -> None:
-    """Raise CheckpointError with the remedy if a folder holds an adapter or static embeddings.
+    """Raise CheckpointError with the remedy if a folder holds another kind of model, or pointers instead of files.
 
     Also if one of the files that it reads is no file of the folder.
     """
+    check_no_pointers(folder)
+    check_form(folder, names_in(folder))
     adapter = _read(folder, "adapter_config.json")
     if isinstance(adapter, dict) and not _has_model(folder):
         base = show(adapter.get("base_model_name_or_path"))

@@ -4,6 +4,7 @@ safetensors is a header and raw bytes: nothing in it is executed. Headers are re
 tensors and without torch. Files are memory-mapped, so a tensor is read when it is asked for.
 """
 
+import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.incomplete_files import check_no_pointers, describe_damage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 # Endings of files that may be pickles, and the beginnings of the names of those that hold no weights.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+# End of the name of one of several files.
+_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # Of a safetensors file: the size of its header, and the most that this may be. A tensor takes 100 bytes.
@@ -58,6 +62,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     Raises:
         CheckpointError: there is no safetensors file, or one is damaged or missing, or a name occurs twice.
     """
+    check_no_pointers(folder)
     headers: dict[str, TensorHeader] = {}
     for path in shards(folder):
         try:
@@ -76,7 +81,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
                 f"{path.name} cannot be read: {error.strerror or error}"
             ) from None
         except SafetensorError as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+            raise CheckpointError(describe_damage(path, error)) from None
     return headers
 
 
@@ -228,7 +233,7 @@ def shards(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not has_file(folder, INDEX):
         check_no_pickles(folder)
-        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
+        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{_remedy(folder)}")
     try:
         names = set(read_json(folder, INDEX)["weight_map"].values())
         outside = any(Path(name).name != name for name in names)
@@ -236,7 +241,22 @@ def shards(folder: Path) -> list[Path]:
         raise CheckpointError(f"{INDEX} is damaged: {error}") from None
     if outside:
         raise CheckpointError(f"{INDEX} names a file outside the checkpoint folder")
+    if missing := [name for name in sorted(names) if not has_file(folder, name)]:
+        raise CheckpointError(
+            f"{folder} has no {missing[0]}, which {INDEX} names ({len(missing)} of {len(names)} files are missing): it"
+            " was not downloaded whole; download it again"
+        )
     return [folder / name for name in sorted(names)]
+
+
+def _remedy(folder: Path) -> str:
+    """Return the end of a message that a folder has none of the files that name weights."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        return ""
+    if _SHARD.search(names[0]):
+        return f"; it has {len(names)} shards ({names[0]}), whose index is missing: download {INDEX} too"
+    return f"; it has {names[0]}: if that file has all weights, rename it to {SINGLE}"
 
 
 def pickled_weights(folder: Path) -> list[str]:

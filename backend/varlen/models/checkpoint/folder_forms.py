@@ -1,0 +1,110 @@
+"""Forms of models that are not served, told by the names of their files, and what to do instead."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.weights import is_pickle
+
+_ORIGINAL = "take the checkpoint of transformers that it was made of, which its model card names"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One form of models.
+
+    Attributes:
+        patterns: names of files; a folder of this form has one of each.
+        what: what the folder holds. The name of the first file follows.
+        remedy: what to do instead.
+    """
+
+    patterns: tuple[str, ...]
+    what: str
+    remedy: str
+
+    def find(self, names: Collection[str]) -> str | None:
+        """Return the first file of this form; None unless the folder has all of them."""
+        found = [
+            min((name for name in names if fnmatchcase(name, pattern)), default=None)
+            for pattern in self.patterns
+        ]
+        return None if None in found else found[0]
+
+
+# Their config.json is no encoder's, or none is there.
+_OTHER_MODELS = (
+    _Form(
+        ("gliner_config.json",),
+        "a model of GLiNER, which finds entities of labels that a request names",
+        "run it with the library gliner, or take a model of token_classify, whose labels are fixed",
+    ),
+    *(
+        _Form(
+            ("model.bin", vocabulary),
+            "a model of CTranslate2, whose weights are no pickle and are not read",
+            _ORIGINAL,
+        )
+        for vocabulary in ("shared_vocabulary.*", "source_vocabulary*", "vocabulary.*")
+    ),
+)
+# Weights that are served in another form only.
+_OTHER_WEIGHTS = (
+    _Form(("*.gguf",), "weights of llama.cpp", f"quantized weights are not served: {_ORIGINAL}"),
+    *(
+        _Form(
+            (pattern,),
+            "only weights of ONNX",
+            f"{_ORIGINAL}, or serve this file by the ONNX Runtime backend of the server",
+        )
+        for pattern in ("*.onnx", "onnx/*.onnx")
+    ),
+    _Form(("openvino_model.xml",), "only weights of OpenVINO", _ORIGINAL),
+    *(
+        _Form(
+            (name,),
+            f"only weights of {library}",
+            f'save them with transformers 4: AutoModel.from_pretrained(FOLDER, {option}=True).save_pretrained("NEW")',
+        )
+        for name, library, option in (
+            ("tf_model.h5", "TensorFlow", "from_tf"),
+            ("flax_model.msgpack", "Flax", "from_flax"),
+        )
+    ),
+)
+
+
+def check_form(shown: str | Path, names: Collection[str]) -> None:
+    """Raise CheckpointError, with the remedy, if a folder holds a model of a form that is not served.
+
+    Args:
+        shown: name of the folder.
+        names: names of its files, and of files in its folders with a slash.
+    """
+    forms = _OTHER_MODELS
+    if not any(name.endswith(".safetensors") or is_pickle(PurePath(name).name) for name in names):
+        forms += _OTHER_WEIGHTS
+    for form in forms:
+        if name := form.find(names):
+            raise CheckpointError(f"{shown} holds {form.what} ({name}); {form.remedy}")
+
+
+def check_is_folder(path: Path) -> None:
+    """Raise CheckpointError unless a path is a folder."""
+    if path.is_dir():
+        return
+    if path.is_file():
+        check_form(path.parent, [path.name])
+        raise CheckpointError(
+            f"{path} is a file, not a folder; give the checkpoint folder that holds it:"
+            f" {path.resolve().parent}"
+        )
+    raise CheckpointError(f"{path} is not a folder; give a Hugging Face checkpoint folder")
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of a folder's files, and of those in its folder `onnx`, with a slash."""
+    found = (path for pattern in ("*", "onnx/*") for path in folder.glob(pattern))
+    return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
