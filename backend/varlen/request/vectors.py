@@ -97,12 +97,14 @@ def _normalized(vectors: Float32Array) -> Float32Array:
     # fp64: squares of fp32 overflow from 2e19 on
     wide = vectors.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    return (wide / np.maximum(lengths, _FLOOR)).astype(np.float32)
+    unit: Float32Array = (wide / np.maximum(lengths, _FLOOR)).astype(np.float32)
+    return unit
 
 
 def _int8(vectors: Float32Array) -> npt.NDArray[np.int8]:
     # fp64: a quotient of fp32 may round to the next integer, and 127 / x overflows for tiny x
     wide = vectors.astype(np.float64)
     largest = np.abs(wide).max(axis=1, keepdims=True)
-    scaled = _LARGEST_INT8 * wide / np.where(largest == 0, 1, largest)
-    return np.rint(scaled).astype(np.int8)
+    scaled = np.rint(_LARGEST_INT8 * wide / np.where(largest == 0, 1, largest))
+    codes: npt.NDArray[np.int8] = scaled.astype(np.int8)
+    return codes
