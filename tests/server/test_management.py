@@ -11,8 +11,9 @@ from varlen_client import Client
 from varlen_tools.local_server import LocalServer, find_command, free_port
 from varlen_tools.serve.server import ServerCommand, start_server
 
+from .clients import GrpcClient, texts
 from .management import answered_calls, load_code
-from .serving import TIMEOUT_SECONDS, add_model, shared_memory, wait_until
+from .serving import TIMEOUT_SECONDS, add_model, model_state, shared_memory, unload, wait_until
 
 Addresses = tuple[str, str]
 
@@ -81,17 +82,19 @@ def test_a_managed_server_answers_these_calls_and_runs_the_code_of_a_page(
     assert {"RepositoryModelLoad", "SystemSharedMemoryRegister"} < set(found)
     load_code(server.http_url, tmp_path / "marker")
     assert (tmp_path / "marker").exists()
+    unload(server, "from_a_page")
+    wait_until(lambda: model_state(server, "from_a_page") == "UNAVAILABLE", "it is unloaded")
 
 
 def test_only_the_user_of_a_server_reads_texts_and_answers_in_shared_memory(
-    server: LocalServer,
+    server: LocalServer, grpc_client: GrpcClient
 ) -> None:
-    before = {region: region.stat().st_size for region in shared_memory(server.pid)}
+    def size() -> int:
+        return sum(region.stat().st_size for region in shared_memory(server.pid))
 
-    with Client(server.grpc_url, "encoder") as client:
-        # an answer of 2 MB, for which a region grows
-        client.hidden([" ".join(["word1"] * 500)] * 32)
+    before = size()
+    # an answer of 4 MB, for which a region grows
+    grpc_client.infer("encoder", texts(*[" ".join(["word1"] * 500)] * 64))
 
-    sizes = {region: region.stat().st_size for region in shared_memory(server.pid)}
-    assert sum(sizes.values()) > sum(before.values())
-    assert {region.stat().st_mode & 0o777 for region in sizes} == {0o600}
+    assert size() > before
+    assert {region.stat().st_mode & 0o777 for region in shared_memory(server.pid)} == {0o600}
