@@ -1,4 +1,4 @@
-"""Bodies as clients of the originals send them: what changes no answer is ignored, the rest is served or refused."""
+"""Bodies as clients of the originals send them: served, ignored or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BODIES: Mapping[str, tuple[dict[str, Any], str]] = {
 
 
 def _row(name: str, route: str, fields: dict[str, Any], right: Right | None, source: str) -> Edge:
-    """Return the case of a route's body with other fields; by default they change no answer."""
+    """Return the case of a body with other fields, which by default change nothing."""
     body, role = _BODIES[route]
     return Edge(
         name=name,

@@ -137,7 +137,7 @@ class Models:
 
 
 async def _check_ids(model: NamedModel, rows: Sequence[Sequence[int]], timeout: float) -> None:
-    """Raise InvalidRequest unless rows of token ids are those of the model's tokenizer."""
+    """Raise InvalidRequest if rows of token ids are of another tokenizer."""
     if takes_ids(await model.client.model_info()):
         (found,) = await model.client.tokenize([SAMPLE], timeout=timeout)
         SpecialTokens.of(found).check(rows)
@@ -182,7 +182,7 @@ class Gateway:
             text_fields: fields of the request that say how its texts are cut.
 
         Raises:
-            InvalidRequest: these fields contradict each other, or token ids are not those of the model's tokenizer.
+            InvalidRequest: these fields contradict each other, or the token ids are of another tokenizer.
         """
         options |= text_fields.truncation_options(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)

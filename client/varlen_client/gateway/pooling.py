@@ -1,4 +1,4 @@
-"""`/classify` and `/pooling` of vLLM: scores of all labels, and the output of any model that does not generate."""
+"""`/classify` and `/pooling` of vLLM: scores of all labels, and the output of a model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Pooling:
     Attributes:
         name: vLLM's name of the task.
         task: task that is called.
-        options: fields that the task has, besides those of all tasks.
+        options: options that only some tasks have.
         read: function that returns the array of each row.
     """
 
@@ -128,7 +128,7 @@ def add_pooling_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/classify", tags=["vLLM"])
     async def classify(body: ClassifyBody) -> Response:
-        """Classify texts or token ids: the scores of all labels, and the name of the best."""
+        """Return the scores of all labels of each row, and the name of the best."""
         rows = rows_of(body.input, "input")
         name, found, tokens = await gateway.answer(
             body.model, CLASS_SCORES, rows, text_fields=body, **body.options()
@@ -146,7 +146,7 @@ def add_pooling_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/pooling", tags=["vLLM"])
     async def pooling(body: PoolingBody) -> Response:
-        """Return what the model gives for texts or token ids: vectors or scores, of rows or of their tokens."""
+        """Return vectors or scores of labels, of each row or of its tokens."""
         rows = rows_of(body.input, "input")
         info = await gateway.info(body.model)
         how, width = _pooling_of(info, body.task)

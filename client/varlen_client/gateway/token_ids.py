@@ -1,4 +1,4 @@
-"""Rows of token ids: whether a model takes them, and whether its own tokenizer made them.
+"""Rows of token ids: does a model take them, did its own tokenizer make them?
 
 Clients of OpenAI's embeddings send ids of OpenAI's tokenizer. Another model has most of these ids too, and would answer
 with a wrong vector. Ids of a model's own tokenizer have its special tokens, which OpenAI's have not.
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 def takes_ids(info: ModelInfo) -> bool:
-    """Return whether ids can be compared with those of the model's tokenizer.
+    """Return whether the model has a tokenizer to compare ids with.
 
     Raises:
         InvalidRequest: the model takes no ids.

@@ -1,4 +1,4 @@
-"""Fields of the originals that would change an answer and are not served: each is refused with its reason.
+"""Fields of the originals that would change an answer: refused, each with its reason.
 
 A field that stands neither in a form nor here is unknown, and ignored. A form names its tables in `Object.unserved`.
 """

@@ -35,13 +35,14 @@ def test_listens_on_loopback_unless_told_otherwise(served):
     assert (config.host, config.port) == ("127.0.0.1", 8080)
 
 
-@pytest.mark.parametrize("arguments, cuts", [([], False), (["--auto-truncate"], True)])
-def test_gives_the_gateway_its_default_of_truncation(served, monkeypatch, arguments, cuts):
+@pytest.mark.parametrize("name", ["auto_truncate", "strict"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_gives_the_gateway_its_switches(served, monkeypatch, name, is_on):
     found = []
     monkeypatch.setattr("varlen_client.gateway.app.create_app", found.append)
 
-    assert serve(*arguments).exit_code == 0
-    assert [settings.auto_truncate for settings in found] == [cuts]
+    assert serve(*[f"--{name.replace('_', '-')}"] * is_on).exit_code == 0
+    assert [getattr(settings, name) for settings in found] == [is_on]
 
 
 @pytest.mark.parametrize("given", ["option", "variable"])

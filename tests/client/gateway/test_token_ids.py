@@ -1,4 +1,4 @@
-"""Token ids in place of texts: only those of the model's own tokenizer."""
+"""Token ids in place of texts: only ids of the model's own tokenizer are taken."""
 
 import pytest
 
