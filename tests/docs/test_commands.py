@@ -60,7 +60,7 @@ OTHER_OPTIONS = {
         "--max-batch-requests",
         "--max-client-batch-size",
     ),
-    *("--max-concurrent-requests", "--auto-truncate", "--hostname"),
+    *("--max-concurrent-requests", "--auto-truncate", "--hostname", "--url-prefix"),
     *("--tokenization-workers", "--payload-limit", "--cors-allow-origin", "--served-model-name"),
     *("--otlp-endpoint", "--prometheus-port", "--default-prompt", "--default-prompt-name"),
     # of perf_analyzer, genai-perf and aiperf
@@ -160,6 +160,7 @@ def test_metrics_and_settings_that_a_page_names_exist(page: str) -> None:
     text = (PROJECT / page).read_text()
     gateway = {"varlen_gateway_" + name for name in ("requests_total", "request_seconds")}
     gateway |= {"varlen_gateway_requests_in_flight", "varlen_gateway_tokens_total"}
+    gateway |= {"varlen_gateway_ignored_fields_total"}
     known = {metric.value for metric in METRICS} | PACKAGES | gateway
 
     named = set(re.findall(r"`(varlen_\w+)(?:\{[^`]*\})?`", text))

@@ -105,7 +105,7 @@ def error_response(
 
 
 def overload_response(path: str, message: str) -> Response:
-    """Return the refusal of a request that there is no room for, in the form of the path's original."""
+    """Return the refusal of a request without a place, in the form of its path."""
     if path in _TEI_PATHS:
         body = {"error": message, "error_type": "Overloaded"}
         return JSONResponse(body, 429, {"Retry-After": "1"})
