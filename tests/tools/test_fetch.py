@@ -1,11 +1,13 @@
 """`fetch` puts a whole checkpoint into a repository, or nothing."""
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -571,6 +573,11 @@ def link_out_of_the_folder(folder: Path) -> None:
     (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere")
 
 
+def put_a_pipe(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+
+
 def name_a_module_elsewhere(folder: Path) -> None:
     write_file(folder, "modules.json", [{"path": "../other"}])
 
@@ -581,6 +588,10 @@ def name_a_module_elsewhere(folder: Path) -> None:
         (shutil.rmtree, "there is no folder"),
         (link_out_of_the_folder, "model.safetensors is a link that leads out"),
         (name_a_module_elsewhere, "modules.json names the folder '../other'"),
+        *(
+            (partial(put_a_pipe, name=name), f"{name} is a pipe; allowed: a regular file")
+            for name in ("modules.json", "adapter_config.json", "merges.txt", WEIGHTS)
+        ),
     ],
 )
 def test_only_a_folder_s_own_files_are_copied(spoil, message, encoder, repository, run):
@@ -724,6 +735,7 @@ def test_a_user_without_a_folder_for_caches_downloads_too(hub, repository, tmp_p
 def test_a_fetch_that_is_told_to_end_leaves_nothing_beside_the_repository(repository):
     script = f"""
 import time
+from functools import partial
 from pathlib import Path
 import huggingface_hub
 from varlen_tools.fetch import main

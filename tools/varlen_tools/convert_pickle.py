@@ -19,8 +19,10 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import read_object
+from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
-from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.messages import first_line
 
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -41,7 +43,7 @@ def convert(folder: Path) -> list[Path]:
         PickleError: a file holds more than tensors or is a link out of the folder, a new file exists already, or it
             is not clear which pickle has the weights.
     """
-    if (folder / _PICKLE_INDEX).is_file():
+    if has_file(folder, _PICKLE_INDEX):
         weight_map, index = _read_index(folder)
         targets = _shard_names(weight_map)
         index["weight_map"] = {name: targets[shard] for name, shard in weight_map.items()}
@@ -75,12 +77,13 @@ def _only_pickle(folder: Path) -> str:
 
 def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the shard of each tensor, and the whole index."""
-    path = _inside(folder, _PICKLE_INDEX)
     try:
-        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        index = read_object(folder, _PICKLE_INDEX)
         weight_map: dict[str, str] = index["weight_map"]
         outside = [shard for shard in weight_map.values() if Path(shard).name != shard]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except CheckpointError as error:
+        raise PickleError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PickleError(f"{_PICKLE_INDEX} is damaged: {error}") from None
     if outside:
         raise PickleError(f"{_PICKLE_INDEX} names {outside[0]}; allowed: files beside it")
@@ -101,12 +104,9 @@ def _shard_names(weight_map: dict[str, str]) -> dict[str, str]:
 
 def _inside(folder: Path, name: str) -> Path:
     try:
-        return resolve_inside(folder, folder / name)
-    except LinkError as error:
+        return locate(folder, name)
+    except CheckpointError as error:
         raise PickleError(str(error)) from None
-    except (OSError, ValueError, RuntimeError) as error:
-        # a name with a NUL, or a link to itself
-        raise PickleError(f"{name!r} cannot be read: {first_line(error)}") from None
 
 
 def _convert_file(source: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ what it found. The model appears in the repository whole or not at all.
 
 import fnmatch
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,8 @@ from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.errors import CheckpointError, ConfigError
+from varlen.models.checkpoint.config_file import read_json
+from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
@@ -33,7 +34,6 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
-from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
@@ -235,14 +235,15 @@ def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) ->
 def _download_folder(identity: str, scratch: Path) -> Iterator[Path]:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     try:
-        cache = CacheFolder(cache_folder("auto") / "downloads" / digest)
+        cache = CacheFolder(cache_folder("auto") / "downloads")
         cache.make()
     except CacheError as error:
         typer.echo(f"an interrupted download begins again: {error}", err=True)
         yield scratch / "download"
         return
-    with _refusing(LockedError), cache.lock("lock", _LOCK_SECONDS, partial(typer.echo, err=True)):
-        yield cache.path / "files"
+    report = partial(typer.echo, err=True)
+    with _refusing(LockedError), cache.lock(f"{digest}.lock", _LOCK_SECONDS, report):
+        yield cache.path / digest
 
 
 @contextmanager
@@ -290,17 +291,15 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
             cannot be made.
     """
     for folder in ("", *_module_folders(source)):
-        with _refusing(CheckpointError, LinkError):
+        with _refusing(CheckpointError):
             check_is_transformer(source / folder)
             check_no_pickles(source / folder)
             for path in (source / folder).glob("*"):
-                if path.is_file() and _is_allowed(path.name):
-                    (into / folder).mkdir(exist_ok=True)
-                    shutil.copyfile(resolve_inside(source, path), into / folder / path.name)
-    for path in filter(Path.is_file, source.glob(_TEMPLATES)):
-        with _refusing(LinkError):
-            (into / MORE_TEMPLATES).mkdir(exist_ok=True)
-            shutil.copyfile(resolve_inside(source, path), into / MORE_TEMPLATES / path.name)
+                if _is_allowed(path.name) and not path.is_dir():
+                    _copy(source, path, into)
+    for path in source.glob(_TEMPLATES):
+        with _refusing(CheckpointError):
+            _copy(source, path, into)
     try:
         made = make_tokenizer(source)
     except ConversionError as error:
@@ -312,6 +311,13 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
         made.sources if made else (),
         unserved_heads(source),
     )
+
+
+def _copy(source: Path, path: Path, into: Path) -> None:
+    """Copy a file of a checkpoint folder; raises CheckpointError if it is no regular file of the folder."""
+    name = path.relative_to(source)
+    (into / name).parent.mkdir(exist_ok=True)
+    shutil.copyfile(locate(source, str(name)), into / name)
 
 
 @contextmanager
@@ -328,10 +334,14 @@ def _refusing(
 
 def _module_folders(source: Path) -> list[str]:
     """Return the folders that modules.json names; Checkpoint.open refuses a damaged file."""
+    with _refusing(CheckpointError):
+        if not has_file(source, "modules.json"):
+            return []
+        locate(source, "modules.json")
     try:
-        modules = json.loads((source / "modules.json").read_text())
+        modules = read_json(source, "modules.json")
         names = [str(module["path"]) for module in modules if module["path"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
         return []
     for name in names:
         if not _NAME.fullmatch(name):

@@ -1,6 +1,5 @@
 """What a checkpoint folder holds: family, tasks, limits, weights, tokenizer; for people to read."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from varlen.config import EngineConfig
+from varlen.models.checkpoint.config_file import read_object
+from varlen.models.checkpoint.files import TOKENIZER, has_file, read_text
 from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint.weights import read_headers, shards
 from varlen.models.checkpoint_folder import Checkpoint
@@ -137,16 +138,19 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
 
 def read_languages(card: Path) -> tuple[str, ...]:
     """Return the languages that a model card states in its first lines."""
-    from huggingface_hub import metadata_load  # takes a second
+    from huggingface_hub import RepoCard  # takes a second
 
-    if not card.is_file():
+    if not has_file(card.parent, card.name):
         return ()
     try:
-        stated = (metadata_load(card) or {}).get("language")
+        text = read_text(card.parent, card.name)
+        stated = RepoCard(text, ignore_metadata_errors=True).data.to_dict().get("language")
     except Exception:  # the card is for people: a damaged one stops nothing
         return ()
     stated = [stated] if isinstance(stated, str) else stated
-    return tuple(str(each) for each in stated) if isinstance(stated, list) else ()
+    entries = stated if isinstance(stated, list) else []
+    # a list may hold others many times over
+    return tuple(each for each in entries if isinstance(each, str))
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -223,7 +227,7 @@ def _roles(late: LateInteraction) -> dict[str, str]:
 
 
 def _tokenizer_kind(folder: Path) -> str:
-    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("model") or {}
+    model = read_object(folder, TOKENIZER).get("model") or {}
     # the first releases of tokenizers stored no kind
     return str(model.get("type") or "tokenizer.json")
 

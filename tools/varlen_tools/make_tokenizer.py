@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.files import TOKENIZER, check_readable, has_file
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
 from varlen_tools.messages import one_line
 from varlen_tools.sample_texts import TEXTS
@@ -40,8 +42,9 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
     Raises:
         ConversionError: a package is missing, the files are damaged, or the result splits texts in another way.
     """
-    if (folder / "tokenizer.json").is_file():
+    if has_file(folder, TOKENIZER):
         return None
+    _check_files(folder)
     if has_marian_files(folder):
         try:
             return MadeTokenizer(convert_marian(folder), ("source.spm", "vocab.json"))
@@ -58,6 +61,16 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
             _check_packages(_NEEDED, " and ".join(sources))
             return MadeTokenizer(_convert(folder, sources), sources)
     return None
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ConversionError unless the files that libraries read are regular, in the folder, and not too large."""
+    for path in sorted(folder.glob("*")):
+        if path.name in SOURCE_FILES or path.suffix in (".json", ".txt", ".jinja"):
+            try:
+                check_readable(folder, path.name)
+            except CheckpointError as error:
+                raise ConversionError(str(error)) from None
 
 
 def _check_packages(names: Sequence[str], source: str) -> None:

@@ -4,7 +4,6 @@ OPUS-MT checkpoints split sources by one SentencePiece model and targets by anot
 split by source.spm; a piece that only targets have stands for a character that source.spm does not know.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ from tokenizers import (
     processors,
 )
 
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import read_json
+from varlen.models.checkpoint.files import TOKENIZER, has_file
 from varlen_tools.sentencepiece_model import UnigramModel, read_unigram_model
 
 EOS, UNKNOWN, PAD = "</s>", "<unk>", "<pad>"
@@ -34,7 +36,7 @@ class ConversionError(Exception):
 
 def has_marian_files(folder: Path) -> bool:
     """Return whether a checkpoint folder has Marian's files, and no tokenizer.json."""
-    return (folder / "source.spm").is_file() and not (folder / "tokenizer.json").is_file()
+    return has_file(folder, "source.spm") and not has_file(folder, TOKENIZER)
 
 
 def convert_marian(folder: Path) -> Tokenizer:
@@ -78,9 +80,9 @@ def convert_marian(folder: Path) -> Tokenizer:
 def _read_vocabulary(folder: Path) -> Mapping[str, int]:
     """Return the id of each token."""
     try:
-        content: Any = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"vocab.json cannot be read: {error}") from None
+        content: Any = read_json(folder, "vocab.json")
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
     if not isinstance(content, dict) or sorted(content.values()) != list(range(len(content))):
         raise ConversionError("vocab.json does not give ids from 0 to tokens")
     absent = [token for token in (EOS, UNKNOWN, PAD) if token not in content]

@@ -13,6 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.files import read_text
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint_folder import Checkpoint
 
@@ -75,9 +76,13 @@ def read_model_config(folder: Path) -> model_config_pb2.ModelConfig:
     """
     path = folder / _CONFIG
     try:
-        text = path.read_text(encoding="utf-8")
+        # it may be a link to anywhere: its owner runs the server
+        real = path.resolve()
+        text = read_text(real.parent, real.name)
         return text_format.Parse(text, model_config_pb2.ModelConfig())
-    except (OSError, ValueError, text_format.ParseError) as error:
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except (OSError, RuntimeError, ValueError, text_format.ParseError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 

@@ -8,6 +8,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.files import read_bytes
+
 # Types of a piece, and the type of a model; numbers of the file format.
 _NORMAL, _UNKNOWN, _CONTROL, _UNUSED = 1, 2, 3, 5
 _KINDS = (_NORMAL, _UNKNOWN, _CONTROL, _UNUSED)
@@ -43,9 +46,11 @@ def read_unigram_model(path: Path) -> UnigramModel:
         SentencePieceError: it is damaged, or a model of another kind.
     """
     try:
-        fields = _read_fields(path.read_bytes())
+        fields = _read_fields(read_bytes(path.parent, path.name))
         trainer, normalizer = (_read_fields(_last_bytes(fields, field)) for field in (2, 3))
         pieces = [_read_piece(data) for field, data in fields if field == 1]
+    except CheckpointError as error:
+        raise SentencePieceError(str(error)) from None
     except (IndexError, TypeError, UnicodeDecodeError, struct.error) as error:
         raise SentencePieceError(f"{path.name} is damaged: {error}") from None
     if _last_int(trainer, 3, _UNIGRAM) != _UNIGRAM:

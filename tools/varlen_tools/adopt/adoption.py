@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from varlen.config import DType
+from varlen.models.checkpoint.files import TOKENIZER, read_bytes
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
@@ -157,7 +158,7 @@ def _publish(made: Path, target: Path) -> None:
 
 def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> list[Request]:
     """Return the request of each text to a model."""
-    tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_buffer(read_bytes(checkpoint.folder, TOKENIZER))
     tokenizer.no_padding()
     return [model.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in texts]
 

@@ -7,7 +7,7 @@ transformers' own models, and no code of a checkpoint runs.
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from varlen.errors import CheckpointError
 from varlen.intake.tokenization import Text
+from varlen.models.checkpoint.files import locate
+from varlen.models.checkpoint.config_file import read_optional_object
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
@@ -42,15 +45,23 @@ def readable_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """Yield a folder from which the libraries load a checkpoint."""
     with TemporaryDirectory(prefix="varlen-doctor-") as scratch:
         for path in checkpoint.folder.iterdir():
-            if (
-                path.suffix not in (".py", ".bin", ".pt", ".pth", ".ckpt")
-                and path.name != "config.json"
-            ):
-                Path(scratch, path.name).symlink_to(path.resolve())
+            if path.suffix in (".py", ".bin", ".pt", ".pth", ".ckpt") or path.name == "config.json":
+                continue
+            # what is no regular file of the folder is left out
+            with suppress(CheckpointError):
+                real = path.resolve() if path.is_dir() else locate(checkpoint.folder, path.name)
+                Path(scratch, path.name).symlink_to(real)
         Path(scratch, "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield Path(scratch)
+
+
+def stores_activation(checkpoint: Checkpoint) -> bool:
+    """Return whether sentence-transformers has stored the activation of a CrossEncoder."""
+    settings = read_optional_object(checkpoint.folder, "config_sentence_transformers.json")
+    names = ("sentence_transformers", "sbert_ce_default_activation_function")
+    return "activation_fn" in settings or any(checkpoint.config.get(name) for name in names)
 
 
 class Transformers:
@@ -64,6 +75,7 @@ class Transformers:
         self._library: Any = transformers
         self._folder = str(folder)
         self._checkpoint = checkpoint
+        self._model: Any = None
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             self._folder, trust_remote_code=False, local_files_only=True
         )
@@ -76,7 +88,7 @@ class Transformers:
         """Return the logits of each input, or its hidden states, `[tokens, hidden]`."""
         has_logits = TASKS[task].has_labels
         name = self._checkpoint.architecture if has_logits else "AutoModel"
-        model = self._load(name)
+        self._model = model = self._load(name)
         # some models have no such argument
         has_types = "token_type_ids" in signature(model.forward).parameters
         answers = []
@@ -89,6 +101,19 @@ class Transformers:
                 answer = output.logits if has_logits else output.last_hidden_state
                 answers.append(answer[0].float().numpy())
         return answers
+
+    def scores(self, task: Task, logits: Sequence[Float32Array]) -> list[Float32Array]:
+        """Return the scores that a pipeline makes of the logits of each input, once `values` has loaded the model."""
+        if task == "token_classify":
+            return [softmax(each) for each in logits]
+        pipeline = self._library.pipeline(
+            "text-classification", model=self._model, tokenizer=self._tokenizer, device="cpu"
+        )
+        made = [
+            pipeline.postprocess({"logits": torch.from_numpy(each)[None]}, top_k=None)
+            for each in logits
+        ]
+        return [np.array([label["score"] for label in each], np.float32) for each in made]
 
     def generated(self, prompts: Sequence[str]) -> list[list[int]]:
         """Return the new tokens of each prompt, by greedy or the checkpoint's beam search."""
@@ -137,6 +162,18 @@ def token_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Float3
     options = {**_ONE_BY_ONE, "convert_to_numpy": True}
     queries = model.encode_query(list(texts), **options)
     return [*queries, *model.encode_document(list(texts), **options)]
+
+
+def softmax(logits: Float32Array) -> Float32Array:
+    """Return the softmax over the last axis, which the pipeline of tokens computes whatever config.json says."""
+    found: Float32Array = torch.softmax(torch.from_numpy(logits), dim=-1).numpy()
+    return found
+
+
+def activated(folder: Path, logits: Sequence[Float32Array]) -> list[Float32Array]:
+    """Return the scores that CrossEncoder of sentence-transformers makes of the logits of each input."""
+    activation = _load("CrossEncoder", folder).activation_fn
+    return [activation(torch.from_numpy(each)).numpy() for each in logits]
 
 
 def pair_scores(folder: Path, pairs: Sequence[Text], limit: int) -> list[Float32Array]:

@@ -34,6 +34,8 @@ from varlen.execution.cpu.quantization import (
 )
 from varlen.execution.fingerprint import checkpoint_hash
 from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint.files import has_file
+from varlen.models.checkpoint.weights import locate_weights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import Int32Array, Prompt
@@ -259,7 +261,10 @@ def _stored(
         CheckpointError: it is damaged.
     """
     name, levels = file_name(bits), product_of(bits).levels
-    stored = Calibration.load(model.checkpoint.folder, name)
+    if not has_file(model.checkpoint.folder, name):
+        return None
+    path = locate_weights(model.checkpoint.folder, name)
+    stored = Calibration.load(path.parent, path.name)
     if stored is None:
         return None
     if (stored.checkpoint, stored.weights) != hashes:

@@ -40,8 +40,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
     Raises:
         CheckpointError: it is absent, too large, or no file of the folder; see `locate`.
     """
-    path = locate(folder, name)
-    most = _MOST_BYTES.get(Path(name).name, _MOST_BYTES_OF_OTHERS)
+    path, most = locate(folder, name), _most_bytes(name)
     try:
         # what was a file may have become a pipe
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -51,7 +50,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
     except OSError as error:
         raise _unreadable(folder, name, error) from None
     if len(content) > most:
-        raise CheckpointError(f"{name} has more than {most} bytes; allowed: at most {most}")
+        raise _too_large(name)
     return content
 
 
@@ -61,6 +60,12 @@ def read_text(folder: Path, name: str) -> str:
         return read_bytes(folder, name).decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{name} is not text: {error}") from None
+
+
+def check_readable(folder: Path, name: str) -> None:
+    """Raise CheckpointError if `read_bytes` would not read a file, which a library reads itself."""
+    if locate(folder, name).stat().st_size > _most_bytes(name):
+        raise _too_large(name)
 
 
 def locate(folder: Path, name: str) -> Path:
@@ -91,6 +96,15 @@ def _roots(folder: Path) -> list[Path]:
     """
     snapshots = [each for each in (folder, *folder.parents) if each.parent.name == "snapshots"]
     return [folder, *(each.parents[1] / "blobs" for each in snapshots[:1])]
+
+
+def _most_bytes(name: str) -> int:
+    return _MOST_BYTES.get(Path(name).name, _MOST_BYTES_OF_OTHERS)
+
+
+def _too_large(name: str) -> CheckpointError:
+    most = _most_bytes(name)
+    return CheckpointError(f"{name} has more than {most} bytes; allowed: at most {most}")
 
 
 def _check_kind(name: str, status: os.stat_result) -> None:
