@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -24,6 +24,7 @@ from varlen_client.generation import GeneratedPart, Generation
 Parts: TypeAlias = AsyncGenerator[list[GeneratedPart], None]
 # The same of several prompts, with the index of the first answer.
 NumberedParts: TypeAlias = AsyncGenerator[tuple[int, list[GeneratedPart]], None]
+StreamUsage: TypeAlias = Literal["none", "last", "all"]
 # Returns a choice for an index, a part of its answer, and the length of the text before the part; None is the first.
 MakeChoice: TypeAlias = Callable[[int, Generation | GeneratedPart, int | None], dict[str, Any]]
 
@@ -129,23 +130,22 @@ class Chunks:
     Attributes:
         head: first fields of each chunk.
         make_choice: function that makes the choice of a chunk.
-        includes_usage: whether a last chunk has the usage, and the others a null.
+        usage: chunks that have the usage: the last one beside a null in the others, or all.
         metrics: counters of tokens.
     """
 
     head: Head
     make_choice: MakeChoice
-    includes_usage: bool
+    usage: StreamUsage
     metrics: GatewayMetrics
     _sent_characters: dict[int, int] = field(default_factory=dict)
+    _sent_tokens: dict[int, int] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
     # of each prompt, by the index of its first answer
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
-    _completion_tokens: int = 0
 
     def of(self, first: int, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
         """Yield a chunk for each answer that goes on; the first has the index `first`."""
-        no_usage = {"usage": None} if self.includes_usage else {}
         for index, part in enumerate(parts, start=first):
             if index in self._ended:
                 continue
@@ -154,16 +154,20 @@ class Chunks:
             sent = self._sent_characters.get(index)
             self._sent_characters[index] = (sent or 0) + len(part.text)
             self._prompt_tokens[first] = part.num_prompt_tokens
-            self._completion_tokens += len(part.token_ids)
-            yield self.head.object([self.make_choice(index, part, sent)], **no_usage)
+            tokens = self._sent_tokens.get(index, 0) + len(part.token_ids)
+            self._sent_tokens[index] = tokens
+            counts: dict[str, Any] = {} if self.usage == "none" else {"usage": None}
+            if self.usage == "all":
+                counts["usage"] = usage(part.num_prompt_tokens, tokens)
+            yield self.head.object([self.make_choice(index, part, sent)], **counts)
 
     def last(self) -> Iterator[dict[str, Any]]:
         """Yield what follows the answers."""
         prompt_tokens = sum(self._prompt_tokens.values())
-        self.metrics.count_tokens(prompt_tokens, self._completion_tokens)
-        if self.includes_usage:
-            counts = usage(prompt_tokens, self._completion_tokens)
-            yield self.head.object([], usage=counts)
+        completion_tokens = sum(self._sent_tokens.values())
+        self.metrics.count_tokens(prompt_tokens, completion_tokens)
+        if self.usage != "none":
+            yield self.head.object([], usage=usage(prompt_tokens, completion_tokens))
 
 
 async def numbered(streams: Sequence[Parts], n: int) -> NumberedParts:

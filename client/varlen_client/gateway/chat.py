@@ -207,7 +207,7 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
             head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
             parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
             make_choice = partial(_delta, body.logprobs, top)
-            chunks = Chunks(head, make_choice, body.includes_usage, gateway.metrics)
+            chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
             response: Response = await EventStream.begin(numbered([parts], body.n), chunks)
         else:
             head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)

@@ -66,7 +66,7 @@ def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
                 model.client.stream_samples(prompt, body.n, timeout=timeout, **sampling)
                 for prompt in prompts
             ]
-            chunks = Chunks(head, make_choice, body.includes_usage, gateway.metrics)
+            chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
             return await EventStream.begin(numbered(streams, body.n), chunks)
         tasks = [
             asyncio.ensure_future(

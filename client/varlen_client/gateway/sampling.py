@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.answers import StreamUsage
 from varlen_client.gateway.bodies import ListOf, Object, OpenAIBody, check_number_of_fields
 from varlen_client.gateway.unserved_fields import GENERATION
 
@@ -43,7 +44,8 @@ class StreamOptions(Object):
     include_usage: bool | None = None
     include_obfuscation: Any = None
     """Ignored: it pads chunks against listeners who count bytes."""
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """Of vLLM: whether each chunk has the usage of its answer so far."""
 
 
 class JsonSchema(Object):
@@ -159,9 +161,12 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS)
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def stream_usage(self) -> StreamUsage:
+        """Chunks of a stream that have the usage."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return "none"
+        return "all" if options.continuous_usage_stats else "last"
 
     @property
     def num_samples(self) -> int:

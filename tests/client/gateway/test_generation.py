@@ -314,6 +314,21 @@ def test_a_stream_ends_with_its_usage_on_request(stream):
     assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
+def test_each_chunk_has_the_usage_of_its_answer_on_request(stream):
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+
+    *chunks, _ = stream("/v1/completions", prompt="a", max_tokens=3, n=2, stream_options=usage)
+
+    found = [
+        chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"][0]["index"] == 0
+    ]
+    assert found == [1, 2, 3]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {7}
+    # as in vLLM, it needs the other option
+    plain = stream("/v1/completions", prompt="a", stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in chunk for chunk in plain)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_has_the_answers_to_several_prompts(post, stream, calls, n):
     options = {"prompt": ["a ", "b ", "c "], "n": n, "max_tokens": 3, "echo": True}
