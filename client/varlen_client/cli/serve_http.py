@@ -150,7 +150,7 @@ def serve_http(
     check_access(host, api_key)
     server = GatewayServer(create_app(checked), checked, host=host, port=port)
     with suppress(KeyboardInterrupt):
-        server.run()
+        server.run_alone()
     if not server.started:
         # uvicorn has logged the reason
         raise typer.Exit(1)

@@ -18,7 +18,7 @@ def served(monkeypatch):
         configs.append(server.config)
         server.started = True
 
-    monkeypatch.setattr("varlen_client.gateway.http_server.GatewayServer.run", run)
+    monkeypatch.setattr("varlen_client.gateway.http_server.GatewayServer.run_alone", run)
     for name in ("VARLEN_URL", "VARLEN_MODEL", "VARLEN_API_KEYS"):
         monkeypatch.delenv(name, raising=False)
     return configs

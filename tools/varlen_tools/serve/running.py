@@ -105,7 +105,7 @@ def run(
             models, server, ports, seconds=time.monotonic() - began, has_keys=bool(api_keys)
         )
         threading.Thread(target=_end_with, args=(server, gateway), daemon=True).start()
-        gateway.run(sockets=[ports.gateway])
+        gateway.run_alone([ports.gateway])
         if not gateway.started:
             raise ServerError("the gateway has not started")
         if not server.is_running:
