@@ -73,7 +73,7 @@ class GatewayMetrics:
         )
         self._ignored = Counter(
             "varlen_gateway_ignored_fields",
-            "Requests with a field that is unknown and ignored",
+            "Requests with a field that is not served and ignored",
             ["field"],
             registry=self._registry,
         )
@@ -108,7 +108,7 @@ class GatewayMetrics:
         if len(self._ignored_names) >= MAX_IGNORED_NAMES or not _PLAIN_NAME.fullmatch(name):
             return "other"
         self._ignored_names.add(name)
-        _LOG.warning("requests have the field %s, which is unknown and ignored", name)
+        _LOG.warning("requests have the field %s, which is not served and ignored", name)
         return name
 
     def page(self) -> bytes:

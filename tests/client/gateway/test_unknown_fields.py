@@ -121,7 +121,7 @@ def test_each_name_is_counted_once_a_request_and_logged_once(send, app, ignored,
     assert sorted(
         each.getMessage() for each in caplog.records if each.name == "varlen.gateway"
     ) == [
-        f"requests have the field {name}, which is unknown and ignored"
+        f"requests have the field {name}, which is not served and ignored"
         for name in ("drop_params", "opts")
     ]
 
