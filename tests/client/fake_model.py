@@ -119,7 +119,9 @@ class FakeModel:
     ends_after: int | None = None
     """Number of parts of a generated answer that has no last one."""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when a client leaves before its answer is complete."""
+    """Set when a client leaves before its answer is complete, or its gRPC stream has ended."""
+    holds_streams: float = 0.0
+    """Seconds for which a gRPC stream stays open after its last response."""
     requests: list[ReceivedRequest] = field(default_factory=list)
     in_flight: int = 0
     max_in_flight: int = 0

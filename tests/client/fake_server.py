@@ -89,7 +89,11 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
                 received = received_of(request, context)
                 for outputs in self.model.generate(request.model_name, received):
                     arrays = {name: array_of(name, values) for name, values in outputs.items()}
-                    yield service_pb2.ModelStreamInferResponse(infer_response=grpc_response(arrays))
+                    response = grpc_response(arrays)
+                    is_last = "None" not in outputs.get("finish_reason", [])
+                    response.parameters["triton_final_response"].bool_param = is_last
+                    yield service_pb2.ModelStreamInferResponse(infer_response=response)
+                self.model.stopped.wait(self.model.holds_streams)
             except Fault as fault:
                 done.set()
                 if fault.kind == "reset":

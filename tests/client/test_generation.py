@@ -218,6 +218,31 @@ def test_leaving_the_loop_cancels_the_request(client, server):
     assert client.generate("hello", max_tokens=1).text == "0.0 "
 
 
+def test_leaving_the_loop_at_the_last_part_cancels_nothing(server):
+    """Servers may keep a request for ever that is cancelled before its stream has ended."""
+    server.model.holds_streams = 0.5
+
+    with Client(server.url) as client:
+        for part in client.stream("hello", max_tokens=3):
+            if part.finish_reason:
+                break
+        # a whole answer does not wait for the end of its stream either
+        assert client.generate("hello", max_tokens=1).finish_reason == "length"
+
+    assert not server.model.cancelled.is_set()
+
+
+def test_a_stream_that_does_not_end_is_cancelled(server, monkeypatch):
+    monkeypatch.setattr("varlen_client.transport.grpc._END_SECONDS", 0.1)
+    server.model.holds_streams = SECONDS
+
+    with Client(server.url) as client:
+        list(client.stream("hello", max_tokens=3))
+
+    # HTTP has no such end
+    assert server.url.startswith("http") or server.model.cancelled.wait(SECONDS)
+
+
 def test_closing_the_async_stream_cancels_the_request(server):
     server.model.delay = lambda received: 0.05
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.trace_context import trace_headers
 from varlen_client.transport.transport import ServerIdentity, server_error
+from varlen_client.waits import cancel_all, with_timeout
 from varlen_client.wire import Arrays, InferRequest, ModelState, Tensor
 
 _CHANNEL_OPTIONS = [
@@ -35,6 +37,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
+# A server ends a stream some milliseconds after its last response.
+_END_SECONDS = 10.0
+
 _ERRORS: dict[str, type[VarlenClientError]] = {
     "StatusCode.INVALID_ARGUMENT": InvalidRequest,
     "StatusCode.NOT_FOUND": ModelNotFound,
@@ -45,10 +50,16 @@ _ERRORS: dict[str, type[VarlenClientError]] = {
 
 
 class GrpcTransport:
-    """Transport over one HTTP/2 channel; cancelling a task cancels its request at the server."""
+    """Transport over one HTTP/2 channel; cancelling a task cancels its request at the server.
+
+    A stream is not cancelled once its last response has come: servers may keep a request for ever that is cancelled
+    before its stream has ended, and never unload its model (decision 0074).
+    """
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
         self._label = endpoint.label
+        # streams whose last response has come
+        self._ending: set[asyncio.Task[None]] = set()
         options: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
         if endpoint.address is not None:
             # requests and certificates are of the name, not of its address
@@ -107,21 +118,37 @@ class GrpcTransport:
 
         with self._errors():
             call = self._client.stream_infer(requests(), headers=trace_headers())
-            failure: InferenceServerException | None = None
+            is_last = False
             try:
                 async for result, error in call:
-                    if error is None:
-                        yield _response(result)
                     # the server ends the stream after an error
-                    failure = failure or error
+                    is_last = error is not None or _is_final(result)
+                    if is_last:
+                        self._read_to_end(call)
+                    if error is not None:
+                        raise error
+                    yield _response(result)
+                    if is_last:
+                        break
             finally:
-                # without effect once the stream has ended
-                call.cancel()
-            if failure is not None:
-                raise failure
+                if not is_last:
+                    # without effect once the stream has ended
+                    call.cancel()
+
+    def _read_to_end(self, call: Any) -> None:
+        """Read a stream whose last response has come in a task, so that nothing cancels it."""
+        ending = asyncio.ensure_future(_read_to_end(call))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        await self._client.close()
+        """Close the connection, which cancels its requests, once the streams that are ending have ended."""
+        try:
+            if self._ending:
+                await asyncio.wait(self._ending)
+        finally:
+            await cancel_all(list(self._ending))
+            await self._client.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -146,6 +173,26 @@ def _infer_input(tensor: Tensor) -> triton_grpc.InferInput:
     shape = list(tensor.array.shape)
     infer_input = triton_grpc.InferInput(tensor.name, shape, tensor.datatype)
     return infer_input.set_data_from_numpy(tensor.array)
+
+
+async def _read_to_end(call: Any) -> None:
+    """Read a stream to its end; cancel it if it does not end."""
+
+    async def read() -> None:
+        async for _ in call:
+            pass
+
+    # the answer is complete: nobody waits for an error
+    with suppress(TimeoutError, InferenceServerException, grpc.RpcError):
+        await with_timeout(read(), _END_SECONDS)
+
+
+def _is_final(result: triton_grpc.InferResult) -> bool:
+    """Return whether the server says that a response is the last one."""
+    parameters = result.get_response().parameters
+    return "triton_final_response" in parameters and bool(
+        parameters["triton_final_response"].bool_param
+    )
 
 
 def _response(result: triton_grpc.InferResult) -> Response:
