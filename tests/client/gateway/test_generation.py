@@ -1,11 +1,13 @@
 """`/v1/completions` and `/v1/chat/completions` of the gateway, whole and streamed."""
 
+import asyncio
 import json
 import math
 
 import pytest
 
 from varlen_client.errors import DeadlineMissed, InvalidRequest, ServerError
+from varlen_client.gateway.answers import numbered
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -355,6 +357,28 @@ def test_an_error_of_one_prompt_ends_the_stream_of_all(send, calls):
     assert {json.loads(chunk)["choices"][0]["index"] for chunk in chunks} == {0, 1}
     assert "error" in json.loads(last)
     assert calls.running == 0
+
+
+def test_a_stream_that_is_left_closes_the_answers_to_all_prompts():
+    closed = []
+
+    async def parts_of(prompt, delay):
+        try:
+            while True:
+                await asyncio.sleep(delay)
+                yield [prompt]
+        finally:
+            closed.append(prompt)
+
+    async def leave():
+        streams = numbered([parts_of("quick", 0), parts_of("slow", 60)], 2)
+        assert await anext(streams) == (0, ["quick"])
+        assert await anext(streams) == (0, ["quick"])
+        await streams.aclose()
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(leave()) == 1
+    assert sorted(closed) == ["quick", "slow"]
 
 
 @pytest.mark.parametrize(
