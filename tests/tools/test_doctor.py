@@ -24,7 +24,7 @@ from varlen.models.checkpoint import tokenizer_files
 from varlen_client.cli.main import program
 from varlen_tools.doctor import examine as examine_module
 from varlen_tools.doctor import originals
-from varlen_tools.doctor.comparison import compare_ids, compare_values
+from varlen_tools.doctor.comparison import compare_ids, compare_scores, compare_values
 from varlen_tools.doctor.report import short_config
 from varlen_tools.fetch import fetch
 
@@ -249,6 +249,70 @@ def test_a_difference_is_shown_and_fails(encoder, monkeypatch):
     assert "differs: input 3 differs most" in result.stdout
 
 
+def cancelling_sigmoid(logits, function):
+    """Return a sigmoid that has few digits far below 0."""
+    assert function == "sigmoid"
+    return (0.5 * np.tanh(0.5 * logits) + 0.5).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "scores, verdict", [(None, "agrees"), (cancelling_sigmoid, "differs")], ids=["exact", "cancels"]
+)
+def test_low_scores_are_compared_digit_by_digit(tmp_path, monkeypatch, scores, verdict):
+    """Their logits agree either way."""
+    folder = save_checkpoint(tmp_path / "ranker", "BertForSequenceClassification", num_labels=1)
+    change_tensors(folder, lambda tensors: tensors["classifier.bias"].fill_(-13.0))
+    if scores is not None:
+        monkeypatch.setattr(examine_module, "scores_of", scores)
+
+    report = report_of(folder, "--set", "task=rerank", "--set", "dtype=fp32")
+
+    found = {each["what"]: each for each in report["examination"]["comparisons"]}
+    assert report["verdict"] == verdict
+    assert found["logits in fp32"]["agrees"]
+    assert found["scores in fp32"]["agrees"] == (verdict == "agrees")
+
+
+def test_a_stored_activation_is_that_of_cross_encoder(tmp_path):
+    folder = save_checkpoint(tmp_path / "ranker", "BertForSequenceClassification", num_labels=1)
+    stored = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    set_fields(folder, "config.json", sentence_transformers=stored)
+
+    [comparison] = [
+        each
+        for each in agreeing(folder, "--set", "dtype=fp32")["examination"]["comparisons"]
+        if each["what"] == "scores in fp32"
+    ]
+
+    assert comparison["original"].startswith("sentence-transformers ")
+
+
+@pytest.mark.parametrize(
+    "logit, change, agrees",
+    [
+        (-20.0, 0.0, True),
+        (-20.0, 1e-4, True),
+        (-100.0, 0.0, True),
+        (-20.0, None, False),
+        (3.0, None, False),
+    ],
+    ids=["equal", "logits", "tiny", "zero", "high"],
+)
+def test_scores_differ_by_what_their_logits_explain(logit, change, agrees):
+    theirs = np.array([logit])
+    ours = theirs + (change or 0)
+    scores = [1 / (1 + np.exp(-each)) for each in (ours, theirs)]
+    if change is None:
+        scores[0] = np.zeros(1)
+
+    found = compare_scores(
+        "torch", logits=[(ours, theirs)], actual=scores[:1], expected=scores[1:], dtype="fp32"
+    )
+
+    assert found.agrees == agrees
+    assert found.remark == ("" if agrees else "input 0 differs by more than its logits explain")
+
+
 def test_other_token_ids_fail(encoder, monkeypatch):
     ids = originals.Transformers.token_ids
     monkeypatch.setattr(
@@ -336,6 +400,7 @@ def test_a_model_of_a_repository_has_its_settings(classifier, tmp_path):
     assert [each["what"] for each in report["examination"]["comparisons"]] == [
         "token ids",
         "logits in fp32",
+        "scores in fp32",
     ]
 
 

@@ -13,6 +13,10 @@ FP32_DIFFERENCE = 1e-3
 # In other dtypes, the least cosine of vectors, and the largest difference of logits.
 LEAST_COSINE: Mapping[DType, float] = {"bf16": 0.995, "fp16": 0.999, "int8": 0.98}
 LARGEST_DIFFERENCE: Mapping[DType, float] = {"bf16": 0.05, "fp16": 0.01, "int8": 0.2}
+# In every dtype, the largest difference of a score that rounding explains, relative to the score: the libraries compute
+# them in fp32. Smaller scores than the least normal number are equal.
+SCORE_DIFFERENCE = 1e-5
+_LEAST_SCORE = 2.0**-126
 # What is compared, where it is the tokenizer.
 TOKENIZATION = "token ids"
 _NAMES: Mapping[str, DType] = {
@@ -94,6 +98,41 @@ def compare_values(
         cosine if has_cosine else None,
         "" if agrees else f"input {worst} differs most",
     )
+
+
+def compare_scores(
+    original: str,
+    *,
+    logits: Sequence[tuple[Float32Array, Float32Array]],
+    actual: Sequence[Float32Array],
+    expected: Sequence[Float32Array],
+    dtype: DType,
+    is_relative: bool = True,
+) -> Comparison:
+    """Return the comparison of the scores of a classifier, which differ by no more than their logits explain.
+
+    Differences are relative to each score, since small scores order documents too.
+
+    Args:
+        original: library and version.
+        logits: per input, the logits of both programs.
+        actual, expected: per input, the scores that each program makes of its own logits, of the same shape.
+        dtype: dtype of the model.
+        is_relative: false for scores that are the logits.
+    """
+    worst, most, agrees = 0, 0.0, True
+    for index, (pair, ours, theirs) in enumerate(zip(logits, actual, expected, strict=True)):
+        # no activation has a steeper relative slope than 1 in each logit, or 2 in the largest change of all
+        explained = np.expm1(2 * np.abs(np.subtract(*pair, dtype=np.float64)).max())
+        difference = np.abs(np.subtract(ours, theirs, dtype=np.float64))
+        if is_relative:
+            difference /= np.maximum(theirs, _LEAST_SCORE, dtype=np.float64)
+        if difference.max() > explained + SCORE_DIFFERENCE:
+            agrees = False
+        if difference.max() > most:
+            worst, most = index, float(difference.max())
+    remark = "" if agrees else f"input {worst} differs by more than its logits explain"
+    return Comparison(f"scores in {dtype}", original, len(actual), agrees, most, None, remark)
 
 
 def _fault(

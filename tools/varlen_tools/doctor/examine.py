@@ -14,6 +14,7 @@ from varlen.in_process.encoder import Inputs
 from varlen.intake.tokenization import Text, Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
+from varlen.request.scores import scores_of
 from varlen.request.sparse_vectors import SparseVector
 from varlen.service.generation import GenerationService
 from varlen.service.service import Service
@@ -23,17 +24,20 @@ from varlen_tools.doctor.comparison import (
     TOKENIZATION,
     Comparison,
     compare_ids,
+    compare_scores,
     compare_values,
     short_dtype,
 )
 from varlen_tools.doctor.originals import (
     NEW_TOKENS,
     Transformers,
+    activated,
     has_library,
     named,
     pair_scores,
     readable_folder,
     sentence_vectors,
+    stores_activation,
     token_vectors,
 )
 from varlen_tools.doctor.samples import LONGEST, sample_inputs, sample_prompts
@@ -208,8 +212,53 @@ def _compare(
         except Exception as error:
             yield Comparison(what, library, 0, None, remark=first_line(error))
             return
-    for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
-        yield compare_values(what, library, actual=actual, expected=expected, dtype=dtype)
+        comparisons = [
+            compare_values(what, library, actual=actual, expected=expected, dtype=dtype)
+            for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32")
+        ]
+        yield from comparisons
+        # scores of other shapes, of NaN or infinity cannot be judged
+        has_differences = all(each.difference is not None for each in comparisons)
+        if TASKS[task].has_labels and has_differences:
+            yield from _compare_scores(checkpoint, task, original, folder, answers, expected)
+
+
+def _compare_scores(
+    checkpoint: Checkpoint,
+    task: Task,
+    original: Transformers,
+    folder: Path,
+    answers: dict[DType, list[Float32Array]],
+    logits: list[Float32Array],
+) -> Iterator[Comparison]:
+    """Yield the comparison of what each program makes of its logits, in each dtype.
+
+    CrossEncoder makes the scores if the checkpoint ranks or stores an activation, else a pipeline of transformers.
+    """
+    function = checkpoint.labels.function
+    is_pair = checkpoint.num_labels == 1 or stores_activation(checkpoint)
+    name = "sentence-transformers" if is_pair and task != "token_classify" else "transformers"
+    if not has_library(name):
+        yield Comparison("scores", "", 0, None, remark=f"{name} is not installed")
+        return
+    try:
+        expected = (
+            activated(folder, logits)
+            if name == "sentence-transformers"
+            else original.scores(task, logits)
+        )
+    except Exception as error:
+        yield Comparison("scores", named(name), 0, None, remark=first_line(error))
+        return
+    for dtype, ours in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
+        yield compare_scores(
+            named(name),
+            logits=list(zip(ours, logits, strict=True)),
+            actual=[scores_of(each, function) for each in ours],
+            expected=expected,
+            dtype=dtype,
+            is_relative=function != "none",
+        )
 
 
 def _sentence_answers(
