@@ -20,7 +20,10 @@ KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
-DEFAULT_MAX_BATCH_TOKENS = 4096
+# Bytes of a text for each token: few texts have more. Lower bounds of the defaults that follow the longest sequence.
+BYTES_PER_TOKEN = 32
+SHORTEST_TEXT = 65_536
+SHORTEST_QUEUE = 131_072
 # Tokens of a prompt and its answer that are short, and the part of the running sequences that is added for such ones.
 SHORT_TOKENS = 64
 _SHORT_PART = 8
@@ -169,10 +172,10 @@ class EngineConfig:
         tasks=ONE_SHOT_TASKS,
     )
     max_batch_tokens: int = parameter_field(
-        DEFAULT_MAX_BATCH_TOKENS,
-        "Largest batch of a worker, in tokens, padding included.",
-        when="Raise it to accept longer sequences, or on a GPU that larger batches use better. Lower it to save"
-        " memory.",
+        4096,
+        "Largest batch of several sequences of a worker, in tokens, padding included. A longer sequence runs in a batch"
+        " of its own.",
+        when="Raise it on a GPU that larger batches use better. Lower it, and `max_sequence_tokens`, to save memory.",
         lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
@@ -181,8 +184,8 @@ class EngineConfig:
     arena_bytes: int | str = parameter_field(
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
-        " a CPU have equal shares. An arena never exceeds what `max_batch_tokens` requires. In a smaller share batches"
-        " are smaller, and a sequence that does not fit by itself is refused. A model that generates does not load"
+        " a CPU have equal shares. An arena never exceeds what `max_batch_tokens` or the longest sequence requires. In a"
+        " smaller share batches are smaller, and a sequence that does not fit by itself is refused, not cut. A model that generates does not load"
         " unless a step of `max_step_tokens` fits.",
         when="Set it where memory is short, or where several models share a device or a container.",
         lowest=1,
@@ -199,8 +202,8 @@ class EngineConfig:
     )
     max_sequence_tokens: int | None = parameter_field(
         None,
-        "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or max_batch_tokens if that"
-        " is less.",
+        "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or `max_queued_tokens` if that"
+        " is set to less.",
         when="Lower it to bound the time of one sequence. Raise it if the checkpoint has more positions than the"
         " limit that its files name.",
         lowest=1,
@@ -211,18 +214,21 @@ class EngineConfig:
         when="Lower it if clients prefer an early refusal to a long wait.",
         lowest=1,
     )
-    max_queued_tokens: int = parameter_field(
-        131_072,
+    max_queued_tokens: int | None = parameter_field(
+        None,
         "Largest queue, in tokens; for a model that generates, only prompts count. Requests beyond it get UNAVAILABLE."
-        " A full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
+        f" The default is {SHORTEST_QUEUE}, or the longest sequence if that is longer. A full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
         when="Lower it if a full queue takes longer than clients wait. Raise it for requests of many long rows:"
         " one with more tokens than this is refused.",
         lowest=1,
     )
-    max_text_bytes: int = parameter_field(
-        65_536,
-        "Longest text accepted, in bytes of UTF-8, checked before tokenization.",
-        when="Raise it for longer texts that are truncated. Lower it if no client sends such texts.",
+    max_text_bytes: int | None = parameter_field(
+        None,
+        "Longest text accepted, in bytes of UTF-8, checked before tokenization. Of a longer text that is truncated, its"
+        f" first or last bytes up to this number are read. The default is {BYTES_PER_TOKEN} for each token of the"
+        f" longest sequence, at least {SHORTEST_TEXT}.",
+        when="Raise it if texts with much white space are refused although they are truncated. Lower it if no client"
+        " sends such texts.",
         lowest=1,
     )
     max_queued_text_bytes: int = parameter_field(

@@ -105,7 +105,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
     limit_of = (
         model_limits.generation_limit if task in ITERATIVE_TASKS else model_limits.sequence_limit
     )
-    text = text or TextFacts()
+    text, longest = text or TextFacts(), limit_of(checkpoint, config)
     return Findings(
         family=str(checkpoint.config["model_type"]),
         architecture=checkpoint.architecture,
@@ -128,7 +128,8 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
         notes=tuple(
             dict.fromkeys(
                 (
-                    *checkpoint_notes(checkpoint, task, limit_of(checkpoint, config)),
+                    *checkpoint_notes(checkpoint, task, longest),
+            *model_limits.limit_notes(checkpoint, config, longest),
                     *unserved_head_notes(text.unserved),
                 )
             )

@@ -63,7 +63,12 @@ def render_config(
     device.check_task_dtype(config.dtype, task)
     limit_of = model_limits.generation_limit if generates else model_limits.sequence_limit
     limit = limit_of(checkpoint, config)
-    values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
+    values = _settings_of(task, config) | {
+        "task": task,
+        "max_sequence_tokens": limit,
+        "max_queued_tokens": model_limits.queue_limit(config, limit),
+        "max_text_bytes": model_limits.text_limit(config, limit),
+    }
     inputs = inputs or (Inputs.all if generates else Inputs.text)
     all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(

@@ -17,15 +17,17 @@ from varlen.program.program import Program
 def batch_arena(
     program: Program,
     config: EngineConfig,
+    longest: int,
     device: torch.device,
     workers: int,
     stages: Sequence[Program],
 ) -> Arena:
-    """Return an arena for the largest batch that the settings allow each worker.
+    """Return an arena for the largest batch that the settings allow each worker, and for the longest sequence.
 
     Args:
         program: the program that uses it.
         config: the settings.
+        longest: longest sequence, in tokens.
         device: its device.
         workers: number of workers of the model.
         stages: the programs of all stages, which run the same batches; only this one without stages.
@@ -36,12 +38,15 @@ def batch_arena(
     layout = Layout(program.buffers, alignment_of(device))
     workers *= config.num_processes
     allowed = config.arena_limit(memory_of(device)) // workers
-    # a graph has room for as many sequences as a batch may have, and no more
-    max_sequences = most_sequences(config) if device.type == "cuda" else None
+    # a batch with more tokens is a single sequence
+    max_sequences = config.max_batch_tokens
+    if device.type == "cuda":
+        # a graph has room for as many sequences as a batch may have, and no more
+        max_sequences = min(max_sequences, most_sequences(config) or max_sequences)
     largest = partial(largest_dims, max_sequences=max_sequences)
     most = min(
         Layout(stage.buffers, alignment_of(device)).max_tokens_that_fit(
-            allowed, config.max_batch_tokens, largest
+            allowed, max(config.max_batch_tokens, longest), largest
         )
         for stage in stages
     )
@@ -53,7 +58,7 @@ def batch_arena(
     footprint = layout.plan(largest(most)).footprint
     with device_memory(
         f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
-        "has free: lower max_batch_tokens or arena_bytes"
+        "has free: lower max_batch_tokens, max_sequence_tokens or arena_bytes"
     ):
         return Arena(layout, largest(most), device, grows=config.growing_arena)
 

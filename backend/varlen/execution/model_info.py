@@ -22,7 +22,8 @@ class ModelInfo:
         dtype: data type of weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
         max_sequence_tokens: longest sequence, in tokens.
-        max_batch_tokens: largest batch of a worker, in tokens, padding included.
+        max_batch_tokens: largest batch of several sequences of a worker, in tokens, padding included.
+        max_arena_tokens: longest sequence that the arena of a worker holds, in tokens.
         weight_bytes: memory of the weights, in bytes; workers share it.
         arena_bytes: largest memory of intermediates, in bytes, of one worker.
         is_padded: whether sequences are padded to the longest of their batch, for comparison.
@@ -38,6 +39,7 @@ class ModelInfo:
     type_vocab_size: int
     max_sequence_tokens: int
     max_batch_tokens: int
+    max_arena_tokens: int
     weight_bytes: int
     arena_bytes: int
     is_padded: bool

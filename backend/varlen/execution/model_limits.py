@@ -1,6 +1,6 @@
 """Limits of sequences, steps and edit lists by checkpoint and settings."""
 
-from varlen.config import EngineConfig
+from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.scheduling.choices import EditLimits
@@ -18,24 +18,22 @@ _OTHER_EDITS, _ALIGNED_ENTRIES = 2048, 16
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """Return the longest sequence of a model that does not generate, in tokens.
 
-    Where no setting says it, it is the checkpoint's own limit, or what a batch and the queue can hold.
+    Where no setting says it, it is the checkpoint's own limit, or what a configured queue can hold.
 
     Raises:
-        ConfigError: the configured one is longer than the checkpoint or a batch can hold.
+        ConfigError: the configured one is longer than the checkpoint or the queue can hold.
     """
-    limit = config.max_sequence_tokens
+    limit, queued = config.max_sequence_tokens, config.max_queued_tokens
     if limit is None:
-        held = config.max_batch_tokens, config.max_queued_tokens
-        return min(checkpoint.max_sequence_tokens, *held)
+        return min(checkpoint.max_sequence_tokens, queued or checkpoint.max_sequence_tokens)
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has position embeddings for {checkpoint.position_limit}"
         )
-    for name in ("max_batch_tokens", "max_queued_tokens"):
-        if limit > getattr(config, name):
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}; it must hold the longest sequence, {limit} tokens"
-            )
+    if queued is not None and limit > queued:
+        raise ConfigError(
+            f"max_queued_tokens is {queued}; it must hold the longest sequence, {limit} tokens"
+        )
     return limit
 
 
@@ -53,6 +51,49 @@ def generation_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
             f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
         )
     return limit
+
+
+def queue_limit(config: EngineConfig, longest: int) -> int:
+    """Return the largest queue of a model, in tokens, given its longest sequence."""
+    return config.max_queued_tokens or max(SHORTEST_QUEUE, longest)
+
+
+def text_limit(config: EngineConfig, longest: int) -> int:
+    """Return the longest text of a model, in bytes, given its longest sequence in tokens."""
+    return config.max_text_bytes or max(SHORTEST_TEXT, BYTES_PER_TOKEN * longest)
+
+
+def limit_notes(
+    checkpoint: Checkpoint, config: EngineConfig, longest: int, held: int | None = None
+) -> tuple[str, ...]:
+    """Return a sentence for each limit that is less than the checkpoint's.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        config: settings of the model.
+        longest: longest sequence of the model, in tokens.
+        held: longest sequence that its memory holds; None if that is not known, or a longer one runs in chunks.
+    """
+    notes, own = [], checkpoint.max_sequence_tokens
+    if longest < own:
+        name = "max_sequence_tokens"
+        if config.max_sequence_tokens is None:
+            name = "max_queued_tokens" if checkpoint.translate is None else "max_step_tokens"
+        notes.append(
+            f"the checkpoint takes {own} tokens, this model {longest} ({name}): longer texts are refused, or cut there"
+            " if a request has truncate"
+        )
+    if held is not None and held < longest:
+        notes.append(
+            f"memory holds a sequence of {held} tokens (arena_bytes), the checkpoint takes {longest}: longer texts are"
+            " refused, unless a request has truncate_prompt_tokens"
+        )
+    read, needed = text_limit(config, longest), text_limit(EngineConfig(), longest)
+    if read < needed:
+        notes.append(
+            f"texts have up to {read} bytes (max_text_bytes); {longest} tokens may have up to {needed}"
+        )
+    return tuple(notes)
 
 
 def step_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

@@ -113,7 +113,9 @@ class Runner:
         self.link = link
         self.program = loaded.program
         self._programs = [part.program for part in loaded.parts] or [self.program]
-        self.arena = batch_arena(self.program, config, self.device, workers, self._programs)
+        self.arena = batch_arena(
+            self.program, config, longest, self.device, workers, self._programs
+        )
         if link.handoffs is not None:
             part = loaded.parts[link.stage.number]
             link.handoffs.map([part], [self.arena.largest])
@@ -126,6 +128,7 @@ class Runner:
             loaded.vocab_size,
             loaded.type_vocab_size,
             longest,
+            min(config.max_batch_tokens, self.arena.max_tokens),
             self.arena.max_tokens,
             loaded.weight_bytes,
             self.arena.capacity,
@@ -142,7 +145,12 @@ class Runner:
         """Return a runner of the same model on its CPU, with another arena."""
         other = copy(self)
         other.arena = batch_arena(
-            self.program, self._config, self.device, self.info.workers, self._programs
+            self.program,
+            self._config,
+            self.info.max_sequence_tokens,
+            self.device,
+            self.info.workers,
+            self._programs,
         )
         other.device_runner = other._make_device_runner()
         return other
@@ -158,8 +166,8 @@ class Runner:
         """Return the answer of each sequence, in the order given.
 
         Args:
-            prompts: checked, at least one, together at most `max_batch_tokens` long, padding included if they
-                are padded.
+            prompts: checked, at least one; together at most `max_batch_tokens` long, padding included if they
+                are padded, or one of at most `max_arena_tokens`.
             options: one per prompt.
 
         Returns:
@@ -247,11 +255,15 @@ class Runner:
         parts = self.program, self._kernels, self.arena
         with device_memory(
             f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
-            " lower max_batch_tokens or max_batch_sequences"
+            " lower max_batch_tokens, max_sequence_tokens or max_batch_sequences"
         ):
             if self.device.type == "cpu":
                 return CpuRunner(*parts, self.link.states, self.link.handoffs)
-            return CudaRunner(*parts, CudaGraphs(self.device, self._config.device_timeout_seconds))
+            return CudaRunner(
+                *parts,
+                CudaGraphs(self.device, self._config.device_timeout_seconds),
+                max_batch_tokens=self._config.max_batch_tokens,
+            )
 
 
 def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:

@@ -160,6 +160,7 @@ class InputLimits:
         if most is not None and tokens > most:
             raise RequestError(
                 f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
+                f"{f'; truncate_prompt_tokens={most} cuts a text there' if self.can_truncate else ''}"
             )
 
     def _check_text(self, row: int, text: str, truncate: bool) -> int:

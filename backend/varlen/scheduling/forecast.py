@@ -39,7 +39,7 @@ class Forecaster:
         """Return the expected time of sequences of these lengths, in slow moments of the machine."""
         limits, sizes = self._limits, np.array(lengths, dtype=float)
         # full batches of sequences of one length
-        counts = np.minimum(limits.max_tokens // sizes, limits.max_sequences)
+        counts = np.minimum(limits.max_tokens // sizes, limits.max_sequences).clip(min=1.0)
         tokens = counts * sizes
         batches = self._costs.seconds_of(counts, tokens, tokens * sizes, sizes)
         parts = float((batches / counts).sum())

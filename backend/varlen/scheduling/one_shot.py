@@ -45,7 +45,7 @@ class OneShotScheduler:
             config: names the policy, the trigger and the limits of a batch.
             costs: predicts the run time of batches; refined here.
             admission: counts waiting work.
-            max_batch_tokens: largest batch of the executor; no sequence is longer.
+            max_batch_tokens: largest batch of several sequences; a longer sequence runs by itself.
         """
         is_by_cost = config.policy == "dp"
         self._queue = RequestQueue("tokens" if is_by_cost else "sequences")

@@ -187,7 +187,8 @@ def _measure(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> 
     measurement = measure(
         run,
         limits,
-        max_length=info.max_sequence_tokens,
+        # a load does not wait for the longest sequence: the model extrapolates to it
+        max_length=min(info.max_sequence_tokens, info.max_batch_tokens),
         seconds=config.warmup_seconds,
         clock=time.perf_counter,
         report=_log.info,

@@ -22,7 +22,7 @@ from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor
 from varlen.execution.model_info import StepInfo
-from varlen.execution.model_limits import edit_limits
+from varlen.execution.model_limits import edit_limits, limit_notes, queue_limit, text_limit
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.step_model import StepModel
 from varlen.execution.workers.step_models import load_step_model
@@ -120,7 +120,7 @@ class GenerationService(RunningModel):
                 checkpoint,
                 tokenizer,
                 max_sequence_tokens=info.max_sequence_tokens,
-                max_text_bytes=config.max_text_bytes,
+                max_text_bytes=text_limit(config, info.max_sequence_tokens),
                 template=template,
             )
             if template is not None:
@@ -135,7 +135,9 @@ class GenerationService(RunningModel):
             # a step that hangs must not stop the engine
             executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
         # steps in flight run one after another
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+        admission = Admission(
+            config.max_queued_requests, queue_limit(config, info.max_sequence_tokens)
+        )
         token_bytes = TokenBytes(tokenizer.huggingface)
 
         def new_writer(sequence: GeneratedSequence) -> OutputWriter:
@@ -166,7 +168,8 @@ class GenerationService(RunningModel):
             scheduler,
             runner,
         )
-        model.log_notes(info.max_sequence_tokens)
+        longest = info.max_sequence_tokens
+        model.log_notes(longest, limit_notes(checkpoint, config, longest))
         return model
 
     @property

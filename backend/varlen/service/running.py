@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varlen.execution.executor import ModelExecutor
@@ -89,7 +90,8 @@ class RunningModel(ABC):
             SnapshotMetric.SLOTS: self.admission.slots,
         }
 
-    def log_notes(self, max_sequence_tokens: int) -> None:
-        """Log what a user should know of the checkpoint."""
-        for note in checkpoint_notes(self.checkpoint, self.task, max_sequence_tokens):
+    def log_notes(self, max_sequence_tokens: int, limits: Sequence[str]) -> None:
+        """Log what a user should know of the checkpoint, and of limits that are less than its own."""
+        notes = checkpoint_notes(self.checkpoint, self.task, max_sequence_tokens)
+        for note in (*notes, *limits):
             _log.warning("%s", note)

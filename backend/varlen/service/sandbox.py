@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate, template_setup
 from varlen.decoding.grammars import grammar_tokens
+from varlen.execution.model_limits import generation_limit, text_limit
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.sandbox.limits import SandboxLimits
 from varlen.sandbox.process import Sandbox
@@ -42,7 +43,7 @@ def generation_sandbox(
             None if is_searched else grammar_tokens(tokenizer, checkpoint.target_vocab_size, ends)
         )
 
-    most = config.max_text_bytes
+    most = text_limit(config, generation_limit(checkpoint, config))
     sandbox = _sandbox(checkpoint, config, most, tokens)
     return sandbox, _template(checkpoint, sandbox, most)
 

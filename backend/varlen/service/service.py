@@ -15,6 +15,7 @@ from varlen.decoding.pair_template import PairTemplate
 from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
+from varlen.execution.model_limits import limit_notes, queue_limit, text_limit
 from varlen.execution.workers.workers import Workers, load_workers
 from varlen.intake.checks import Intake
 from varlen.intake.input_limits import InputLimits
@@ -108,7 +109,9 @@ class Service(RunningModel):
         trim_heap()
         # a GPU runs one batch at a time, whatever is in flight
         admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, slots=info.workers
+            config.max_queued_requests,
+            queue_limit(config, info.max_sequence_tokens),
+            slots=info.workers,
         )
         scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
         engine = Engine(scheduler, executor, stats)
@@ -116,7 +119,8 @@ class Service(RunningModel):
         _log_loaded(info, time.monotonic() - began)
         cache = _response_cache(config, engine, info)
         model = cls(checkpoint, intake, admission, engine, executor, workers, info, sandbox, cache)
-        model.log_notes(info.max_sequence_tokens)
+        longest = info.max_sequence_tokens
+        model.log_notes(longest, limit_notes(checkpoint, config, longest, info.max_arena_tokens))
         return model
 
     @property
@@ -170,7 +174,7 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
     joins = JoinLimits(
         max_flight_tokens=info.max_batch_tokens,
         max_requests=config.max_queued_requests,
-        max_tokens=config.max_queued_tokens,
+        max_tokens=queue_limit(config, info.max_sequence_tokens),
     )
     return ResponseCache(
         engine.submit,
@@ -191,10 +195,10 @@ def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> i
 def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
     return InputLimits(
         max_sequence_tokens=info.max_sequence_tokens,
-        max_text_bytes=config.max_text_bytes,
+        max_text_bytes=text_limit(config, info.max_sequence_tokens),
         vocab_size=info.vocab_size,
         type_vocab_size=info.type_vocab_size,
-        max_arena_tokens=info.max_batch_tokens,
+        max_arena_tokens=info.max_arena_tokens,
     )
 
 
@@ -217,13 +221,13 @@ def _pair_template(
 
 def _log_loaded(info: ModelInfo, seconds: float) -> None:
     _log.info(
-        "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches up to %d;"
+        "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches of several up to %d;"
         " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
         info.task,
         info.dtype,
         info.device_name,
         info.workers,
-        info.max_sequence_tokens,
+        min(info.max_sequence_tokens, info.max_arena_tokens),
         info.max_batch_tokens,
         info.arena_bytes / MEGABYTE,
         info.weight_bytes / MEGABYTE,

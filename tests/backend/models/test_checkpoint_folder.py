@@ -380,15 +380,19 @@ def test_refuses_a_sequence_limit_past_the_position_table(folder):
         load(folder, max_sequence_tokens=65)
 
 
-@pytest.mark.parametrize("name", ["max_batch_tokens", "max_queued_tokens"])
-def test_refuses_a_cap_that_cannot_hold_the_longest_sequence(folder, name):
-    with refused_setting(f"{name} is 63; it must hold the longest sequence, 64 tokens"):
-        load(folder, max_sequence_tokens=64, **{name: 63})
+def test_refuses_a_queue_that_cannot_hold_the_longest_sequence(folder):
+    with refused_setting("max_queued_tokens is 63; it must hold the longest sequence, 64 tokens"):
+        load(folder, max_sequence_tokens=64, max_queued_tokens=63)
 
 
-@pytest.mark.parametrize("name", ["max_batch_tokens", "max_queued_tokens"])
-def test_without_a_setting_the_longest_sequence_is_what_caps_hold(folder, name):
-    assert load(folder, **{name: 63}).info.max_sequence_tokens == 63
+def test_without_a_setting_the_longest_sequence_is_what_the_queue_holds(folder):
+    assert load(folder, max_queued_tokens=63).info.max_sequence_tokens == 63
+
+
+def test_a_small_batch_does_not_shorten_the_longest_sequence(folder):
+    info = load(folder, max_batch_tokens=10).info
+
+    assert (info.max_sequence_tokens, info.max_batch_tokens, info.max_arena_tokens) == (64, 10, 64)
 
 
 def test_refuses_an_arena_without_room_for_one_token(folder):

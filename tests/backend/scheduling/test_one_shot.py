@@ -83,6 +83,27 @@ def test_no_batch_passes_the_token_bound_whatever_the_policy():
             assert scheduler.schedule(0.0).shape.tokens <= 512
 
 
+@pytest.mark.parametrize("execution", ["packed", "padded"])
+@pytest.mark.parametrize("trigger", ["hungry", "lazy"])
+@pytest.mark.parametrize("policy", ["none", "fifo", "token_budget", "dp"])
+def test_a_sequence_that_is_longer_than_a_batch_runs_by_itself(policy, trigger, execution):
+    scheduler = make_scheduler(
+        policy=policy, trigger=trigger, execution=execution, max_batch_tokens=512
+    )
+    lengths = [100, 2000, 100, 513, 100, 100]
+    request = add(scheduler, *lengths)
+    assert 0 < request.forecast.seconds < math.inf
+
+    found = []
+    while (at := scheduler.wake_at(0.0)) is not None:
+        found.append(lengths_of(scheduler.schedule(at)))
+
+    assert [2000] in found
+    assert [513] in found
+    assert sorted(sum(found, [])) == sorted(lengths)
+    assert all(len(batch) == 1 or sum(batch) <= 512 for batch in found)
+
+
 def test_the_rows_of_one_request_run_together_if_no_other_request_waits():
     scheduler = make_scheduler(policy="dp")
     add(scheduler, 4, 500, 7, 8, 300)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from varlen.config import EngineConfig
+from varlen.config import SHORTEST_QUEUE, EngineConfig
 from varlen.costs.model import CostModel
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import BatchResult
@@ -32,7 +32,8 @@ def cost_table(seconds=None, execution="packed", max_sequences=64, max_length=51
 
 def make_scheduler(costs=None, max_batch_tokens=4096, kind=OneShotScheduler, slots=1, **settings):
     config = EngineConfig(**settings)
-    admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=slots)
+    queued_tokens = config.max_queued_tokens or SHORTEST_QUEUE
+    admission = Admission(config.max_queued_requests, queued_tokens, slots=slots)
     costs = costs or cost_table(execution=config.execution)
     return kind(config, costs, admission, max_batch_tokens)
 

@@ -47,6 +47,7 @@ INFO = ModelInfo(
     type_vocab_size=2,
     max_sequence_tokens=64,
     max_batch_tokens=512,
+    max_arena_tokens=512,
     weight_bytes=1 << 20,
     arena_bytes=1 << 20,
     is_padded=False,

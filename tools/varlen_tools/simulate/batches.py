@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from varlen.config import EngineConfig
+from varlen.config import NO_LIMIT, EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
@@ -57,7 +57,9 @@ def simulate(
         seconds = (actual or costs.seconds)(batch.shape)
         return BatchResult([_NOTHING] * len(batch.sequences), seconds)
 
-    admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=workers)
+    admission = Admission(
+        config.max_queued_requests, config.max_queued_tokens or NO_LIMIT, slots=workers
+    )
     scheduler = OneShotScheduler(config, costs, admission, config.max_batch_tokens)
     return BatchRun(play(scheduler, run_batch, arrivals, workers=workers), batches)
 

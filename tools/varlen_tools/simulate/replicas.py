@@ -17,7 +17,7 @@ from typing import cast
 
 import numpy as np
 
-from varlen.config import EngineConfig
+from varlen.config import NO_LIMIT, EngineConfig
 from varlen.costs.model import CostModel
 from varlen.request.request import Float32Array
 from varlen.scheduling.admission import Admission
@@ -344,7 +344,7 @@ class _Fleet:
 
     def _new_engine(self, number: int) -> tuple[VirtualEngine, Admission]:
         config, workers = self._config, self._options.workers
-        limits = config.max_queued_requests, config.max_queued_tokens
+        limits = config.max_queued_requests, config.max_queued_tokens or NO_LIMIT
         admission = Admission(*limits, slots=workers)
         # each replica refines its own costs
         costs = deepcopy(self._costs)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import cast
 
-from varlen.config import SHORT_TOKENS, EngineConfig
+from varlen.config import NO_LIMIT, SHORT_TOKENS, EngineConfig
 from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
@@ -95,7 +95,7 @@ def simulate(
         short_places=config.short_places,
         short_tokens=SHORT_TOKENS,
     )
-    admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+    admission = Admission(config.max_queued_requests, config.max_queued_tokens or NO_LIMIT)
     scheduler = IterationScheduler(limits, blocks, config.kv_policy, admission)
     steps: list[Step] = []
 

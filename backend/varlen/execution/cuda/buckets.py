@@ -55,10 +55,15 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets for batches of at most `max_tokens` tokens and `max_sequences` sequences."""
+    """All buckets for batches of at most `max_tokens` tokens and `max_sequences` sequences.
 
-    def __init__(self, max_tokens: int, max_sequences: int) -> None:
-        self._tokens = list(_token_sizes(max_tokens))
+    A longer sequence, up to `longest` tokens, has a bucket without room for others.
+    """
+
+    def __init__(self, max_tokens: int, max_sequences: int, *, longest: int = 0) -> None:
+        self._max_tokens = max_tokens
+        longer = [size for size in _token_sizes(longest) if size > max_tokens] if longest else []
+        self._tokens = [*_token_sizes(max_tokens), *longer]
         self._max_sequences = max_sequences
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -80,12 +85,21 @@ class Buckets:
                 f"a batch of {sequences} sequences; allowed: up to {self._max_sequences}"
             )
         size = self._tokens[bisect_left(self._tokens, tokens)]
+        if size > self._max_tokens and sequences > 1:
+            raise ValueError(
+                f"{sequences} sequences of {tokens} tokens; allowed: up to {self._max_tokens} tokens together"
+            )
         return Bucket(size, next(room for room in self._rooms(size) if room >= sequences))
 
     def largest_of_each_class(self) -> list[Bucket]:
-        """Return the largest bucket of each mean length, the largest first."""
+        """Return the largest bucket of each mean length, and the one of the longest sequence, the largest first."""
         largest: dict[int, Bucket] = {}
+        longest = self._tokens[-1]
+        if longest > self._max_tokens:
+            largest[longest] = Bucket(longest, 1)
         for bucket in self:
+            if bucket.tokens > self._max_tokens:
+                continue
             mean = bucket.tokens // bucket.sequences
             room = next(room for room in _ROOMS if mean >= room.mean_length)
             largest.setdefault(room.mean_length, bucket)
@@ -93,6 +107,8 @@ class Buckets:
 
     def _rooms(self, tokens: int) -> list[int]:
         """Return the capacities for sequences of a size, ascending."""
+        if tokens > self._max_tokens:
+            return [1]
         rooms = {
             min(max(1, tokens // room.mean_length), self._max_sequences)
             for room in _ROOMS

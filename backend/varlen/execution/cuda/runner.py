@@ -83,14 +83,30 @@ class CudaRunner:
     slots = _SLOTS
 
     def __init__(
-        self, program: Program, kernels: object, arena: Arena, graphs: Graphs | None = None
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        graphs: Graphs | None = None,
+        *,
+        max_batch_tokens: int | None = None,
     ) -> None:
+        """Capture a graph for every bucket.
+
+        Args:
+            program: the recorded forward pass.
+            kernels: module with the functions that ops name.
+            arena: memory of the intermediates.
+            graphs: captures graphs; None captures those of CUDA.
+            max_batch_tokens: largest batch of several sequences; None is what the arena holds.
+        """
         device, largest = arena.device, arena.largest
         self._program = program
         self._kernels = kernels
         self._arena = arena
         self._graphs = graphs or CudaGraphs(device)
-        self.buckets = Buckets(arena.max_tokens, largest["sequences"])
+        most = min(max_batch_tokens or arena.max_tokens, arena.max_tokens)
+        self.buckets = Buckets(most, largest["sequences"], longest=arena.max_tokens)
         size = InputLayout.of(program.inputs, largest).num_bytes
         self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         (self._output,) = program.new_outputs(largest, device)

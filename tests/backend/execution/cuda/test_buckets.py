@@ -26,6 +26,21 @@ def test_a_batch_runs_in_a_bucket_that_holds_it_and_was_captured(data, most):
     )
 
 
+@pytest.mark.parametrize(("longest", "graphs"), [(4096, 72), (8192, 80), (32_768, 96)])
+def test_a_sequence_that_is_longer_than_a_batch_has_a_bucket_of_its_own(longest, graphs):
+    buckets = Buckets(4096, 64, longest=longest)
+
+    assert len(list(buckets)) == graphs
+    assert [each for each in buckets if each.tokens <= 4096] == list(Buckets(4096, 64))
+    bucket = buckets.smallest(longest, 1)
+    assert (bucket in set(buckets), bucket.tokens) == (True, longest)
+    assert set(buckets.largest_of_each_class()) >= set(Buckets(4096, 64).largest_of_each_class())
+    if longest > 4096:
+        assert bucket == buckets.largest_of_each_class()[0] == Bucket(longest, 1)
+        with pytest.raises(ValueError, match="allowed: up to 4096 tokens together"):
+            buckets.smallest(4097, 2)
+
+
 @pytest.mark.parametrize("most", [1, 15, 16, 100, 4096, 5000])
 def test_from_512_tokens_at_most_an_eighth_is_added(most):
     buckets = Buckets(most, 64)
