@@ -176,21 +176,26 @@ async def numbered(streams: Sequence[Parts], n: int) -> NumberedParts:
     Closes the streams when it ends in any way. A stream is read on once its part is taken, so a slow reader gets fewer
     and longer parts.
     """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for parts in stream:
+                yield 0, parts
+        return
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 at = waiting.pop(task)
-                if (parts := task.result()) is not None:
-                    yield at * n, parts
+                if (found := task.result()) is not None:
+                    yield at * n, found
                     waiting[asyncio.ensure_future(_next(streams[at]))] = at
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
+        for each in streams:
+            await each.aclose()
 
 
 async def _next(stream: Parts) -> list[GeneratedPart] | None:
