@@ -13,6 +13,7 @@ import yaml
 from tests.ci.scripts import PROJECT, load_script
 from varlen.telemetry.metrics import METRICS
 from varlen_tools.drain import drain
+from varlen_tools.run_server import MANAGEMENT, restrictions
 
 DEPLOY = PROJECT / "deploy"
 RULES = DEPLOY / "chart/files/rules.yaml"
@@ -21,6 +22,7 @@ AUTOSCALING = DEPLOY / "chart/templates/autoscaling.yaml"
 DEPLOYMENT = DEPLOY / "chart/templates/deployment.yaml"
 INFERENCE_SERVICE = DEPLOY / "kserve/inferenceservice.yaml"
 SERVING_RUNTIME = DEPLOY / "kserve/servingruntime.yaml"
+SERVER_PAGE = PROJECT / "docs/operating/server.md"
 WITH_QUERIES = [RULES, PROJECT / "tests/deploy/rules_test.yaml", ADAPTER, AUTOSCALING]
 WITH_QUERIES += [INFERENCE_SERVICE, DEPLOY / "chart/files/dashboard.json"]
 # What the command needs beyond its time-out, to start and to look once more.
@@ -87,6 +89,18 @@ def test_the_grace_period_covers_the_drain_and_the_servers_end() -> None:
 
     formula = f"add .Values.drain.timeoutSeconds .Values.server.exitTimeoutSeconds {SPARE_SECONDS} "
     assert formula in (DEPLOY / "chart/templates/_helpers.tpl").read_text()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [DEPLOYMENT, SERVING_RUNTIME, DEPLOY / "Dockerfile", SERVER_PAGE],
+    ids=lambda path: path.name,
+)
+def test_no_client_may_change_a_server_in_production(path: Path) -> None:
+    text = path.read_text()
+
+    for name, rule in restrictions(MANAGEMENT).items():
+        assert f"--{name}={rule}" in text
 
 
 def test_the_hooks_run_the_command_with_options_that_it_has() -> None:

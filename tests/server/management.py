@@ -1,4 +1,4 @@
-"""The calls of both protocols that change a server: which of them it refuses, and code that one of them would run."""
+"""The calls that change a server: the ones it answers, and code that one runs."""
 
 import base64
 import http.client
@@ -85,7 +85,7 @@ def answered_calls(http_url: str, grpc_url: str, model: str) -> list[str]:
 
 
 def load_code(http_url: str, marker: Path) -> tuple[int, str]:
-    """Send a model as a page in a browser can, and return status and body of the answer.
+    """Send a model as a page in a browser can; return status and answer.
 
     Where it is loaded, it writes the user who runs it into `marker`.
     """

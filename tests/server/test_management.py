@@ -1,4 +1,4 @@
-"""No client can change the servers that we start: load code, register shared memory, or set what they log."""
+"""No client can change the servers that we start."""
 
 import subprocess
 from collections.abc import Callable, Iterator

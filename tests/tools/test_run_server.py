@@ -26,10 +26,13 @@ def taken_port():
         yield listener.getsockname()[1]
 
 
-def test_binds_to_loopback_and_finds_its_backends():
+def test_binds_to_loopback_finds_its_backends_and_lets_no_client_change_it():
     given = options(server_arguments(["--model-repository", "models"], KIT))
 
+    rule = "shared-memory,trace,logging:closed:to-all=clients"
     assert given == {
+        "http-restricted-api": rule,
+        "grpc-restricted-protocol": rule,
         "backend-directory": "/kit/backends",
         "http-address": "127.0.0.1",
         "grpc-address": "127.0.0.1",
@@ -42,6 +45,13 @@ def test_binds_to_loopback_and_finds_its_backends():
 def test_an_address_that_is_given_stays(spelling):
     assert options(server_arguments(spelling, KIT))["http-address"] == "0.0.0.0"
     assert options(server_arguments(spelling, KIT))["grpc-address"] == "127.0.0.1"
+
+
+def test_a_restriction_that_is_given_stays():
+    given = options(server_arguments(["--http-restricted-api=trace:a=b"], KIT))
+
+    assert given["http-restricted-api"] == "trace:a=b"
+    assert given["grpc-restricted-protocol"].startswith("shared-memory,")
 
 
 @pytest.mark.parametrize("endpoint", ["http", "grpc", "metrics"])

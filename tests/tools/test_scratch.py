@@ -1,4 +1,4 @@
-"""Temporary folders are removed by the next process if theirs was killed, and never while a process uses them."""
+"""Temporary folders of killed processes are removed, and never while one is in use."""
 
 import os
 import subprocess
@@ -88,7 +88,7 @@ def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_again
     def removed_at_first(**arguments):
         made.append(mkdtemp(**arguments))
         if len(made) == 1:
-            os.rmdir(made[0])
+            Path(made[0]).rmdir()
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", removed_at_first)

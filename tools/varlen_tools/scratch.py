@@ -32,7 +32,7 @@ class ScratchFolder:
 
 @contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[ScratchFolder]:
-    """Yield a new folder, which is removed afterwards; first remove those that killed processes have left.
+    """Yield a new folder, and remove it; first remove folders of killed processes.
 
     Args:
         prefix: beginning of its name, and of the names of those that are removed.
@@ -71,7 +71,7 @@ def _create(prefix: str, parent: Path) -> ScratchFolder:
         # another process may have removed it before it was locked
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            # on a file system without locks nobody removes it
+            # on a file system without locks no process removes it
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():

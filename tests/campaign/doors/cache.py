@@ -10,7 +10,7 @@ from ..report import Report
 
 
 def unwritable_cache(campaign: Campaign, report: Report) -> None:
-    """Serve a checkpoint as a user whose home does not exist: the message names the variable."""
+    """Serve a checkpoint as a user without a home: the message names the variable."""
 
     def find() -> object:
         # in a process of its own

@@ -1,4 +1,4 @@
-"""Calls that change a server, sent by another user of its machine; and texts in its shared memory."""
+"""Calls that change a server, and its shared memory, tried as another user."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ _SECRET = "a sentence that only its client may read"
 
 
 def code_of_a_page(campaign: Campaign, report: Report) -> None:
-    """Load a model from the body of a request, as a page in a browser of another user sends it."""
+    """Load a model from the body of a request, as a page sends it."""
     marker = campaign.scratch / "marker"
     repository = campaign.checkpoints.repository(campaign.scratch / "managed", [ENCODER])
     with LocalServer(repository, is_managed=True) as server:
@@ -44,7 +44,7 @@ def _answered(server: LocalServer) -> list[str]:
 
 
 def texts_in_shared_memory(campaign: Campaign, report: Report) -> None:
-    """Read the shared memory of a model as another user, with the server's access rights and with ours."""
+    """Read the shared memory of a model, with the server's mode and with ours."""
     repository = campaign.checkpoints.repository(campaign.scratch / "memory", [ENCODER])
     with LocalServer(repository) as server:
         server.wait_ready(READY_SECONDS)

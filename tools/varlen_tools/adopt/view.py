@@ -53,7 +53,7 @@ def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
 
 
 def with_parts(view: Path, models: Sequence[str]) -> list[str]:
-    """Return models, and those of which they are ensembles."""
+    """Return models, and the parts of ensembles among them."""
     found = list(dict.fromkeys(models))
     for model in found:
         steps = _config(view / model).ensemble_scheduling.step

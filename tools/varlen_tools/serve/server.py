@@ -15,6 +15,7 @@ from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS
 from varlen_tools.scratch import scratch_folder
 from varlen_tools.setup_server import SERVER_FOLDER, SetupError, backend_package, set_up
+from varlen_tools.shared_memory import remove_unused
 
 _COMMAND = "tritonserver"
 # The server ends by itself if a model cannot be loaded; large ones take minutes to be read.
@@ -100,6 +101,8 @@ def start_server(
         arguments: further arguments of the server.
         first_port: first of its three ports on loopback; None takes free ones.
     """
+    # as the development server's command does
+    remove_unused()
     all_arguments = [
         *command.arguments,
         *arguments,
