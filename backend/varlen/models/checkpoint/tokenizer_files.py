@@ -18,6 +18,7 @@ from varlen.models.checkpoint.byte_pair_tokenizer import (
 from varlen.models.checkpoint.config_file import Json, read_object, read_optional_object, show
 from varlen.models.checkpoint.family import Family
 from varlen.models.checkpoint.files import TOKENIZER, has_file, read_text
+from varlen.models.checkpoint.tokenizer_rules import check_rules
 from varlen.request.row_parameters import TruncationSide
 
 _CONFIG = "tokenizer_config.json"
@@ -93,6 +94,7 @@ def read_tokenizer_settings(
             " varlen_tools.fetch make it of older files"
         )
     tokenizer = read_object(folder, TOKENIZER)
+    check_rules(tokenizer)
     normalizer = tokenizer.get("normalizer")
     if lowercase and not _lowercases(normalizer):
         raise CheckpointError(
