@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 from varlen.config import GenerationDefaults
 from varlen.decoding.token_edits import TokenRules
-from varlen.errors import CheckpointError, RequestError
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import show
 from varlen.models.checkpoint.generation_config import read_sampling_fields
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import OPTIONS, GenerationOptions
@@ -94,15 +94,15 @@ def request_defaults(
 
 
 def _sampling_defaults(checkpoint: Checkpoint) -> RequestDefaults:
-    given = {**read_sampling_fields(checkpoint.folder)}
-    limit = OPTIONS["max_tokens"].from_json(given.pop("max_new_tokens", None))
-    try:
-        checked = GenerationOptions.from_parameters(given)
-        if limit is not None:
-            OPTIONS["max_tokens"].check("max_new_tokens", limit)
-    except RequestError as error:
-        raise CheckpointError(
-            f"generation_config.json: {error}; correct it, or set generation_config: none to leave its defaults out"
-        ) from None
-    options = {name: getattr(checked, name) for name in given}
-    return RequestDefaults(options, cast("int | None", limit))
+    given = read_sampling_fields(checkpoint.folder)
+    for name, value in given.items():
+        option = OPTIONS["max_tokens" if name == "max_new_tokens" else name]
+        if not option.allows(option.from_json(value)):
+            raise CheckpointError(
+                f"generation_config.json has {name} {show(value)}; allowed: {option.allowed}. The setting"
+                " generation_config: none leaves its defaults out"
+            )
+    # vLLM's names are other names of the same options here
+    checked = GenerationOptions.from_parameters(given)
+    options = {name: getattr(checked, name) for name in given if name != "max_new_tokens"}
+    return RequestDefaults(options, checked.max_tokens if "max_new_tokens" in given else None)

@@ -111,14 +111,17 @@ def test_a_file_without_options_changes_nothing(changed):
 @pytest.mark.parametrize(
     "field, message",
     [
-        ({"top_p": 0}, "top_p is 0; allowed: numbers above 0, up to 1"),
-        ({"temperature": "warm"}, 'temperature is "warm"; allowed: '),
-        ({"max_new_tokens": -1}, "max_new_tokens is -1; allowed: "),
+        (
+            {"top_p": 0},
+            "top_p 0; allowed: numbers above 0, up to 1. The setting generation_config: none",
+        ),
+        ({"temperature": "warm"}, 'temperature "warm"; allowed: '),
+        ({"max_new_tokens": -1}, "max_new_tokens -1; allowed: "),
     ],
     ids=str,
 )
 def test_a_value_that_no_request_may_have_is_refused_at_load(changed, field, message):
-    with refused(f"generation_config.json: {message}"):
+    with refused(f"generation_config.json has {message}"):
         changed(**field)
 
 
