@@ -188,6 +188,20 @@ def test_the_only_ensemble_is_what_clients_ask(tmp_path):
     assert adoption._entry(tmp_path) == "all"
 
 
+def test_a_server_gets_the_parts_of_an_ensemble_too(tmp_path):
+    steps = 'ensemble_scheduling {{ step [ {{ model_name: "{}" }}, {{ model_name: "bert" }} ] }}'
+    write_configs(tmp_path, all=steps.format("inner"), inner=steps.format("tokens"))
+    write_configs(tmp_path, tokens='backend: "python"', other='backend: "python"')
+    # completed by the server
+    (tmp_path / "bert").mkdir()
+
+    assert view.with_parts(tmp_path, ["all"]) == ["all", "inner", "bert", "tokens"]
+    assert view.with_parts(tmp_path, ["tokens", "other"]) == ["tokens", "other"]
+
+    write_configs(tmp_path, ring=steps.format("ring"))
+    assert view.with_parts(tmp_path, ["ring"]) == ["ring", "bert"]
+
+
 @pytest.mark.parametrize(
     "kind, shape, settings, expected",
     [
@@ -246,8 +260,8 @@ def adopt(repository: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, *words
 class FakeSession:
     """A server whose models answer with ones; the old model answers the first text otherwise."""
 
-    def __init__(self, command, view, model):
-        pass
+    def __init__(self, command, view, models):
+        self.models = models
 
     def __enter__(self):
         return self
@@ -258,12 +272,9 @@ class FakeSession:
     def read(self, model, output):
         return Existing(model, Tensor("TEXT", "BYTES", 2), {}, "out")
 
-    def load(self, model):
-        self.loaded = model
-
     def ask(self, requests):
         answers = [np.ones(32, np.float32) for _ in requests]
-        if not hasattr(self, "loaded"):
+        if len(self.models) == 1:
             answers[0][0] = -2
         return answers
 
