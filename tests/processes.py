@@ -33,7 +33,7 @@ def is_gone(pid: int) -> bool:
 
 
 def as_user(user: int, work: Callable[[], object]) -> str:
-    """Return the result of a function in a process of another user as text, or its error."""
+    """Return what a function returns or raises in a process of another user, as text."""
     read, write = os.pipe()
     pid = _fork()
     if not pid:
@@ -53,7 +53,7 @@ def as_user(user: int, work: Callable[[], object]) -> str:
 
 @contextmanager
 def locked_by(user: int, path: Path) -> Iterator[int]:
-    """Have a process of another user hold the lock of a file or folder; yield its id."""
+    """Have a process of another user hold a lock; yield its id."""
     said, says = os.pipe()
     stopped, stop = os.pipe()
     pid = _fork()

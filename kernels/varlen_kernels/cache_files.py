@@ -33,7 +33,7 @@ _SHOWN_COMMAND = 80
 
 
 class CacheError(OSError):
-    """A folder or file of a cache is not used; the message says why, and what to do."""
+    """A cache is not used; the message says why, and what to do."""
 
 
 class LockedError(CacheError):
@@ -152,7 +152,7 @@ class CacheFolder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Yield the path of a new file, for the block to write. It replaces the old one when the block ends.
+        """Yield the path of a new file, which replaces the old one afterwards.
 
         Raises:
             CacheError: the folder cannot be written, or others can write to it.
@@ -300,7 +300,7 @@ class _Chain:
                 raise CacheError(_unwritable(self._path, error)) from None
 
     def check(self, package_owner: int | None) -> None:
-        """Raise CacheError if a user other than this one and root can replace what the path names."""
+        """Raise CacheError if other users can replace a folder of the path."""
         user = os.geteuid()
         for folder in reversed(self._folders):
             status = os.fstat(folder)
@@ -427,7 +427,7 @@ def holder(descriptor: int) -> str:
 
 
 def holder_owner(descriptor: int) -> int | None:
-    """Return the user whose process holds the lock of an open file; None if it is not known here."""
+    """Return the user whose process holds a lock; None if it is not known."""
     pid = holder_pid(descriptor)
     with suppress(OSError):
         return None if pid is None else Path(f"/proc/{pid}").stat().st_uid
@@ -435,7 +435,7 @@ def holder_owner(descriptor: int) -> int | None:
 
 
 def holder_pid(descriptor: int) -> int | None:
-    """Return the process that holds the lock of an open file; None if it is not known here."""
+    """Return the process that holds a lock; None if it is not known."""
     status = os.fstat(descriptor)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     found = None
@@ -455,14 +455,14 @@ def holder_pid(descriptor: int) -> int | None:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Return whether users other than the owner and root may write to a file or folder."""
+    """Return whether users other than owner and root may write."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid)
 
 
 def _is_private(group: int) -> bool:
-    """Return whether a group has no member but this user: root's, and the one that many systems give each user."""
+    """Return whether a group is root's, or has only this user: many systems make such groups."""
     if group == 0:
         return True
     try:

@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shared():
-    """A folder that every user can write, as /tmp; the folders above it are open to all."""
+    """A folder in /tmp that every user can write."""
     path = Path("/tmp", f"varlen-test-{os.getpid()}")
     path.mkdir()
     path.chmod(0o777)

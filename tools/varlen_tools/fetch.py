@@ -314,7 +314,7 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
 
 
 def _copy(source: Path, path: Path, into: Path) -> None:
-    """Copy a file of a checkpoint folder; raises CheckpointError if it is no regular file of the folder."""
+    """Copy a file of a checkpoint folder; raises CheckpointError as `locate`."""
     name = path.relative_to(source)
     (into / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(locate(source, str(name)), into / name)

@@ -145,7 +145,7 @@ def read_languages(card: Path) -> tuple[str, ...]:
         return ()
     try:
         text = read_text(card.parent, card.name)
-        stated = RepoCard(text, ignore_metadata_errors=True).data.to_dict().get("language")
+        stated = RepoCard(text, ignore_metadata_errors=True).data.get("language")
     except Exception:  # the card is for people: a damaged one stops nothing
         return ()
     stated = [stated] if isinstance(stated, str) else stated

@@ -64,7 +64,7 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ConversionError unless the files that libraries read are regular, in the folder, and not too large."""
+    """Raise ConversionError unless `check_readable` passes what libraries read."""
     for path in sorted(folder.glob("*")):
         if path.name in SOURCE_FILES or path.suffix in (".json", ".txt", ".jinja"):
             try:

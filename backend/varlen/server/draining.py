@@ -71,13 +71,13 @@ class DrainWatch:
 
 
 def marker_of(pid: int, folder: Path = FOLDER) -> Path | None:
-    """Return the path with which the files of a server begin; None without such a process."""
+    """Return how the files of a server begin; None without such a process."""
     started = _start_time(pid)
     return None if started is None else folder / f"{_PREFIX}{pid}_{started}"
 
 
 def read_state(marker: Path) -> DrainState:
-    """Return the state that the files of a server say; `serving` without one of this user or root."""
+    """Return the state of a server, by files of this user or root; `serving` without one."""
     found = {state for _, state in _files(marker)}
     return next((state for state in reversed(STATES) if state in found), "serving")
 
@@ -97,7 +97,7 @@ def write_state(marker: Path, state: DrainState) -> None:
 
 
 def _files(marker: Path) -> Iterator[tuple[Path, DrainState]]:
-    """Yield the files of a server that this user or root has made, and their states."""
+    """Yield the files of a server, made by this user or root, and their states."""
     with suppress(OSError), os.scandir(marker.parent) as entries:
         for entry in entries:
             if not entry.name.startswith(f"{marker.name}."):

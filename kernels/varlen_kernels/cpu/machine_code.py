@@ -125,7 +125,7 @@ def _stored(name: str) -> bytes | None:
 
 
 def _read(folder: CacheFolder, file: str) -> bytes | None:
-    """Return the code in a file; None if it is absent or damaged, or if others can write it."""
+    """Return the code in a file; None if it cannot be used."""
     try:
         content = folder.read(file, _MOST_BYTES)
     except FileNotFoundError:
@@ -141,7 +141,8 @@ def _read(folder: CacheFolder, file: str) -> bytes | None:
 
 
 def _digest(file: str, code: bytes) -> bytes:
-    """Return the hash that a file begins with: of its name too, so that none takes another's place."""
+    """Return the hash of the code and name of a file."""
+    # a file may not take the place of another
     return hashlib.sha256(file.encode() + b"\0" + code).digest()
 
 

@@ -220,7 +220,7 @@ def test_without_a_folder_nothing_is_stored(caplog):
 
 @pytest.mark.parametrize("how", ["writable by all", "a link", "a pipe", "a folder"])
 def test_what_others_could_have_put_there_is_not_read(folder, how, caplog):
-    """A database of another user held a start for ever, by a view that never ends."""
+    """A database of another user held a start for ever."""
     path = file_of(folder)
     if how == "writable by all":
         path.chmod(0o666)

@@ -91,7 +91,7 @@ def test_what_is_no_file_of_its_own_marks_nothing(marker, kind, tmp_path):
 
 
 def test_files_of_another_user_are_ignored_and_stop_no_drain(marker, monkeypatch):
-    """A user who took the name of the file first stopped a drain, as the folder lets nobody replace it."""
+    """A user who made the file first stopped a drain."""
     user = os.geteuid()
     for state in ("draining", "refusing"):
         write_state(marker, state)
@@ -103,7 +103,7 @@ def test_files_of_another_user_are_ignored_and_stop_no_drain(marker, monkeypatch
         for path in theirs:
             os.chown(path, NOBODY, NOBODY)
     else:
-        # files of this user are those of another one
+        # the files seem to be of another user
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert read_state(marker) == "serving"
     if user:

@@ -172,7 +172,7 @@ def test_a_send_that_never_ends_does_not_stop_the_others_for_good(monkeypatch, t
 
 @needs_root
 def test_a_lock_of_another_user_is_not_waited_for(monkeypatch, caplog):
-    """Any user may open the folder, and held the large answers of all servers for 30 s each."""
+    """Any user may open the folder, and so held each large answer for 30 s."""
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         monkeypatch.setattr(shared_memory, "_FOLDER", folder)

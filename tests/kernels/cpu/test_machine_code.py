@@ -173,7 +173,7 @@ def test_a_lock_that_is_never_released_costs_a_warning(folder, compiled, monkeyp
     assert f"{_NAME}.lock is locked by process {os.getpid()} " in caplog.text
 
 
-@pytest.mark.parametrize("place", ["absent", "of nobody"])
+@pytest.mark.parametrize("place", ["absent", "unknown"])
 def test_without_a_folder_each_start_compiles_and_says_so_once(
     folder, compiled, place, monkeypatch, caplog
 ):

@@ -236,7 +236,7 @@ def _calibration(
 
 
 def _cached(cache: CacheFolder, name: str) -> Calibration | None:
-    """Return a calibration in the cache; None without one, or if it is damaged, or if others can write it."""
+    """Return a calibration in the cache; None if there is none that can be used."""
     try:
         with cache.reading(name) as file:
             return Calibration.load(_DESCRIPTORS, str(file))

@@ -66,7 +66,7 @@ def read_optional_object(folder: Path, name: str) -> Json:
 def read_json(folder: Path, name: str) -> Any:
     """Return the content of a JSON file, or raise CheckpointError that names the file."""
     content = read_bytes(folder, name)
-    # at least as many as there are values, each of which takes more memory than its text
+    # at least one for each value, which takes more memory than its text
     if sum(content.count(each) for each in b",[{") > _MOST_VALUES:
         raise CheckpointError(f"{name} has too many values; allowed: at most {_MOST_VALUES}")
     try:

@@ -43,7 +43,7 @@ _GROUP = re.compile(r"\?(?:[imx]*(?:-[imx]+)?:|<[A-Za-z_]\w*>)")
 
 
 def check_rules(tokenizer: Json) -> None:
-    """Raise CheckpointError if the content of tokenizer.json has a rule that may take very long for a short text."""
+    """Raise CheckpointError if a rule of tokenizer.json may take very long for a short text."""
     growth = 1
     for part in _PARTS:
         for rule in _objects(tokenizer.get(part)):
@@ -110,12 +110,12 @@ def _check_pattern(pattern: str) -> None:
 
 
 class _UnknownError(Exception):
-    """A pattern has something that this version does not know; ends a message that begins with the pattern."""
+    """A pattern has a part that is not known; ends a message about the pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """How often a part of a pattern may be tried at one character of a text.
+    """How often a part of a pattern may be tried at one character.
 
     Attributes:
         own_loops: repetitions, each as long as the text may be, that are tried before the part has failed or matched.
@@ -139,7 +139,7 @@ class _Cost:
         return not self.loops and self.ways == 1 and not self.is_wild
 
     def settled(self) -> _Cost:
-        """Return the cost of a part that is not tried again: one that only looks, or does not backtrack."""
+        """Return the cost of a part that is not tried again, such as a look ahead."""
         return replace(
             self, own_loops=max(self.own_loops, min(self.loops, 1)), loops=0, ways=1, is_wild=False
         )
@@ -205,7 +205,7 @@ def _repeated(part: _Cost, low: int, high: int | None) -> _Cost:
 
 
 class _Parser:
-    """Reads a pattern in the syntax of Oniguruma, as far as tokenizers use it."""
+    """Reads a pattern in the syntax of Oniguruma."""
 
     def __init__(self, pattern: str) -> None:
         self._text = pattern

@@ -86,7 +86,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def locate_weights(folder: Path, name: str) -> Path:
-    """Return the real path of a safetensors file, once the size of its header is checked.
+    """Return the real path of a safetensors file; checks the size of its header.
 
     Raises:
         CheckpointError: the header is too large; see also `locate`.

@@ -76,7 +76,7 @@ def read_all(folder):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link out", "a link to nothing"])
 def test_each_file_is_a_regular_file_of_the_folder(folder, name, kind):
-    """A pipe as modules.json held fetch and doctor for ever, and a link to /dev/zero took 13 GB."""
+    """A pipe held fetch and doctor for ever; a link to /dev/zero took 13 GB."""
     put(folder / name, kind)
 
     with pytest.raises(CheckpointError, match=name):

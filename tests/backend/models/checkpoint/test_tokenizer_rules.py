@@ -1,4 +1,4 @@
-"""Rules of tokenizer.json: those of real tokenizers pass, and those that take any time do not."""
+"""Rules of real tokenizers pass; rules that may take any time do not."""
 
 import random
 import time
