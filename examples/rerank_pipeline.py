@@ -33,9 +33,10 @@ def main() -> None:
     near = [lines[place] for place in np.argsort(-similarity)[: given.retrieve]]
 
     with Client(url, given.reranker) as reranker:
-        scores = reranker.rerank(given.query, near, activation="sigmoid", truncate=True)
-    for place in np.argsort(-scores)[: given.top]:
-        print(f"{scores[place]:.3f}  was {place + 1} of {len(near)}: {near[place]}")
+        # logits: scores of different logits may be equal
+        logits = reranker.rerank(given.query, near, truncate=True)
+    for place in np.argsort(-logits)[: given.top]:
+        print(f"{logits[place]:.3f}  was {place + 1} of {len(near)}: {near[place]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loads, fetch, doctor and serve refuse a folder that holds no checkpoint in the same words."""
+"""Loads, fetch, doctor and serve refuse other forms in the same words."""
 
 import pytest
 from typer.testing import CliRunner

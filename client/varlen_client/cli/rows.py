@@ -45,7 +45,7 @@ _Output = Annotated[
 
 
 def _shown(score: float) -> str:
-    """Return a score in four decimals, or in the form 2.1e-09 if these have less than two digits of it."""
+    """Return a score in four decimals, or like 2.1e-09 below 0.001."""
     return f"{score:.1e}" if 0 < abs(score) < 1e-3 else f"{score:.4f}"
 
 

@@ -54,7 +54,7 @@ WITHOUT_EFFECT = {
 
 
 def with_fields_without_effect(config):
-    """Return a small config.json with more fields, of which none changes the model."""
+    """Return a small config.json with more fields, which change no model."""
     sizes = (config.get(name) for name in ("hidden_size", "d_model", "n_embd", "dim"))
     return {
         "embedding_size": next(size for size in sizes if size),

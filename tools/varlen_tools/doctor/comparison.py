@@ -109,9 +109,9 @@ def compare_scores(
     dtype: DType,
     is_relative: bool = True,
 ) -> Comparison:
-    """Return the comparison of the scores of a classifier, which differ by no more than their logits explain.
+    """Return the comparison of the scores of a classifier.
 
-    Differences are relative to each score, since small scores order documents too.
+    They may differ by what the difference of their logits explains. Differences are relative to each score, since small scores order documents too.
 
     Args:
         original: library and version.

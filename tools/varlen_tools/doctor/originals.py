@@ -103,7 +103,10 @@ class Transformers:
         return answers
 
     def scores(self, task: Task, logits: Sequence[Float32Array]) -> list[Float32Array]:
-        """Return the scores that a pipeline makes of the logits of each input, once `values` has loaded the model."""
+        """Return the scores that a pipeline makes of the logits of each input.
+
+        `values` has loaded the model.
+        """
         if task == "token_classify":
             return [softmax(each) for each in logits]
         pipeline = self._library.pipeline(
@@ -165,7 +168,7 @@ def token_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Float3
 
 
 def softmax(logits: Float32Array) -> Float32Array:
-    """Return the softmax over the last axis, which the pipeline of tokens computes whatever config.json says."""
+    """Return the softmax over the last axis, as the pipeline of tokens does."""
     found: Float32Array = torch.softmax(torch.from_numpy(logits), dim=-1).numpy()
     return found
 

@@ -115,7 +115,7 @@ def is_dropout(name: str) -> bool:
 
 
 def _is_hidden_size(name: str, value: object, config: Json) -> bool:
-    """Return whether a field says that embeddings are as wide as layers, as they are without a projection."""
+    """Return whether a field says that embeddings have the width of layers."""
     return name == "embedding_size" and value in [config.get(each) for each in _HIDDEN_SIZES]
 
 

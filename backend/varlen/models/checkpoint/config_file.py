@@ -214,7 +214,7 @@ def check_fields(
 
 
 def is_off(value: object) -> bool:
-    """Return whether a field switches a feature off, or sets nothing: null, false, zero or empty."""
+    """Return whether a field sets nothing: it is null, false, zero or empty."""
     return value is None or value in (0, "", [], {})
 
 

@@ -1,4 +1,4 @@
-"""Forms of models that are not served, told by the names of their files, and what to do instead."""
+"""Forms of models that are not served, by the names of their files."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class _Form:
 
     Attributes:
         patterns: names of files; a folder of this form has one of each.
-        what: what the folder holds. The name of the first file follows.
-        remedy: what to do instead.
+        what: content of the folder. The name of the first file follows.
+        remedy: advice for its owner.
     """
 
     patterns: tuple[str, ...]
@@ -77,7 +77,7 @@ _OTHER_WEIGHTS = (
 
 
 def check_form(shown: str | Path, names: Collection[str]) -> None:
-    """Raise CheckpointError, with the remedy, if a folder holds a model of a form that is not served.
+    """Raise CheckpointError if a folder holds a model of another form.
 
     Args:
         shown: name of the folder.
@@ -105,6 +105,6 @@ def check_is_folder(path: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of a folder's files, and of those in its folder `onnx`, with a slash."""
+    """Return the names of the files in a folder and in its folder `onnx`."""
     found = (path for pattern in ("*", "onnx/*") for path in folder.glob(pattern))
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())

@@ -1,4 +1,4 @@
-"""Files that were not downloaded whole: pointers of Git LFS, and safetensors that end too early."""
+"""Files that were not downloaded whole: pointers of Git LFS, and cut safetensors."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _expected_bytes(path: Path) -> int | None:
-    """Return the size that a safetensors file needs, as far as its header says it; None if it is damaged."""
+    """Return the size that a safetensors file needs; None if its header is damaged."""
     with path.open("rb") as file:
         length = file.read(_LENGTH_BYTES)
         begin = _LENGTH_BYTES + int.from_bytes(length, "little")

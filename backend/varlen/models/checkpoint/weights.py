@@ -233,7 +233,8 @@ def shards(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not has_file(folder, INDEX):
         check_no_pickles(folder)
-        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{_remedy(folder)}")
+        _refuse_other_names(folder)
+        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
     try:
         names = set(read_json(folder, INDEX)["weight_map"].values())
         outside = any(Path(name).name != name for name in names)
@@ -249,14 +250,19 @@ def shards(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _remedy(folder: Path) -> str:
-    """Return the end of a message that a folder has none of the files that name weights."""
+def _refuse_other_names(folder: Path) -> None:
+    """Raise CheckpointError if a folder has safetensors of other names."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        return ""
-    if _SHARD.search(names[0]):
-        return f"; it has {len(names)} shards ({names[0]}), whose index is missing: download {INDEX} too"
-    return f"; it has {names[0]}: if that file has all weights, rename it to {SINGLE}"
+    if names and _SHARD.search(names[0]):
+        raise CheckpointError(
+            f"{folder} has no {SINGLE} and no {INDEX}; it has {len(names)} shards ({names[0]}), whose index is missing:"
+            f" download {INDEX} too"
+        )
+    if names:
+        raise CheckpointError(
+            f"{folder} has no {SINGLE} and no {INDEX}; it has {names[0]}: if that file has all weights, rename it to"
+            f" {SINGLE}"
+        )
 
 
 def pickled_weights(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Folders in forms that are not served, and half downloads: each is refused with what it is and with a remedy."""
+"""Other forms of models and half downloads are refused with a remedy."""
 
 import os
 
