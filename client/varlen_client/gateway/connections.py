@@ -13,12 +13,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Literal, TypeAlias
 
 # Parsing in one turn of the event loop.
 _TURN_SECONDS = 0.005
-# Refused bodies of which a part is read, and dropped, in one turn.
+# Refused bodies of which a part, up to 256 KiB, is read and dropped together, and the time between two such parts.
 _DROPPED_TOGETHER = 8
+_DROP_PAUSE_SECONDS = 0.004
 # Connections above the limit for which `/health` is answered.
 HEALTH_CONNECTIONS = 32
 # Most connections that are accepted in one turn of the event loop; as many wait in the socket.
@@ -53,14 +55,12 @@ class Connection(ABC):
 
     Attributes:
         address: address of the client, or its network in IPv6.
-        is_over: whether it has its answer, and the rest of its body is dropped.
         is_extra: whether it is above a limit, so that only `/health` is answered.
         body_began: time of the end of the last head.
         body_bytes: bytes of the body so far.
     """
 
     address: str = ""
-    is_over: bool = False
     is_extra: bool = False
     body_began: float = 0.0
     body_bytes: int = 0
@@ -71,7 +71,11 @@ class Connection(ABC):
 
     @abstractmethod
     def parse_piece(self) -> bool:
-        """Parse or drop some bytes; return whether there are more to parse now."""
+        """Parse some bytes; return whether there are more to parse now."""
+
+    @abstractmethod
+    def read_more(self) -> None:
+        """Read more bytes, which are dropped."""
 
     def rate(self, now: float) -> float:
         """Return the bytes of the body in each second so far; a body that has just begun is fast."""
@@ -104,6 +108,7 @@ class Connections:
         self._extra: dict[Connection, None] = {}
         self._of_address: Counter[str] = Counter()
         self._unparsed: dict[Connection, None] = {}
+        self._dropping: dict[Connection, None] = {}
         self._is_scheduled, self._turn_end = False, 0.0
 
     def add(self, connection: Connection) -> None:
@@ -132,6 +137,7 @@ class Connections:
     def remove(self, connection: Connection) -> None:
         """Forget a connection; it may be removed before."""
         self._unparsed.pop(connection, None)
+        self._dropping.pop(connection, None)
         state = self._states.pop(connection, None)
         if state is None:
             return
@@ -151,21 +157,31 @@ class Connections:
             self._unparsed[connection] = None
 
     def parse_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Parse or drop the bytes of a connection in turn with others."""
+        """Parse the bytes of a connection in turn with others."""
         self._schedule(loop)
         self._unparsed[connection] = None
 
+    def drop_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """Read more of a refused body soon, in turn with others, so that they do not take all the time."""
+        if not self._dropping:
+            loop.call_later(_DROP_PAUSE_SECONDS, self._drop_some, loop)
+        self._dropping[connection] = None
+
+    def _drop_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        for connection in list(islice(self._dropping, _DROPPED_TOGETHER)):
+            del self._dropping[connection]
+            connection.read_more()
+        if self._dropping:
+            loop.call_later(_DROP_PAUSE_SECONDS, self._drop_some, loop)
+
     def _parse(self, loop: asyncio.AbstractEventLoop) -> None:
         """Parse pieces of the connections in turn; what is left comes after everything else in the event loop."""
-        self._is_scheduled, dropped = False, 0
+        self._is_scheduled = False
         if self._unparsed:
             self._schedule(loop)
-        while (
-            self._unparsed and dropped < _DROPPED_TOGETHER and time.perf_counter() < self._turn_end
-        ):
+        while self._unparsed and time.perf_counter() < self._turn_end:
             connection = next(iter(self._unparsed))
             del self._unparsed[connection]
-            dropped += connection.is_over
             if connection.parse_piece():
                 self._unparsed[connection] = None
 

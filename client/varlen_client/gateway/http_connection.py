@@ -92,6 +92,8 @@ class LimitedConnection(HttpToolsProtocol, Connection):
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
+        # whether the rest of what the client sends is dropped
+        self.is_over = False
         self._all = connections
         self._socket: asyncio.Transport = None  # type: ignore[assignment]
         self._unparsed = bytearray()
@@ -115,7 +117,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         if self.is_over:
             self._dropped += len(data)
             self._socket.pause_reading()
-            self._all.parse_later(self, self.loop)
+            self._all.drop_later(self, self.loop)
             return
         self._unset_keepalive_if_required()
         self._unparsed += data
@@ -136,9 +138,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
             self._all.parse_later(self, self.loop)
 
     def parse_piece(self) -> bool:
-        """Parse or drop some bytes; return whether there are more to parse now."""
-        if self.is_over:
-            self._socket.resume_reading()
+        """Parse some bytes; return whether there are more to parse now."""
         if not self._may_parse():
             return False
         piece = bytes(self._unparsed[:_PIECE_BYTES])
@@ -155,6 +155,10 @@ class LimitedConnection(HttpToolsProtocol, Connection):
             self._stop("_waiting_for_head")
         self._update_state()
         return self._may_parse()
+
+    def read_more(self) -> None:
+        """Read more bytes, which are dropped."""
+        self._socket.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all waits, and tell the request in progress."""

@@ -6,7 +6,7 @@ import http.client
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -166,7 +166,7 @@ def _repeat(data: bytes) -> Callable[[Address, Event], None]:
 def _many(head: bytes, address: Address, until: float) -> None:
     with ExitStack() as stack:
         connections: list[socket.socket | None] = [None] * _MANY
-        stack.callback(lambda: [each.close() for each in connections if each is not None])
+        stack.callback(_close, connections)
         while time.monotonic() < until:
             pause = time.monotonic() + 5.0
             for place, connection in enumerate(connections):
@@ -188,3 +188,9 @@ def _next_byte(
             connection.close()
         return None
     return connection
+
+
+def _close(connections: Sequence[socket.socket | None]) -> None:
+    for each in connections:
+        if each is not None:
+            each.close()

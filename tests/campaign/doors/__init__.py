@@ -10,6 +10,7 @@ from typing import TypeAlias
 from ..phase import Campaign
 from ..report import Report
 from .cache import unwritable_cache
+from .gateway import gateway_floods
 from .leftovers import killed_fetch, killed_serve, killed_server
 from .management import code_of_a_page, texts_in_shared_memory
 
@@ -23,4 +24,5 @@ DOORS: Mapping[str, Door] = {
     "killed server": killed_server,
     "killed fetch": killed_fetch,
     "unwritable cache": unwritable_cache,
+    "floods of the gateway": gateway_floods,
 }

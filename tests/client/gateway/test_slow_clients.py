@@ -1,5 +1,7 @@
 """Clients that send half a request, or read no answer, hold no place for ever."""
 
+from functools import partial
+
 import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
@@ -166,8 +168,8 @@ class FakeTimers:
     def time(self):
         return self.now
 
-    def call_later(self, seconds, call):
-        timer = FakeTimer(self.now + seconds, call)
+    def call_later(self, seconds, call, *arguments):
+        timer = FakeTimer(self.now + seconds, partial(call, *arguments))
         self._timers.append(timer)
         return timer
 
@@ -469,6 +471,9 @@ class SlowParsing(Connection):
     def close_now(self):
         pass
 
+    def read_more(self):
+        self.pieces += 1
+
     def parse_piece(self):
         self.pieces += 1
         self._clock[0] += self._seconds
@@ -506,6 +511,20 @@ def test_a_piece_of_a_connection_is_parsed_at_once_while_its_turn_has_time(monke
 
     timers.turn()
     assert [each.pieces for each in parsing] == [1] * 7
+
+
+def test_refused_bodies_are_dropped_some_at_a_time():
+    timers, connections = FakeTimers(), Connections(100, 100)
+    dropping = [SlowParsing([0.0], 0.0) for _ in range(20)]
+    for each in dropping:
+        connections.drop_later(each, timers)
+
+    read = []
+    for _ in range(3):
+        timers.wait(connections_module._DROP_PAUSE_SECONDS)
+        read.append(sum(each.pieces for each in dropping))
+
+    assert read == [8, 16, 20]
 
 
 def test_health_is_read_before_other_connections_get_their_turn():
