@@ -462,7 +462,7 @@ def _others_write(status: os.stat_result) -> bool:
 
 
 def _is_private(group: int) -> bool:
-    """Return whether a group is root's, or has only this user: many systems make such groups."""
+    """Return whether a group is root's, or one that has only this user."""
     if group == 0:
         return True
     try:

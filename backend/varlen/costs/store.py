@@ -191,7 +191,7 @@ def cache_folder(setting: str) -> Path:
 
 
 def find_cache(setting: str) -> Path | None:
-    """Return the folder of a `cache_folder` setting; None if the user has none, which is logged."""
+    """Return the folder of a `cache_folder` setting; logs and returns None without one."""
     try:
         return cache_folder(setting)
     except CacheError as error:

@@ -77,7 +77,7 @@ def marker_of(pid: int, folder: Path = FOLDER) -> Path | None:
 
 
 def read_state(marker: Path) -> DrainState:
-    """Return the state of a server, by files of this user or root; `serving` without one."""
+    """Return the state of a server by its files; `serving` without one."""
     found = {state for _, state in _files(marker)}
     return next((state for state in reversed(STATES) if state in found), "serving")
 

@@ -139,7 +139,7 @@ class _Cost:
         return not self.loops and self.ways == 1 and not self.is_wild
 
     def settled(self) -> _Cost:
-        """Return the cost of a part that is not tried again, such as a look ahead."""
+        """Return the cost of a part that is not tried again."""
         return replace(
             self, own_loops=max(self.own_loops, min(self.loops, 1)), loops=0, ways=1, is_wild=False
         )
