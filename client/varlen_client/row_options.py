@@ -25,7 +25,8 @@ class RowOptions(TypedDict, total=False):
     """Options of every method; None is the default of each.
 
     truncate: cut texts that are too long; by default the server refuses them.
-    truncation_side: "left" cuts their beginning, "right" their end, the default.
+    truncate_prompt_tokens: cut texts to this many tokens, special tokens included; no `truncate` is needed.
+    truncation_side: "left" cuts their beginning, "right" their end; by default the checkpoint decides.
     deadline_ms: milliseconds for each request, retries included. The server refuses requests that it cannot answer in
         time. By default no limit.
     priority: 0 to 9, larger runs sooner; by default 0.
@@ -37,6 +38,7 @@ class RowOptions(TypedDict, total=False):
     """
 
     truncate: bool | None
+    truncate_prompt_tokens: int | None
     truncation_side: TruncationSide | None
     deadline_ms: float | None
     priority: int | None

@@ -72,6 +72,11 @@ class RerankBody(RankBody):
     documents: _Documents | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     return_documents: bool = True
 
+    @property
+    def is_cut_by_default(self) -> bool:
+        """Whether texts are cut if nothing says it: in the form of TEI."""
+        return self.texts is not None
+
     def check_form(self) -> None:
         """Raise InvalidRequest unless the request has one of the two forms."""
         if (self.texts is None) == (self.documents is None):

@@ -79,6 +79,11 @@ class PromptFields(TextFields):
 
     prompt_name: StrictStr | None = None
 
+    @property
+    def is_cut_by_default(self) -> bool:
+        """Whether texts are cut if nothing says it: by TEI they are."""
+        return True
+
 
 class SparseBody(_InputsBody, PromptFields):
     """A request to `/embed_sparse` or `/embed_all`."""
@@ -137,6 +142,11 @@ class PredictFields(TextFields):
     raw_scores: bool = False
     top_k: int | None = Field(default=None, ge=1)
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+
+    @property
+    def is_cut_by_default(self) -> bool:
+        """Whether texts are cut if nothing says it: by TEI they are."""
+        return True
 
 
 class PredictBody(_InputsBody, PredictFields):

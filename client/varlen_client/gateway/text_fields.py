@@ -1,6 +1,6 @@
 """Fields of requests whose texts may be cut, in the names of every interface.
 
-TEI says `truncate: true`, NVIDIA NIM and Cohere `truncate: "END"`, vLLM `truncate_prompt_tokens: -1`.
+TEI says `truncate: true`, NVIDIA NIM and Cohere `truncate: "END"`, vLLM `truncate_prompt_tokens: -1`, or a number.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ class TextFields(Fields):
     truncation: bool | None = None
     """Voyage's name of `truncate`, and that of pipelines of transformers."""
     truncate_prompt_tokens: int | None = None
-    """vLLM's name of `truncate`; only the model's limit is served."""
+    """Number of tokens that are kept, by vLLM; -1 is its name of `truncate`."""
     truncation_side: Direction | None = None
     truncation_direction: Direction | None = None
     """TEI's name of `truncation_side`."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _is_the_limit(cls, tokens: int) -> int:
-        if tokens != -1:
+    def _is_a_length(cls, tokens: int) -> int:
+        if tokens < 1 and tokens != -1:
             raise PydanticCustomError(
-                "not_the_limit",
-                "Input should be -1, the longest input of the model; its setting max_sequence_tokens lowers that",
+                "not_a_length",
+                "Input should be -1, the longest input of the model, or a number of tokens from 1",
             )
         return tokens
+
+    @property
+    def is_cut_by_default(self) -> bool:
+        """Whether texts are cut if nothing says it."""
+        return False
 
     def truncation_options(self, *, auto_truncate: bool) -> dict[str, Any]:
         """Return the client's arguments for the truncation of texts.
@@ -55,12 +60,16 @@ class TextFields(Fields):
         side = self._cut_side()
         truncate = self._is_cut()
         if truncate is None:
-            truncate = auto_truncate
+            truncate = auto_truncate or self.is_cut_by_default
             if side == "left" and not truncate:
                 raise InvalidRequest(
                     "truncation_side is left, but no text is cut; send truncate: true with it"
                 )
-        return {"truncate": True, "truncation_side": side or "right"} if truncate else {}
+        if not truncate:
+            return {}
+        length = self.truncate_prompt_tokens
+        cut = {"truncate": True} if length in (None, -1) else {"truncate_prompt_tokens": length}
+        return cut | given_options(truncation_side=side)
 
     def _is_cut(self) -> bool | None:
         """Return whether texts are cut; None where the request does not say it."""
@@ -73,7 +82,7 @@ class TextFields(Fields):
             return given
         if given is False:
             raise InvalidRequest(
-                "truncate_prompt_tokens is -1, but truncate forbids it; send one of them"
+                f"truncate_prompt_tokens is {self.truncate_prompt_tokens}, but truncate forbids it; send one of them"
             )
         return True
 

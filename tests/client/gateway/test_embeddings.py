@@ -55,10 +55,15 @@ def test_dimensions_are_the_servers_work(post, calls):
 @pytest.mark.parametrize(
     "options, parameters",
     [
-        ({"truncate": True}, {"truncate": True, "truncation_side": "right"}),
+        ({"truncate": True}, {"truncate": True}),
         (
             {"truncate_prompt_tokens": -1, "truncation_side": "left"},
             {"truncate": True, "truncation_side": "left"},
+        ),
+        ({"truncate_prompt_tokens": 7}, {"truncate_prompt_tokens": 7}),
+        (
+            {"truncate_prompt_tokens": "7", "truncate": "START"},
+            {"truncate_prompt_tokens": 7, "truncation_side": "left"},
         ),
         ({"truncation_side": "right"}, {}),
         ({"truncate": False, "truncation_side": "left"}, {}),
@@ -69,14 +74,14 @@ def test_dimensions_are_the_servers_work(post, calls):
         ({"cache_salt": "a"}, {"cache_salt": "a"}),
         ({"input_type": "passage", "modality": "text"}, {"input_type": "passage"}),
         ({"normalize": False, "output_dimension": 2}, {"normalize": False, "dimensions": 2}),
-        ({"truncation": "true"}, {"truncate": True, "truncation_side": "right"}),
+        ({"truncation": "true"}, {"truncate": True}),
         ({"truncation": False, "input_type": "query"}, {"input_type": "query"}),
         (
             {"task": "retrieval.passage", "normalized": True},
             {"input_type": "document", "normalize": True},
         ),
     ],
-    ids="truncate vllm side uncut none start end prompt salt nim infinity voyage uncut-voyage jina".split(),
+    ids="truncate vllm tokens tokens-left side uncut none start end prompt salt nim infinity voyage uncut-voyage jina".split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):
     post("/v1/embeddings", model="embedder", input="ab", **options)
@@ -131,7 +136,7 @@ def test_a_gateway_may_cut_texts_by_default(send, make_app, calls, path, body):
         assert send("POST", path, body | options, app=app).status_code == 200
 
     found = [(given.get("truncate"), given.get("truncation_side")) for *_, given in calls.received]
-    assert found == [(True, "right"), (True, "left"), (None, None)]
+    assert found == [(True, None), (True, "left"), (None, None)]
 
 
 def test_infinitys_clients_have_a_path_of_their_own(post):
@@ -149,19 +154,22 @@ def test_a_model_that_does_not_count_tokens_has_no_usage(post, calls):
 @pytest.mark.parametrize(
     "options, parameters",
     [
-        ({}, {"normalize": True}),
-        (
-            {"normalize": False, "truncate": True},
-            {"normalize": False, "truncate": True, "truncation_side": "right"},
-        ),
+        ({}, {"normalize": True, "truncate": True}),
+        ({"normalize": False, "truncate": False}, {"normalize": False}),
         (
             {"truncate": True, "truncation_direction": "Left"},
             {"normalize": True, "truncate": True, "truncation_side": "left"},
         ),
-        ({"dimensions": 2}, {"normalize": True, "dimensions": 2}),
-        ({"prompt_name": "query"}, {"normalize": True, "prompt_name": "query"}),
+        (
+            {"truncate_prompt_tokens": 5, "dimensions": 2},
+            {"normalize": True, "truncate_prompt_tokens": 5, "dimensions": 2},
+        ),
+        (
+            {"prompt_name": "query"},
+            {"normalize": True, "truncate": True, "prompt_name": "query"},
+        ),
     ],
-    ids=["none", "truncate", "left", "dimensions", "prompt"],
+    ids=["none", "uncut", "left", "dimensions", "prompt"],
 )
 def test_embed_passes_its_options_on(post, calls, options, parameters):
     post("/embed", model="embedder", inputs="ab", **options)
@@ -181,9 +189,9 @@ def test_embed_passes_its_options_on(post, calls, options, parameters):
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "a", "output_dtype": "int8"}, "output_dtype", "is not supported: vectors are"),
         (
-            {"input": "a", "truncate_prompt_tokens": 5},
+            {"input": "a", "truncate_prompt_tokens": 0},
             "truncate_prompt_tokens",
-            "truncate_prompt_tokens is 5: Input should be -1",
+            "truncate_prompt_tokens is 0: Input should be -1",
         ),
     ],
     ids="nothing number mixed empty many dimensions format unknown tokens".split(),

@@ -31,7 +31,7 @@ def test_texts_come_back_as_a_matrix(post, calls, shape):
 def test_one_text_of_litellm_has_its_length_as_shape(post, calls):
     post(PATH, inputs=[tensor("abc", [3])], parameters={"truncate": True})
 
-    options = {"truncate": True, "truncation_side": "right"}
+    options = {"truncate": True}
     assert calls.received == [("embedder", "embed", ["abc"], options)]
 
 

@@ -35,7 +35,7 @@ def test_classify_has_the_scores_of_all_labels(post, calls):
         ({"cache_salt": "a"}, {"activation": "auto", "cache_salt": "a"}),
         (
             {"truncate_prompt_tokens": -1},
-            {"activation": "auto", "truncate": True, "truncation_side": "right"},
+            {"activation": "auto", "truncate": True},
         ),
     ],
 )

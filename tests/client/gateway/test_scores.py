@@ -19,7 +19,9 @@ def test_ranks_texts_the_best_first(post, calls):
 
     assert [rank["index"] for rank in ranks] == np.argsort(SCORES)[::-1].tolist()
     assert ranks == [{"index": at["index"], "score": SCORES[at["index"]]} for at in ranks]
-    assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
+    assert calls.received == [
+        ("ranker", "rerank", PAIRS, {"activation": "sigmoid", "truncate": True})
+    ]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank", "/infinity/rerank"])
@@ -124,7 +126,7 @@ def test_an_embedding_models_scores_are_cosines(post, calls):
     left, same = vector_of("ab"), vector_of("c")
     found = [each["score"] for each in answer["data"]]
     np.testing.assert_allclose(found, [left @ same, 1.0], rtol=1e-5)
-    options = {"normalize": True, "truncate": True, "truncation_side": "right"}
+    options = {"normalize": True, "truncate": True}
     # each text is embedded once
     assert calls.received == [("embedder", "embed", ["ab", "c"], options)]
 
@@ -163,7 +165,7 @@ def test_raw_scores_and_texts_on_request(post, calls):
     ranks = post("/rerank", model="ranker", query="query", texts=TEXTS, **options)
 
     assert all(rank["text"] == TEXTS[rank["index"]] for rank in ranks)
-    expected = {"activation": "none", "truncate": True, "truncation_side": "right"}
+    expected = {"activation": "none", "truncate": True}
     assert calls.received[0][3] == expected
 
 
@@ -215,7 +217,8 @@ def test_the_best_documents_alone_without_their_texts(post, calls, top_n, ranks)
 def test_predicts_labels_of_texts_and_pairs(post, calls, inputs, rows):
     answer = post("/predict", model="classifier", inputs=inputs)
 
-    assert calls.received == [("classifier", "predict", rows, {"activation": "auto"})]
+    options = {"activation": "auto", "truncate": True}
+    assert calls.received == [("classifier", "predict", rows, options)]
     is_batch = isinstance(inputs, list) and isinstance(inputs[0], list)
     expected = [
         [{"score": score_of(row), "label": "best"}, {"score": -9.0, "label": "other"}]
