@@ -10,6 +10,13 @@ from typing import TypeAlias
 from ..phase import Campaign
 from ..report import Report
 from .cache import unwritable_cache
+from .files import (
+    checkpoints_of_strangers,
+    code_of_another_user,
+    costs_of_another_user,
+    endless_patterns,
+    marks_of_another_user,
+)
 from .gateway import gateway_floods
 from .leftovers import killed_fetch, killed_serve, killed_server
 from .management import code_of_a_page, texts_in_shared_memory
@@ -24,5 +31,10 @@ DOORS: Mapping[str, Door] = {
     "killed server": killed_server,
     "killed fetch": killed_fetch,
     "unwritable cache": unwritable_cache,
+    "code of another user": code_of_another_user,
+    "costs of another user": costs_of_another_user,
+    "marks of another user": marks_of_another_user,
+    "checkpoints of strangers": checkpoints_of_strangers,
+    "endless patterns": endless_patterns,
     "floods of the gateway": gateway_floods,
 }
