@@ -46,6 +46,7 @@ GENERATION: UnservedFields = {
     "guided_grammar": Unserved("write structured_outputs with a regex or a JSON schema"),
     "guided_whitespace_pattern": Unserved("write structured_outputs with a regex"),
     "kv_transfer_params": Unserved(_ONE_PROCESS),
+    "logits_processors": Unserved("code of a client does not run"),
     "logprob_token_ids": Unserved("write logprobs"),
     "prompt_logprobs": Unserved("the tokens of prompts have no log probabilities"),
     "repetition_detection": Unserved("write repetition_penalty or stop"),

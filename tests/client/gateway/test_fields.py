@@ -176,6 +176,7 @@ REFUSED = [
             "guided_grammar": "root ::= 'a'",
             "guided_whitespace_pattern": " ",
             "kv_transfer_params": {"a": 1},
+            "logits_processors": ["a"],
             "logprob_token_ids": [5],
             "prompt_logprobs": 1,
             "repetition_detection": {"a": 1},
