@@ -207,7 +207,7 @@ class TritonPythonModel:
         self._drain = DrainWatch(marker)
         self._exporter = start_exporter(args, self._stats, self._snapshot)
         self._trimmer = MemoryTrimmer()
-        self._watchdog = start_watchdog()
+        self._watchdog = start_watchdog(args["model_instance_name"])
 
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:

@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
 from varlen.memory.heap import trim_heap
+from varlen.server.shared_memory import pool_file
 from varlen.telemetry.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 
 _log = logging.getLogger(__name__)
@@ -31,19 +32,39 @@ _TRIM_AFTER_SECONDS = 0.05
 _END_SECONDS = 5
 _STDERR = 2
 
-# Kills process $2 once its parent is no longer $1. Ends itself once that process is a zombie or gone,
-# or its id belongs to another process: then the start time, field 22 of its stat, differs.
+# Watches process $2 and its parent, the server $1, by their states and start times, fields 3 and 22 of their stat: an
+# id may belong to another process later. Kills the process once the server is not its parent. If the process ends
+# first, the server answers nothing of what it held, and says that it is ready: this says so, and stops the server if $5
+# is not empty. Removes the pool $4 of the process $3 after both.
 _WATCHDOG = r"""
-parent=$1 pid=$2 started=
-while read -r stat 2>/dev/null <"/proc/$pid/stat"; do
+server=$1 pid=$2 name=$3 pool=$4 stops=$5
+stat_of() {
   # the name in field 2 may hold anything but ends with the last ")"
-  set -- ${stat##*) }
-  case $1 in Z | X) exit ;; esac
-  [ "${started:=${20}}" = "${20}" ] || exit 0
-  [ "$2" = "$parent" ] || exec kill -9 "$pid"
+  read -r stat 2>/dev/null <"/proc/$1/stat" || return 1
+  stat=${stat##*) }
+  case $stat in Z* | X*) return 1 ;; esac
+  # state, parent and start time
+  set -- $stat
+  parent=$2 started=${20}
+}
+stat_of "$server" && server_started=$started
+stat_of "$pid" || exit 0
+pid_started=$started
+while stat_of "$pid" && [ "$started" = "$pid_started" ]; do
+  [ "$parent" = "$server" ] || { kill -9 "$pid"; break; }
   sleep 1
 done
+[ -n "$pool" ] || exit 0
+if stat_of "$server" && [ "$started" = "$server_started" ]; then
+  echo "varlen: the process of $name has ended: the server never answers the requests that it held" >&2
+  [ -z "$stops" ] || kill "$server"
+fi
+while stat_of "$server" && [ "$started" = "$server_started" ]; do sleep 1; done
+rm -f "$pool"
 """
+
+# If set, a model process that ends stops the server.
+_STOP_VARIABLE = "VARLEN_STOP_WITH_MODEL"
 
 
 def check_numpy() -> None:
@@ -139,13 +160,23 @@ def start_exporter(
         return None
 
 
-def start_watchdog() -> subprocess.Popen[bytes]:
-    """Return a process that kills this one after the server has died.
+def start_watchdog(name: str) -> subprocess.Popen[bytes]:
+    """Return a process that kills this one after the server has died, and removes what it leaves.
 
     A process, not a thread: when the server is killed under load, this process's main thread waits
     for it forever and holds the GIL, so no Python thread runs again.
+
+    Args:
+        name: what messages call this process.
     """
-    command = ["/bin/sh", "-c", _WATCHDOG, "varlen-watchdog", str(os.getppid()), str(os.getpid())]
+    arguments = (
+        os.getppid(),
+        os.getpid(),
+        name,
+        pool_file() or "",
+        os.environ.get(_STOP_VARIABLE, ""),
+    )
+    command = ["/bin/sh", "-c", _WATCHDOG, "varlen-watchdog", *map(str, arguments)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 

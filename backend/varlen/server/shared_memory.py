@@ -43,9 +43,14 @@ def hide_pool() -> None:
 
     The server sets the mode of the file, so its umask changes nothing.
     """
-    if file := _pool_file(_arguments()):
+    if file := pool_file():
         with suppress(FileNotFoundError):
             file.chmod(0o600)
+
+
+def pool_file() -> Path | None:
+    """Return the file of this process's pool; None in processes that are not the python backend's."""
+    return _pool_file(_arguments())
 
 
 def check_answer(size: int) -> None:

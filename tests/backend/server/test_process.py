@@ -30,7 +30,9 @@ def server_process(pb_utils, monkeypatch):
 def parent_and_child():
     """Start a process with a child; return (the process, the child's id)."""
     parent = subprocess.Popen(
-        ["/bin/sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+        ["/bin/sh", "-c", "sleep 300 & echo $!; wait; exec sleep 300"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     child = int(parent.stdout.readline())
     yield parent, child
@@ -78,14 +80,24 @@ def test_sockets_that_came_through_exec_are_closed():
 @pytest.fixture
 def watch(server_process):
     """Return a function that starts a watchdog for a process and its parent."""
+    watchdogs = []
 
-    def watch(parent, child, proc="/proc"):
+    def watch(parent, child, *more, proc="/proc"):
         script = server_process._WATCHDOG.replace("/proc", str(proc))
-        return subprocess.Popen(
-            ["/bin/sh", "-c", script, "varlen-watchdog", str(parent), str(child)]
+        arguments = map(str, (parent, child, *more))
+        watchdogs.append(
+            subprocess.Popen(
+                ["/bin/sh", "-c", script, "varlen-watchdog", *arguments],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
+        return watchdogs[-1]
 
-    return watch
+    yield watch
+    for each in watchdogs:
+        with each:
+            each.kill()
 
 
 def runs(pid):
@@ -168,6 +180,58 @@ def test_the_watchdog_ends_with_the_process_it_watches(watch, parent_and_child):
     # its parent waits for it
     assert watchdog.wait(timeout=30) is not None
     assert not runs(child)
+
+
+@pytest.fixture
+def region(tmp_path):
+    """Return a file that stands for the shared memory of a process."""
+    path = tmp_path / "region of it"
+    path.touch()
+    return path
+
+
+def test_the_watchdog_removes_shared_memory_once_the_server_has_ended(
+    watch, parent_and_child, region
+):
+    parent, child = parent_and_child
+    watchdog = watch(parent.pid, child, "minilm_0", region)
+
+    os.kill(child, signal.SIGKILL)
+
+    said = watchdog.stderr.readline()
+    assert said.startswith("varlen: the process of minilm_0 has ended: the server never answers")
+    with pytest.raises(subprocess.TimeoutExpired):
+        watchdog.wait(timeout=1.5)
+    assert region.exists(), "the server still has it mapped"
+    parent.kill()
+    parent.wait()
+
+    assert watchdog.wait(timeout=30) == 0
+    assert not region.exists()
+
+
+def test_the_watchdog_removes_shared_memory_of_a_process_that_it_ends(
+    watch, parent_and_child, region
+):
+    parent, child = parent_and_child
+    watchdog = watch(parent.pid, child, "minilm_0", region)
+    parent.kill()
+    parent.wait()
+
+    assert watchdog.wait(timeout=30) == 0
+    assert not region.exists()
+    assert watchdog.stderr.read() == ""
+
+
+def test_a_model_process_that_ends_stops_the_server_if_its_operator_says_so(
+    watch, parent_and_child, region
+):
+    parent, child = parent_and_child
+    watch(parent.pid, child, "minilm_0", region, "1")
+
+    os.kill(child, signal.SIGKILL)
+
+    assert parent.wait(timeout=30) == -signal.SIGTERM
 
 
 # Start of the scripts that run in a new process.
