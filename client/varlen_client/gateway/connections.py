@@ -1,7 +1,7 @@
-"""The connections of a gateway: their number, the one that is closed for a new one, their share of the event loop.
+"""The connections of a gateway: their limits, and their shares of the event loop.
 
-uvicorn has none of these limits. A new connection always gets in, unless all others have a request that runs: then
-only `/health` is answered.
+uvicorn has neither. A new connection is admitted, and another one closed for it, unless all connections have a request
+that runs: then only `/health` is answered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 # Parsing in one turn of the event loop.
 _TURN_SECONDS = 0.005
-# Refused bodies of which a part, up to 256 KiB, is read and dropped together, and the time between two such parts.
+# Number of refused bodies that are read together, up to 256 KiB each, to be dropped; and the time between two reads.
 _DROPPED_TOGETHER = 8
 _DROP_PAUSE_SECONDS = 0.004
 # Connections above the limit for which `/health` is answered.
@@ -78,7 +78,7 @@ class Connection(ABC):
         """Read more bytes, which are dropped."""
 
     def rate(self, now: float) -> float:
-        """Return the bytes of the body in each second so far; a body that has just begun is fast."""
+        """Return the bytes each second of the body; one that has just begun is fast."""
         return (self.body_bytes + _BODY_START) / (now - self.body_began + 0.1)
 
     def is_slow(self, now: float) -> bool:
@@ -150,7 +150,7 @@ class Connections:
             del self._of_address[connection.address]
 
     def parse_now(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Parse a piece of a connection's bytes if this turn of the loop has time; the rest later."""
+        """Parse a piece at once if this turn has time; the rest later."""
         self._schedule(loop)
         is_first = not self._unparsed and time.perf_counter() < self._turn_end
         if not is_first or connection.parse_piece():
@@ -162,7 +162,7 @@ class Connections:
         self._unparsed[connection] = None
 
     def drop_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Read more of a refused body soon, in turn with others, so that they do not take all the time."""
+        """Read more of a refused body after a pause, in turn with others."""
         if not self._dropping:
             loop.call_later(_DROP_PAUSE_SECONDS, self._drop_some, loop)
         self._dropping[connection] = None
@@ -175,7 +175,7 @@ class Connections:
             loop.call_later(_DROP_PAUSE_SECONDS, self._drop_some, loop)
 
     def _parse(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Parse pieces of the connections in turn; what is left comes after everything else in the event loop."""
+        """Parse pieces of the connections in turn; the rest in the next turn."""
         self._is_scheduled = False
         if self._unparsed:
             self._schedule(loop)
@@ -186,14 +186,14 @@ class Connections:
                 self._unparsed[connection] = None
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin a turn, unless it has begun, and let the next one run after everything else in the loop."""
+        """Begin a turn of parsing, and schedule the next one, unless this is done."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._turn_end = time.perf_counter() + _TURN_SECONDS
             loop.call_soon(self._parse, loop)
 
     def _closable(self, address: str | None) -> list[Connection]:
-        """Return the connections that are closed for a new one: of an address, or of all."""
+        """Return the connections that are closed for a new one, of an address or all."""
         now = time.monotonic()
         bodies = list(self._of(address, self._by_state["body"]))
         count = -(-len(bodies) // _CLOSED_PART)

@@ -1,7 +1,7 @@
-"""HTTP of one connection: uvicorn's protocol over the parser of Node.js, llhttp, with limits on all that it reads.
+"""HTTP of one connection: uvicorn's protocol for the parser llhttp, with limits.
 
-The parser is in C and has no limits of its own. It gets a piece of the bytes at a time, in turn with other connections,
-and no body before the application reads it. A request that is refused before its body has come gets its answer at once;
+llhttp, the parser of Node.js, is in C and has no limits. It gets a piece of the bytes at a time, in turn with other
+connections, and no body before the application reads it. A request that is refused before its body has come gets its answer at once;
 the rest of its body is dropped without a parser, for as long as it comes fast, since most clients read no answer before
 they have sent their body.
 """
@@ -61,7 +61,7 @@ class _Refused(Exception):  # noqa: N818 - the client's error
 
 
 class _Gate:
-    """The transport that uvicorn gets: the connection decides when it is closed and what is read."""
+    """The transport that uvicorn gets; the connection decides about closing and reading."""
 
     def __init__(self, connection: LimitedConnection, transport: asyncio.Transport) -> None:
         self._connection, self._transport = connection, transport
@@ -113,7 +113,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, which are parsed in turn with those of other connections."""
+        """Take bytes, which are parsed in turn with other connections."""
         if self.is_over:
             self._dropped += len(data)
             self._socket.pause_reading()
@@ -270,7 +270,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         self.parse_later()
 
     def _check_head(self, version: str) -> None:
-        """Raise _Refused if the head asks for what HTTP/1.1 does not have, or may be read in two ways."""
+        """Raise _Refused if the head is not HTTP/1.1, or may be read in two ways."""
         if version not in ("1.0", "1.1"):
             raise _Refused(505, f"the request has HTTP/{version}; send HTTP/1.1")
         hosts = sum(name == b"host" for name, _ in self.headers)
@@ -311,7 +311,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
             raise _Refused(400, "the body has too many small chunks; send larger ones", "chunks")
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read a request that asks for another protocol as one that does not, as HTTP allows."""
+        """Read the request as if it did not ask for another protocol."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(error_response(405, "CONNECT: method not allowed"))
@@ -323,7 +323,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         self.parser = httptools.HttpRequestParser(self)
 
     def _refuse(self, response: Response) -> None:
-        """Answer a request that cannot be read, and close; requests before it get their answers."""
+        """Answer a request that cannot be read, after the requests before it, and close."""
         running = self._in_progress()
         if running is not None and (running is not self.cycle or not running.more_body):
             running.keep_alive = False
@@ -381,7 +381,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Send:
-    """Return a `send` for HTTP/1.0, which has no chunks: an answer without length ends with its connection."""
+    """Return a `send` for HTTP/1.0: an answer without length ends with its connection."""
     send, has_length = cycle.send, False
 
     async def send_without_chunks(message: Message) -> None:
@@ -406,7 +406,7 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
 
 @lru_cache(1024)
 def _network(address: str) -> str:
-    """Return the address of a client; of IPv6, the network of 64 bits, all of which a client may have."""
+    """Return the address of a client; of IPv6, its network of 64 bits."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

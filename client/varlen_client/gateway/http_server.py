@@ -48,7 +48,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(config)
 
     def run_alone(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run in a process that does nothing else; its collector leaves out what the imports have made."""
+        """Run in a process that does nothing else: no collection visits the imported modules."""
         gc.collect()
         gc.freeze()
         self.run(sockets)

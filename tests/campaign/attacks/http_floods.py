@@ -1,4 +1,4 @@
-"""Floods of the gateway's HTTP port by clients without a key, and the time that `/health` takes beside them."""
+"""Floods of the gateway by clients without a key, and the time of `/health` meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HealthTimes:
     """Seconds of the answers of `/health` beside a flood, in order of size.
 
     Attributes:
-        answers: of probes that got status 200.
+        answers: seconds of the probes that got status 200.
         failed: number of other probes.
     """
 
@@ -76,12 +76,12 @@ def refused_bodies(address: Address, until: float) -> None:
 
 
 def slow_bodies(address: Address, until: float) -> None:
-    """970 connections send a byte of their bodies each 5 s; those that are closed connect again."""
+    """970 connections send a byte of a body each 5 s, and connect again."""
     _many(_POST + b"Content-Length: 4000\r\n\r\n", address, until)
 
 
 def slow_heads(address: Address, until: float) -> None:
-    """970 connections send a byte of their heads each 5 s; those that are closed connect again."""
+    """970 connections send a byte of a head each 5 s, and connect again."""
     _many(_POST + b"x: ", address, until)
 
 
@@ -150,7 +150,7 @@ def _in_threads(
 
 
 def _repeat(data: bytes) -> Callable[[Address, Event], None]:
-    """Return a client that connects, sends these bytes and reads to the end, again and again."""
+    """Return a client that repeats: connect, send these bytes, read to the end."""
 
     def client(address: Address, over: Event) -> None:
         while not over.is_set():

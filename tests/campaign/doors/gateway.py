@@ -1,4 +1,4 @@
-"""Floods of the gateway's HTTP port by clients without a key: `/health` answers beside each of them."""
+"""Floods of the gateway by clients without a key: `/health` answers beside each."""
 
 import json
 import resource

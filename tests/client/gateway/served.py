@@ -32,7 +32,10 @@ def served(app, **settings):
 
 
 async def echo(scope, receive, send):
-    """Answer with the request; a stream of two parts on the path /stream, nothing of the body read on /unread."""
+    """Answer with the request.
+
+    The answer is a stream on the path /stream; on /unread the body is not read.
+    """
     body, more = b"", scope["path"] != "/unread"
     while more:
         message = await receive()
