@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from tests.checkpoints import save_checkpoint, write_file
+from tests.checkpoints import save_checkpoint, set_fields, write_file
 from tests.generation_refusals import generation_refusals
 from tests.refusals import Refusal
 from varlen.in_process.generator import Generator
@@ -49,9 +49,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A server with a model that streams and one that answers once."""
+def with_defaults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 that is greedy unless a request says otherwise, with a chat template that has a name."""
+    folder = tmp_path_factory.mktemp("defaults") / "gpt2"
+    save_checkpoint(folder, "GPT2LMHeadModel")
+    set_fields(folder, "generation_config.json", temperature=0.0, max_new_tokens=8)
+    templates = [{"name": "rag", "template": "{{ messages[0].content }}"}]
+    set_fields(folder, "tokenizer_config.json", chat_template=templates)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoint: Path, with_defaults: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalServer]:
+    """A server with a model that streams, one that answers once, and two with defaults of a checkpoint."""
     folder = tmp_path_factory.mktemp("generating")
+    add_model(folder, "greedy", with_defaults, task="generate")
+    add_model(folder, "sampled", with_defaults, task="generate", generation_config="none")
     add_model(folder, "writer", checkpoint, task="generate")
     once = "model_transaction_policy { decoupled: false }"
     add_model(folder, "once", checkpoint, text=once, task="generate")
@@ -243,6 +258,35 @@ def test_a_chat_template_gets_its_variables(client: Client, server: LocalServer)
     assert (status, answer["text_output"]) == (200, thinking.text)
     with pytest.raises(InvalidRequest, match="has 'think'; the chat template of this model reads"):
         client.generate(messages, chat_template_kwargs={"think": True})
+
+
+def test_sampling_options_are_those_of_the_checkpoint(server: LocalServer) -> None:
+    def answers(name: str, **options: Any) -> set[tuple[int, ...]]:
+        with Client(server.grpc_url, name) as client:
+            return {
+                client.generate(
+                    "hello", max_tokens=12, ignore_eos=True, seed=seed, **options
+                ).token_ids
+                for seed in range(4)
+            }
+
+    [greedy] = answers("greedy")
+    [expected] = answers("sampled", temperature=0)
+    # max_new_tokens limits all requests
+    assert (len(greedy), len(expected)) == (8, 12)
+    assert greedy == expected[:8]
+    assert len(answers("sampled")) == 4
+    assert len(answers("greedy", temperature=1)) == 4
+
+
+def test_a_request_chooses_one_of_the_templates_with_names(server: LocalServer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    with Client(server.grpc_url, "greedy") as client:
+        chosen = client.generate(messages, chat_template_kwargs={"chat_template": "rag"})
+
+        assert chosen.token_ids == client.generate("hello").token_ids
+        with pytest.raises(InvalidRequest, match="send chat_template with one of their names: rag"):
+            client.generate(messages)
 
 
 def test_the_generate_endpoint_takes_plain_json(server: LocalServer, in_process: Generator) -> None:
