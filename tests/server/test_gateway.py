@@ -17,7 +17,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import change_tensors, save_checkpoint
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port
 
@@ -95,6 +95,8 @@ def gateway(
 ) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("gateway")
     ranker = save_checkpoint(folder / "ranker", "BertForSequenceClassification", num_labels=1)
+    # a ranker that finds every document irrelevant, as many do
+    change_tensors(ranker, lambda tensors: tensors["classifier.bias"].fill_(-18.5))
     add_model(repository, "ranker", ranker, task="rerank")
     # its steps take milliseconds, so that a test can interrupt an answer
     writer = save_checkpoint(
@@ -150,6 +152,35 @@ def test_embeddings_are_those_of_the_server(gateway: RunningGateway) -> None:
 
     with Client(gateway.server.grpc_url, EMBEDDER) as client:
         np.testing.assert_allclose(vectors, client.embed(TEXTS), rtol=1e-4, atol=1e-5)
+
+
+def test_scores_far_below_zero_are_right_to_the_last_digit_on_every_route(
+    gateway: RunningGateway,
+) -> None:
+    with Client(gateway.server.grpc_url, "ranker") as client:
+        logits = np.float64(client.rerank("the cat", TEXTS))
+        kserve = client.rerank("the cat", TEXTS, activation="sigmoid")
+    pairs = [["the cat", text] for text in TEXTS]
+
+    scores = post(gateway, "/v1/score?model=ranker", text_1="the cat", text_2=TEXTS)["data"]
+    labels = post(gateway, "/predict?model=ranker", inputs=pairs)
+    ranks = {
+        path: post(gateway, f"{path}?model=ranker", query="the cat", documents=TEXTS)["results"]
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/infinity/rerank")
+    }
+
+    assert (logits < -15).all()
+    # two products of the same row may differ in their last digits
+    expected = 1 / (1 + np.exp(-logits))
+    np.testing.assert_allclose(kserve, expected, rtol=2e-5)
+    np.testing.assert_allclose([each["score"] for each in scores], expected, rtol=2e-5)
+    np.testing.assert_allclose([row[0]["score"] for row in labels], expected, rtol=2e-5)
+    for found in ranks.values():
+        order = np.argsort(-logits, kind="stable").tolist()
+        assert [each["index"] for each in found] == order
+        values = [each["relevance_score"] for each in found]
+        np.testing.assert_allclose(values, expected[order], rtol=2e-5)
+        assert len(set(values)) == len(set(logits))
 
 
 def test_ranks_by_the_scores_of_the_server(gateway: RunningGateway) -> None:
