@@ -48,8 +48,7 @@ stat_of() {
   parent=$2 started=${20}
 }
 stat_of "$server" && server_started=$started
-stat_of "$pid" || exit 0
-pid_started=$started
+stat_of "$pid" && pid_started=$started
 while stat_of "$pid" && [ "$started" = "$pid_started" ]; do
   [ "$parent" = "$server" ] || { kill -9 "$pid"; break; }
   sleep 1
