@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,7 +129,7 @@ def _with_template(checkpoint: Path, folder: Path) -> Path:
     """Return a new folder with the files of a checkpoint and a slow chat template."""
     folder.mkdir()
     for file in checkpoint.iterdir():
-        folder.joinpath(file.name).symlink_to(file.resolve())
+        shutil.copyfile(file, folder / file.name)
     config = folder / "tokenizer_config.json"
     content = json.loads(config.read_text()) | {"chat_template": _SLOW_TEMPLATE}
     config.unlink()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from varlen.config import Execution
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostStore, StoredCosts, cache_folder
+from varlen.costs.store import CostStore, StoredCosts, find_cache
 from varlen.scheduling.batch import StepBatch
 from varlen_tools.simulate.command import parse_numbers
 
@@ -63,7 +63,7 @@ def cost_models(
         ValueError: nothing has been measured for an execution.
     """
     if source is CostSource.measured:
-        stored = CostStore(cache_folder(cache)).entries()
+        stored = CostStore(find_cache(cache)).entries()
         latest = {execution: _latest(stored, execution) for execution in executions}
         return lambda execution: latest[execution].measurement.model(execution)
     formula = cpu_seconds if source is CostSource.cpu else gpu_seconds
