@@ -64,6 +64,22 @@ def test_normalize_divides_by_the_length(encoder, roundings):
     assert_close(normalized, expected, roundings=roundings)
 
 
+def test_blank_texts_have_the_vector_of_the_special_tokens(encoder, roundings):
+    [cls, sep] = encoder._service.intake.texts([""], truncate=False)[0].token_ids.tolist()
+
+    vectors = encoder.embed(["", " ", "\n", "\u3000", "\u00a0", "\0"])
+
+    assert_close(vectors, encoder.embed([[cls, sep]] * 6), roundings=roundings)
+
+
+def test_texts_are_cut_to_any_number_of_tokens(encoder, roundings):
+    long = ["the cat river " * 50]
+
+    cut = encoder.embed(long, truncate_prompt_tokens=4)
+
+    assert_close(cut, encoder.embed(["the cat"]), roundings=roundings)
+
+
 def test_any_batch_budget_gives_the_same(small_bert, encoder, rng, roundings):
     rows = random_rows(rng, 40)
     expected = encoder.embed(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -40,6 +41,14 @@ class EncoderSettings(ModelSettings, total=False):
     response_cache_bytes: int
     response_cache_seconds: int
     warmup_seconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Whether texts that are too long are cut, and to which length, if not to the longest."""
+
+    truncate: bool
+    max_tokens: int | None
 
 
 class Encoder(InProcess):
@@ -79,6 +88,7 @@ class Encoder(InProcess):
         *,
         normalize: bool | None = None,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
     ) -> Float32Array:
@@ -88,6 +98,7 @@ class Encoder(InProcess):
             inputs: texts or rows of token ids.
             normalize: divide each vector by its length; None takes the checkpoint's default.
             truncate: cut texts that are too long.
+            truncate_prompt_tokens: cut texts to this many tokens, special tokens included; no `truncate` is needed.
             prompt_name: name of the checkpoint's prompt to put before texts; None selects its default.
             dimensions: number of first dimensions to keep, normalized again; None keeps all.
 
@@ -99,7 +110,8 @@ class Encoder(InProcess):
         normalize = checkpoint.normalize if normalize is None else normalize
         form = VectorForm(dimensions, normalize)
         form.check(checkpoint.embedding_size)
-        vectors = self._run(("embed",), inputs, truncate, normalize, prompt_name)
+        cut = _Cut(truncate, truncate_prompt_tokens)
+        vectors = self._run(("embed",), inputs, cut, normalize, prompt_name)
         return form.of(np.stack(vectors))
 
     def token_embed(
@@ -108,32 +120,35 @@ class Encoder(InProcess):
         *,
         normalize: bool | None = None,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
     ) -> list[Float32Array]:
         """Return the vectors of each input, `[vectors, features]` fp32, one for each token that has one.
 
         Args:
-            inputs, normalize, truncate: see `embed`.
+            inputs, normalize, truncate, truncate_prompt_tokens: see `embed`.
             prompt_name: "query", "document", or another prompt of the checkpoint; None takes its default one.
 
         Raises:
             RequestError: see `embed`.
         """
         normalize = self._service.checkpoint.normalize if normalize is None else normalize
-        return self._run(("token_embed",), inputs, truncate, normalize, prompt_name)
+        cut = _Cut(truncate, truncate_prompt_tokens)
+        return self._run(("token_embed",), inputs, cut, normalize, prompt_name)
 
     def sparse_embed(
         self,
         inputs: Inputs,
         *,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
         max_active_dims: int | None = None,
     ) -> list[SparseVector]:
         """Return the sparse vector of each input: terms of the vocabulary and their weights.
 
         Args:
-            inputs, truncate, prompt_name: see `embed`.
+            inputs, truncate, truncate_prompt_tokens, prompt_name: see `embed`.
             max_active_dims: number of largest weights to keep in a vector; None takes the checkpoint's number,
                 or all.
 
@@ -144,18 +159,24 @@ class Encoder(InProcess):
         if max_active_dims is not None:
             check_count("max_active_dims", max_active_dims, checkpoint.vocab_size)
         most = max_active_dims or checkpoint.splade.max_active_dims
-        rows = self._run(("sparse_embed",), inputs, truncate, prompt_name=prompt_name)
+        cut = _Cut(truncate, truncate_prompt_tokens)
+        rows = self._run(("sparse_embed",), inputs, cut, prompt_name=prompt_name)
         return [sparse_vector(row, most) for row in rows]
 
     def fill_mask(
-        self, inputs: Inputs, *, top_k: int = DEFAULT_TOP_K, truncate: bool = False
+        self,
+        inputs: Inputs,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[list[list[FilledToken]]]:
         """Return the most likely tokens of each mask of each input, the most likely first.
 
         Args:
             inputs: texts or rows of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
             top_k: tokens of a mask, at most 100.
-            truncate: see `embed`.
+            truncate, truncate_prompt_tokens: see `embed`.
 
         Raises:
             RequestError: see `embed`.
@@ -170,32 +191,52 @@ class Encoder(InProcess):
                 ]
                 for mask in masks
             ]
-            for masks in self._run(("fill_mask",), inputs, truncate)
+            for masks in self._run(("fill_mask",), inputs, _Cut(truncate, truncate_prompt_tokens))
         ]
 
-    def classify(self, inputs: Inputs, *, truncate: bool = False) -> Float32Array:
+    def classify(
+        self,
+        inputs: Inputs,
+        *,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Float32Array:
         """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""
-        return np.stack(self._run(("classify", "rerank"), inputs, truncate))
+        return np.stack(
+            self._run(("classify", "rerank"), inputs, _Cut(truncate, truncate_prompt_tokens))
+        )
 
-    def hidden(self, inputs: Inputs, *, truncate: bool = False) -> list[Float32Array]:
+    def hidden(
+        self,
+        inputs: Inputs,
+        *,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[Float32Array]:
         """Return the last hidden state of each input, `[tokens, hidden]` fp32."""
-        return self._run(("hidden",), inputs, truncate)
+        return self._run(("hidden",), inputs, _Cut(truncate, truncate_prompt_tokens))
 
-    def token_classify(self, inputs: Inputs, *, truncate: bool = False) -> list[Float32Array]:
+    def token_classify(
+        self,
+        inputs: Inputs,
+        *,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[Float32Array]:
         """Return the logits of each token of each input, `[tokens, labels]` fp32."""
-        return self._run(("token_classify",), inputs, truncate)
+        return self._run(("token_classify",), inputs, _Cut(truncate, truncate_prompt_tokens))
 
     def _run(
         self,
         tasks: tuple[Task, ...],
         inputs: Inputs,
-        truncate: bool,
+        cut: _Cut,
         normalize: bool = False,
         prompt_name: str | None = None,
     ) -> list[Float32Array]:
         if self.task not in tasks:
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
-        prompts = self._prompts(inputs, truncate, prompt_name)
+        prompts = self._prompts(inputs, cut, prompt_name)
         # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))
@@ -207,14 +248,15 @@ class Encoder(InProcess):
             answers[index] = row if row.flags.writeable else row.copy()
         return answers
 
-    def _prompts(
-        self, inputs: Inputs, truncate: bool, prompt_name: str | None
-    ) -> tuple[Prompt, ...]:
+    def _prompts(self, inputs: Inputs, cut: _Cut, prompt_name: str | None) -> tuple[Prompt, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
         if len(inputs) and _is_text(inputs[0]):
             return self._service.intake.texts(
-                cast(Sequence[Text], inputs), truncate=truncate, prompt_name=prompt_name
+                cast(Sequence[Text], inputs),
+                truncate=cut.truncate or cut.max_tokens is not None,
+                max_tokens=cut.max_tokens,
+                prompt_name=prompt_name,
             )
         if prompt_name is not None:
             raise RequestError(
