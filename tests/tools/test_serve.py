@@ -58,7 +58,11 @@ def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, cache):
     # hidden files, such as git's, are not copied
     (encoder / ".git").mkdir()
     (encoder / ".git/index").touch()
+    # a killed fetch has left it
+    left = folder.parents[1] / ".fetch-left.locked"
+    left.mkdir()
     _, said = find([encoder, encoder], fetching())
+    assert not left.exists()
     assert said == [f"{encoder} is in {folder}; --force fetches it again"]
     assert (folder / "config.pbtxt").read_text().startswith("# mine")
 

@@ -47,6 +47,8 @@ from varlen_tools.scratch import scratch_folder
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
 # Chat templates with names.
 _TEMPLATES = f"{MORE_TEMPLATES}/*.jinja"
+# Name of the folder of an unfinished model.
+STAGING_PREFIX = ".fetch-"
 # States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
@@ -98,7 +100,7 @@ def fetch(
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     repository.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(".fetch-", staging_parent(repository)) as scratch:
+    with scratch_folder(STAGING_PREFIX, staging_parent(repository)) as scratch:
         staged = scratch.path / name
         version = staged / VERSION
         version.mkdir(parents=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
 from varlen_kernels.cache_files import CacheFolder
-from varlen_tools.fetch import FetchError, default_name, fetch
+from varlen_tools.fetch import STAGING_PREFIX, FetchError, default_name, fetch, staging_parent
 from varlen_tools.model_source import read_model_config
+from varlen_tools.scratch import remove_abandoned
 
 # Name of the file that says what a model was made of, and the version of its content and of what `fetch` copies.
 SOURCE_FILE, _FORMAT = "source.json", 1
@@ -122,6 +123,8 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
     made_of = _made_of(source, fetching.settings)
     cache = CacheFolder(folder.parent)
     cache.make()
+    # of killed fetches, also if nothing is fetched now
+    remove_abandoned(STAGING_PREFIX, staging_parent(folder.parent))
     with cache.lock("lock", _LOCK_SECONDS, report):
         is_same = stamp.is_file() and stamp.read_text(encoding="utf-8") == made_of
         if is_same and not fetching.force:
