@@ -1,8 +1,8 @@
 """HTTP of one connection: uvicorn's protocol for the parser llhttp, with limits.
 
 llhttp, the parser of Node.js, is in C and has no limits. It gets a piece of the bytes at a time, in turn with other
-connections, and no body before the application reads it. A request that is refused before its body has come gets its answer at once;
-the rest of its body is dropped without a parser, for as long as it comes fast, since most clients read no answer before
+connections, and no body before the application reads it. A request that is refused before its body gets its answer at
+once. The rest of its body is dropped without a parser while it comes fast, since most clients read no answer before
 they have sent their body.
 """
 
