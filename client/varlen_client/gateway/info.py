@@ -33,7 +33,8 @@ def add_info_route(app: FastAPI, gateway: Gateway) -> None:
                 "max_batch_tokens": _number(found, "max_batch_tokens"),
                 "max_batch_requests": _number(found, "max_batch_sequences"),
                 "max_client_batch_size": MAX_INPUTS,
-                "auto_truncate": gateway.settings.auto_truncate,
+                # of paths of TEI
+                "auto_truncate": True,
                 "version": version("varlen-client"),
             }
         )

@@ -27,15 +27,9 @@ def test_a_model_is_described_by_its_config(send, calls, model, kind):
         "max_batch_tokens": 4096,
         "max_batch_requests": None,
         "max_client_batch_size": 2048,
-        "auto_truncate": False,
+        "auto_truncate": True,
         "version": version("varlen-client"),
     }
-
-
-def test_truncation_is_as_the_gateway_was_started(send, make_app):
-    info = send("GET", "/info", app=make_app(model="embedder", auto_truncate=True)).json()
-
-    assert info["auto_truncate"] is True
 
 
 def test_a_model_that_labels_tokens_is_no_classifier_of_texts(send, make_app, calls, refusal):
