@@ -51,12 +51,13 @@ def test_a_row_of_zeros_stays_one_and_nan_stays_in_its_row():
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-13, 1e-6, 1.0, 1e15, 1e18, 1e30, 3e37])
-@pytest.mark.parametrize("op", ["normalize_rows", "pool"])
+@pytest.mark.parametrize("op", ["normalize_rows", "pool", "pool bf16"])
 def test_vectors_of_any_size_are_normalized_as_in_float64(op, size):
     x = rand(4, 384) * size
     normalize = torch.tensor([True, True, False, True])
 
-    if op == "pool":
+    if op.startswith("pool"):
+        x = x.bfloat16() if op.endswith("bf16") else x
         actual = reference.pool(x, bounds_of([1] * 4), normalize, mode="cls")
     else:
         actual = reference.normalize_rows(x, normalize)

@@ -11,8 +11,10 @@ from tests.checkpoints import write_file
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
+from varlen.models.checkpoint.config_fields import check_known, unread_fields, without
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.registry import family_of
 from varlen.request.request import RequestOptions
 
 from ..refusals import refused_checkpoint as refused
@@ -132,6 +134,14 @@ def check_equals_transformers(tmp_path, small_bert, rng, config):
             actual = runner.run(list(map(prompt_of, rows)), [RequestOptions()] * len(rows))
         expected = encoded(model, rows, task)
     assert_rows_close(actual, expected, roundings=encoder_roundings(written))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_served_file_may_have_fields_without_effect(name):
+    native = to_native(with_fields_without_effect(CONFIGS[name]["config"]))
+    rules = family_of(native).fields
+
+    check_known(without(native, unread_fields(native, rules)), rules)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {*SERVED}))

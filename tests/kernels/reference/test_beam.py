@@ -306,3 +306,14 @@ def test_rejects_invalid_arguments(beam_step, logits, scores, finished, message)
 def test_rejects_an_invalid_width_edits_or_out(beam_step, change, message):
     with pytest.raises(ValueError, match=message):
         beam_step(torch.zeros(1, 10), torch.zeros(1, 1), **change)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 1.0, 30.0, 1e3, 1e30])
+def test_log_probabilities_are_those_of_float64_over_the_whole_range(beam_step, spread):
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * spread
+
+    found = beam_step(logits.clone(), torch.zeros(4, 1), width=8)
+
+    tokens, scores = found.tokens.view(4, -1), found.scores.view(4, -1)
+    exact = logits.double().log_softmax(1).gather(1, tokens.long())
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=1e-6)
