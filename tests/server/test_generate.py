@@ -67,7 +67,7 @@ def server(
     folder = tmp_path_factory.mktemp("generating")
     add_model(folder, "greedy", with_defaults, task="generate")
     add_model(folder, "sampled", with_defaults, task="generate", generation_config="none")
-    add_model(folder, "writer", checkpoint, task="generate")
+    add_model(folder, "writer", checkpoint, task="generate", max_text_bytes="65536")
     once = "model_transaction_policy { decoupled: false }"
     add_model(folder, "once", checkpoint, text=once, task="generate")
     with LocalServer(folder) as running:
