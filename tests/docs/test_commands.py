@@ -50,7 +50,7 @@ OTHER_OPTIONS = {
         "--http-port",
         "--exit-on-error",
     ),
-    *("--http-max-input-size", "--allow-client-shm"),
+    *("--http-max-input-size", "--allow-client-shm", "--backend-config", "--model-control-mode"),
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
     *(
         "--model-id",
@@ -65,6 +65,7 @@ OTHER_OPTIONS = {
     *("--otlp-endpoint", "--prometheus-port", "--default-prompt", "--default-prompt-name"),
     # of perf_analyzer, genai-perf and aiperf
     *("--async", "--streaming", "--shape", "--input-data", "--string-data", "--request-parameter"),
+    "--shared-memory",
     *("--concurrency-range", "--request-count", "--concurrency", "--endpoint-type", "--tokenizer"),
     *("--batch-size-text", "--output-tokens-mean", "--synthetic-input-tokens-mean", "--ui"),
 }
