@@ -4,14 +4,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close
+from varlen_client import Client as VarlenClient
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, HttpClient, integers
@@ -21,7 +23,9 @@ from .serving import (
     is_running,
     load,
     metrics,
+    model_state,
     remove_shared_memory,
+    running_server,
     shared_memory,
     stub_of,
     stubs,
@@ -95,6 +99,31 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
     wait_until(lambda: not server.is_running, "the server has ended")
     _answered(sent, expected, roundings["slow"])
     wait_until(lambda: not stubs(server.pid), "no process of the server is left")
+
+
+def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path: Path) -> None:
+    """Server 2.51 keeps a stream that is cancelled before its end, and its model with it (decision 0074)."""
+    repository = tmp_path / "repository"
+    sizes = {"n_embd": 48, "n_inner": 96, "n_layer": 1}
+    add_model(repository, "writer", save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel", **sizes))
+    with running_server(repository) as server:
+        assert load(server, "writer") is None
+        regions = shared_memory(server.pid)
+
+        def leave(client: VarlenClient) -> None:
+            for part in client.stream([5, 6, 7], max_tokens=2, temperature=0, ignore_eos=True):
+                if part.finish_reason:
+                    return
+
+        with VarlenClient(server.grpc_url, "writer") as client, ThreadPoolExecutor(4) as pool:
+            list(pool.map(leave, [client] * 200))
+
+        unload(server, "writer")
+        wait_until(lambda: model_state(server, "writer") == "UNAVAILABLE", "it is unloaded", 60)
+        os.kill(server.pid, signal.SIGTERM)
+        wait_until(lambda: not server.is_running, "the server has ended")
+        assert server.stop() == 0
+        assert not any(region.exists() for region in regions)
 
 
 def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LocalServer
 from varlen_tools.shared_memory import remove_unused
 
+from .clients import AnswerError, HttpClient, integers
 from .local_gateway import local_gateway
 from .serving import (
     TIMEOUT_SECONDS,
@@ -214,6 +216,29 @@ def _is_running(server: LocalServer, model: str, sequences: int) -> bool:
     return metrics(server, model).get("varlen_running_sequences") == sequences
 
 
+def test_a_killed_process_ends_a_server_whose_operator_wants_it(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    add_model(tmp_path, ENCODER, checkpoints["slow"])
+    environment = {"VARLEN_STOP_WITH_MODEL": "1"}
+    arguments = ["--exit-timeout-secs=2"]
+    with LocalServer(tmp_path, arguments=arguments, environment=environment) as server:
+        server.wait_ready()
+        (region,) = shared_memory(server.pid)
+        with HttpClient(server) as client:
+            held = client.start(ENCODER, {"input_ids": integers(ROWS[:64])})
+            wait_until(partial(_is_working, server, ENCODER), "a request runs")
+
+            os.kill(stub_of(server, ENCODER), signal.SIGKILL)
+
+            # a raw client, which would wait until its own limit
+            with pytest.raises((OSError, HTTPException, AnswerError)):
+                held.result(timeout=TIMEOUT_SECONDS / 2)
+        wait_until(lambda: not server.is_running, "the server has ended")
+        assert f"varlen: the process of {ENCODER}_0 has ended" in server.log()
+        wait_until(lambda: not region.exists(), "its shared memory is removed")
+
+
 def test_shared_memory_of_a_killed_process_is_removed_after_the_end_of_its_server(
     tmp_path: Path, checkpoints: dict[str, Path]
 ) -> None:
@@ -230,9 +255,5 @@ def test_shared_memory_of_a_killed_process_is_removed_after_the_end_of_its_serve
         assert region.exists(), "the server still has it mapped"
         os.kill(server.pid, signal.SIGKILL)
 
-    def is_removed() -> bool:
-        # the start of another server may remove it too
-        remove_unused()
-        return not region.exists()
-
-    wait_until(is_removed, "the region is removed")
+    # its watchdog does it
+    wait_until(lambda: not region.exists(), "the region is removed")
