@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def with_defaults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 that is greedy unless a request says otherwise, with a chat template that has a name."""
+    """A GPT-2 with sampling options of its own, and a chat template with a name."""
     folder = tmp_path_factory.mktemp("defaults") / "gpt2"
     save_checkpoint(folder, "GPT2LMHeadModel")
     set_fields(folder, "generation_config.json", temperature=0.0, max_new_tokens=8)
@@ -63,7 +63,7 @@ def with_defaults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     checkpoint: Path, with_defaults: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalServer]:
-    """A server with a model that streams, one that answers once, and two with defaults of a checkpoint."""
+    """A server: models that stream, answer once, or have defaults of a checkpoint."""
     folder = tmp_path_factory.mktemp("generating")
     add_model(folder, "greedy", with_defaults, task="generate")
     add_model(folder, "sampled", with_defaults, task="generate", generation_config="none")

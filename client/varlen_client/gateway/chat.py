@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -30,6 +31,8 @@ from varlen_client.gateway.unserved_fields import CHATS, MESSAGES, PARTS
 from varlen_client.generation import GeneratedPart, Generation
 
 MAX_MESSAGES = 4096
+# Characters of arguments that are parsed as JSON: more would hold up other requests.
+MAX_ARGUMENT_CHARACTERS = 1 << 18
 
 # Field that says which of the tools are called, by the field of the tools; the second pair has the older names.
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
@@ -94,6 +97,15 @@ class Message(Object):
         may_be_empty = fields.get("role") in ("assistant", "tool", "function")
         return {"content": "", **fields} if may_be_empty else fields
 
+    def arguments(self) -> Iterator[str]:
+        """Yield the arguments of called functions that are texts."""
+        for function in (
+            *(each.get("function") for each in self.tool_calls or ()),
+            self.function_call,
+        ):
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                yield function["arguments"]
+
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read, which is vLLM's."""
         calls = [_call(each) for each in self.tool_calls or ()]
@@ -112,6 +124,21 @@ class Message(Object):
             "content": "".join(part.text for part in self.content),
             **{name: value for name, value in others.items() if value},
         }
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form that chat templates read.
+
+    Raises:
+        InvalidRequest: the arguments of called functions are too long.
+    """
+    size = sum(len(each) for message in messages for each in message.arguments())
+    if size > MAX_ARGUMENT_CHARACTERS:
+        raise InvalidRequest(
+            f"the arguments of tool_calls have {size} characters; allowed: up to {MAX_ARGUMENT_CHARACTERS} in all"
+            " messages, so leave old calls out"
+        )
+    return [message.for_template() for message in messages]
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +227,7 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(body: ChatBody) -> Response:
         """Answer the last message of a chat."""
         sampling = _sampling(body, gateway.settings)
-        messages = [message.for_template() for message in body.messages]
+        messages = for_template(body.messages)
         model = await gateway.models.get(body.model)
         timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
         if body.stream:

@@ -19,7 +19,7 @@ from varlen_client.gateway.bodies import (
     RowsOfIds,
     rows_of,
 )
-from varlen_client.gateway.chat import Messages, template_variables
+from varlen_client.gateway.chat import Messages, for_template, template_variables
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TOKENIZATION
@@ -78,7 +78,7 @@ class TokenizeBody(RequestBody):
         if wrong:
             raise InvalidRequest(f"{wrong[0]} is not for {name}; leave it out")
         if self.messages is not None:
-            return [[message.for_template() for message in self.messages]]
+            return [for_template(self.messages)]
         if self.prompt is not None:
             return [self.prompt]
         assert self.inputs is not None

@@ -6,7 +6,7 @@ from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat
 
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.chat import ChatBody
+from varlen_client.gateway.chat import MAX_ARGUMENT_CHARACTERS, ChatBody
 from varlen_client.gateway.completions import CompletionsBody
 from varlen_client.gateway.sampling import MAX_REQUEST_ID_CHARACTERS, StreamOptions
 from varlen_client.gateway.settings import GatewaySettings
@@ -207,6 +207,17 @@ REFUSED = [
     ((CHAT,), {"documents": [{"text": "a"}]}, "documents is not supported"),
     ((CHAT,), {"add_generation_prompt": False}, "add_generation_prompt is False: Input should"),
     ((CHAT,), {"messages": []}, "messages is []: List should have at least 1 item"),
+    (
+        (CHAT,),
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "[[],[],[],[],"}}]}
+            ]
+            * (MAX_ARGUMENT_CHARACTERS // 12 // 16)
+            + [{"role": "assistant", "function_call": {"arguments": "[" * MAX_ARGUMENT_CHARACTERS}}]
+        },
+        f"characters; allowed: up to {MAX_ARGUMENT_CHARACTERS} in all messages, so leave old calls out",
+    ),
     *(
         ((CHAT,), {"messages": [message]}, f"messages.0.{problem}")
         for message, problem in (
