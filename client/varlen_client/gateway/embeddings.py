@@ -87,26 +87,43 @@ class EmbeddingsBody(OpenAIBody, VectorFields):
         return options
 
 
+class InfinityEmbeddingsBody(EmbeddingsBody):
+    """A request to `/infinity/embeddings`."""
+
+    @property
+    def is_cut_by_default(self) -> bool:
+        """Whether texts are cut if nothing says it: Infinity cuts them."""
+        return True
+
+
 def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add the routes of OpenAI's embeddings."""
 
     @app.post("/v1/embeddings", tags=["OpenAI"])
-    @app.post("/infinity/embeddings", tags=["Infinity"])
     async def embeddings(body: EmbeddingsBody) -> Response:
         """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
-        name, vectors, tokens = await gateway.answer(
-            body.model, EMBED, rows_of(body.input, "input"), text_fields=body, **body.options()
-        )
-        encode = ENCODINGS[body.encoding_format]
-        answer: dict[str, Any] = {
-            "object": "list",
-            "data": Rows(
-                {"object": "embedding", "index": index, "embedding": encode(vector)}
-                for index, vector in enumerate(vectors)
-            ),
-            "model": name,
-        }
-        return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
+        return await _embed(gateway, body)
+
+    @app.post("/infinity/embeddings", tags=["Infinity"])
+    async def embed_as_infinity(body: InfinityEmbeddingsBody) -> Response:
+        """Embed texts as `/v1/embeddings` does; a text that is too long is cut by default."""
+        return await _embed(gateway, body)
+
+
+async def _embed(gateway: Gateway, body: EmbeddingsBody) -> Response:
+    name, vectors, tokens = await gateway.answer(
+        body.model, EMBED, rows_of(body.input, "input"), text_fields=body, **body.options()
+    )
+    encode = ENCODINGS[body.encoding_format]
+    answer: dict[str, Any] = {
+        "object": "list",
+        "data": Rows(
+            {"object": "embedding", "index": index, "embedding": encode(vector)}
+            for index, vector in enumerate(vectors)
+        ),
+        "model": name,
+    }
+    return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
 
 
 def _numbers(vector: Floats) -> list[float]:

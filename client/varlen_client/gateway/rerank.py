@@ -59,9 +59,14 @@ class RankDocumentsBody(RankBody):
 
 
 class RankIndicesBody(RankDocumentsBody):
-    """A request to `/v2/rerank` of Cohere or `/infinity/rerank`, whose answers have no documents by default."""
+    """A request to `/v2/rerank` of Cohere or `/infinity/rerank`: by default without documents, which are cut."""
 
     return_documents: bool = False
+
+    @property
+    def is_cut_by_default(self) -> bool:
+        """Whether texts are cut if nothing says it: Cohere and Infinity cut them."""
+        return True
 
 
 class RerankBody(RankBody):

@@ -81,7 +81,10 @@ def test_dimensions_are_the_servers_work(post, calls):
             {"input_type": "document", "normalize": True},
         ),
     ],
-    ids="truncate vllm tokens tokens-left side uncut none start end prompt salt nim infinity voyage uncut-voyage jina".split(),
+    ids=(
+        "truncate vllm tokens tokens-left side uncut none start end prompt salt nim infinity voyage"
+        " uncut-voyage jina"
+    ).split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):
     post("/v1/embeddings", model="embedder", input="ab", **options)
@@ -228,3 +231,17 @@ def test_numbers_that_json_does_not_have_are_null(post, monkeypatch):
     monkeypatch.setattr(fake_models, "vector_of", lambda row: vector)
 
     assert post("/embed", model="embedder", inputs="a") == [[None, None, None, 1.5]]
+
+
+@pytest.mark.parametrize(
+    "path, fields, is_cut",
+    [
+        ("/infinity/embeddings", {}, True),
+        ("/infinity/embeddings", {"truncate": False}, False),
+        ("/v1/embeddings", {}, False),
+    ],
+)
+def test_texts_are_cut_by_default_where_the_original_cuts_them(post, calls, path, fields, is_cut):
+    post(path, model="embedder", input="a", **fields)
+
+    assert ("truncate" in calls.received[0][3]) is is_cut

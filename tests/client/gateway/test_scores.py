@@ -186,7 +186,8 @@ def test_documents_are_ranked_as_by_cohere_and_jina(post, calls, path):
             for at in order
         ],
     }
-    assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
+    assert [call[:3] for call in calls.received] == [("ranker", "rerank", PAIRS)]
+    assert calls.received[0][3]["activation"] == "sigmoid"
 
 
 @pytest.mark.parametrize("top_n, ranks", [(1, 1), (3, 3), (9, 3), (0, 3)])
@@ -284,3 +285,21 @@ def test_cosines_are_those_of_float64(size):
 
 def test_the_cosine_with_a_vector_of_zeros_is_zero():
     assert not cosines(VECTORS, np.zeros_like(VECTORS)).any()
+
+
+@pytest.mark.parametrize(
+    "path, fields, is_cut",
+    [
+        ("/v2/rerank", {}, True),
+        ("/v2/rerank", {"truncate": False}, False),
+        ("/infinity/rerank", {}, True),
+        ("/v1/rerank", {}, False),
+        ("/v1/rerank", {"truncate": "END"}, True),
+    ],
+)
+def test_documents_are_cut_by_default_where_the_original_cuts_them(
+    post, calls, path, fields, is_cut
+):
+    post(path, model="ranker", query="a", documents=["b"], **fields)
+
+    assert ("truncate" in calls.received[0][3]) is is_cut
