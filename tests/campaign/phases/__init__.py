@@ -16,6 +16,7 @@ from .mixed import mixed
 from .reloads import reloads
 from .settings import wrong_settings
 from .shared_memory import shared_memory
+from .stream_ends import stream_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ PHASES: Mapping[str, Planned] = {
     "stubs": Planned(stubs, 6),
     "reloads": Planned(reloads, 8),
     "shared_memory": Planned(shared_memory, 5),
+    "stream_ends": Planned(stream_ends, 5),
     "damage": Planned(damaged, 8),
     "settings": Planned(wrong_settings, 6),
     "families": Planned(families, 40),
