@@ -71,7 +71,7 @@ class TaskFacts:
         return self.width == "labels"
 
 
-_TEXT = Tensor("text", "BYTES", ("rows", "1"), "UTF-8, not empty, without NUL")
+_TEXT = Tensor("text", "BYTES", ("rows", "1"), "UTF-8")
 _TEXT_PAIR = Tensor(
     "text_pair",
     "BYTES",

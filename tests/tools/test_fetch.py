@@ -264,6 +264,33 @@ def test_an_encoder_with_weights_of_4_bits_is_refused(encoder, repository):
         fetch(str(encoder), repository=repository, settings={"dtype": "int4"})
 
 
+def test_limits_follow_the_checkpoint(tmp_path, repository):
+    source = save_checkpoint(tmp_path / "long", max_position_embeddings=9000)
+    found = []
+
+    target = fetch(str(source), repository=repository, name="long", on_found=found.append)
+
+    written = parse_config(target / "config.pbtxt")["parameters"]
+    expected = {
+        "max_sequence_tokens": "9000",
+        "max_text_bytes": "288000",
+        "max_queued_tokens": "131072",
+        "max_batch_tokens": "4096",
+    }
+    assert {name: written[name]["stringValue"] for name in expected} == expected
+    assert found[0].notes == ()
+
+
+def test_says_where_a_limit_is_less_than_the_checkpoints(tmp_path, repository):
+    source, found = save_checkpoint(tmp_path / "long", max_position_embeddings=9000), []
+    settings = {"max_sequence_tokens": "4096"}
+
+    fetch(str(source), repository=repository, settings=settings, on_found=found.append)
+
+    [note] = found[0].notes
+    assert note.startswith("the checkpoint takes 9000 tokens, this model 4096 (max_sequence_tok")
+
+
 def test_the_committed_config_of_minilm_is_what_fetch_writes():
     written = render_config("minilm", Checkpoint.open(MINILM / "1"), EngineConfig())
 

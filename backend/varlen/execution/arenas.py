@@ -22,7 +22,7 @@ def batch_arena(
     workers: int,
     stages: Sequence[Program],
 ) -> Arena:
-    """Return an arena for the largest batch that the settings allow each worker, and for the longest sequence.
+    """Return an arena for the largest batch of a worker and for the longest sequence.
 
     Args:
         program: the program that uses it.

@@ -45,7 +45,12 @@ class EncoderSettings(ModelSettings, total=False):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Whether texts that are too long are cut, and to which length, if not to the longest."""
+    """How texts are cut.
+
+    Attributes:
+        truncate: whether texts that are too long are cut.
+        max_tokens: length to which texts are cut, also without `truncate`; None is the longest sequence.
+    """
 
     truncate: bool
     max_tokens: int | None

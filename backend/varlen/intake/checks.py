@@ -286,7 +286,7 @@ class Intake:
         max_tokens: int | None,
         side: TruncationSide | None,
     ) -> Prompt:
-        """Return the prompt of a pair; if it is cut to `max_tokens`, it keeps the template's end."""
+        """Return the prompt of a pair; cut to `max_tokens`, it keeps the template's end."""
         if isinstance(text, str):
             raise RequestError(f"row {row}: text_pair is missing; this model compares two texts")
         if max_tokens is not None and side == "left":

@@ -57,9 +57,9 @@ class InputLimits:
         )
 
     def decoded(self, row: int, name: str, data: bytes, cut: TruncationSide | None = None) -> str:
-        """Return a text of UTF-8, or of a text that is cut the part that is read, if it is longer than that.
+        """Return a text of UTF-8, or the part that is read of a longer one.
 
-        A part has more than `max_text_bytes`, by at most a character.
+        Only a text that is cut has parts. A part has more than `max_text_bytes`, by at most a character.
 
         Args:
             row: row of the request, for the error.
@@ -116,7 +116,7 @@ class InputLimits:
             )
 
     def refuse_part(self, row: int, max_tokens: int) -> NoReturn:
-        """Raise RequestError: the part that is read of a long text has too few tokens to tell which are kept."""
+        """Raise RequestError: the part of a text has too few tokens to cut it."""
         raise RequestError(
             f"row {row}: {self.max_text_bytes} bytes of text are read (max_text_bytes), which have too few tokens to"
             f" cut the text to {max_tokens}; send less white space, or shorter words"

@@ -4,8 +4,8 @@ The tokenizers library does the work and lets other threads run meanwhile; this 
 text that is much too long, only the part up to a safe boundary (`boundaries`) is tokenized, or the part from one on if
 its beginning is cut: the result equals the whole text's.
 
-A request's text may itself be a part, of a text that is too long to be read. Its last tokens may differ from those of
-the whole text, so a part counts only if it has `SPARE_TOKENS` more than are kept, or ends at a safe boundary.
+A request's text may itself be a part, of a text that is too long to be read. Its last tokens may differ from
+the whole text's, so a part counts only if it has `SPARE_TOKENS` more than are kept, or ends at a safe boundary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -161,7 +161,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         max_text_bytes: int | None = None,
     ) -> list[TextTokens | None]:
-        """Return the tokens of each text, of any length; None for a part that has too few.
+        """Return the tokens of each text; None for a part that has too few.
 
         Args:
             texts, truncate, side, special_tokens, max_tokens, max_text_bytes: see `encode`.
@@ -278,7 +278,7 @@ class Tokenizer:
     def _has_enough(
         self, text: Text, are_parts: tuple[bool, ...], special_tokens: bool, limit: int
     ) -> bool:
-        """Return whether a text or pair of which only a part is given has enough tokens to be cut."""
+        """Return whether the parts of a text or a pair have enough tokens."""
         (encoding,) = _encode(self._whole, [text], special_tokens)
         sequences = encoding.sequence_ids
         counts = [sequences.count(number) for number in range(len(are_parts))]
@@ -332,7 +332,7 @@ class Tokenizer:
 def _text_tokens(
     encoding: Encoding, start: int, cut: TruncationSide | None, limit: int
 ) -> TextTokens:
-    """Return the tokens of the part of a text that begins at this character, cut on this side, if on any."""
+    """Return the tokens of the part of a text that begins at this character."""
     ids, tokens, offsets = encoding.ids, encoding.tokens, encoding.offsets
     is_special = [bool(flag) for flag in encoding.special_tokens_mask]
     count = len(ids)
@@ -351,7 +351,9 @@ def _text_tokens(
 
 
 def _kept(encoding: Encoding, side: TruncationSide, limit: int) -> npt.NDArray[np.intp]:
-    """Return which tokens of a text or a pair are kept, `[tokens]`; special tokens that were added all are.
+    """Return the places of the tokens that are kept, `[tokens]`.
+
+    Special tokens that were added all are.
 
     The longer text of a pair is cut first. The library's own truncation also makes every combination of the parts of
     two texts that it cuts off, which takes gigabytes for two long ones.

@@ -112,7 +112,7 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
 
 
 def _texts(tensors: Tensors, intake: Intake, cut: TruncationSide | None) -> list[Text]:
-    """Return texts, or pairs; of a text that is cut on a side, only the part that is read."""
+    """Return texts or pairs; of a text that is cut, the part that is read."""
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         if name in tensors:
             raise RequestError(f"the request has both text and {name}; send one or the other")

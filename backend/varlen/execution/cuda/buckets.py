@@ -92,7 +92,10 @@ class Buckets:
         return Bucket(size, next(room for room in self._rooms(size) if room >= sequences))
 
     def largest_of_each_class(self) -> list[Bucket]:
-        """Return the largest bucket of each mean length, and the one of the longest sequence, the largest first."""
+        """Return the largest bucket of each mean length, the largest first.
+
+        The bucket of a sequence that is longer than a batch is one more.
+        """
         largest: dict[int, Bucket] = {}
         longest = self._tokens[-1]
         if longest > self._max_tokens:
