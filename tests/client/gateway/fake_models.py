@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from varlen_client.errors import ServerUnavailable
-from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.gateway.pooling import Classes
+from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.row_answers import LabelScore, Ranking, SparseVector
 from varlen_client.tasks import EMBED, RANK, RERANK
 from varlen_client.tokenizer_call import TokenizedText
