@@ -50,7 +50,7 @@ class Calls:
     is_down: bool = False
     asked_models: int = 0
     counts_tokens: bool = True
-    scores_of: Callable = staticmethod(lambda logits: logits)
+    scores_of: Callable = field(default=lambda logits: logits)
     """Makes scores of the logits of a ranker."""
     settings: dict = field(default_factory=dict)
     """Of each model's config."""
