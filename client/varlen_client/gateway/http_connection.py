@@ -98,7 +98,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         self._socket: asyncio.Transport = None  # type: ignore[assignment]
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
-        self._has_head = False
+        self._has_head = self._is_refused = False
         self._fields = self._message_bytes = self._dropped = 0
         self._waiting_for_head: asyncio.TimerHandle | None = None
         self._waiting_for_reader: asyncio.TimerHandle | None = None
@@ -176,13 +176,13 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         """Close the connection, whatever it waits for."""
         self._socket.abort()
 
-    def end(self, *, is_refused: bool = False) -> None:
+    def end(self) -> None:
         """Close the connection after what is written; the rest of an unread request is dropped."""
         if self.is_over:
             return
         self.is_over = True
         has_more = self._running is not None and self._running.more_body
-        has_rest = is_refused or has_more or bool(self._unparsed)
+        has_rest = self._is_refused or has_more or bool(self._unparsed)
         if not has_rest or not self._socket.can_write_eof():
             self._socket.close()
             return
@@ -231,6 +231,8 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         if self.parser.should_upgrade():
             # the parser stops here
             return
+        # it may have come while the request before it was answered
+        self._unset_keepalive_if_required()
         version = self.parser.get_http_version()
         self._check_head(version)
         if version == "1.0":
@@ -324,7 +326,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
 
     def _refuse(self, response: Response) -> None:
         """Answer a request that cannot be read, after the requests before it, and close."""
-        running = self._in_progress()
+        self._is_refused, running = True, self._in_progress()
         if running is not None and (running is not self.cycle or not running.more_body):
             running.keep_alive = False
             self.pipeline.clear()
@@ -338,7 +340,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
             self._socket.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
         if running is not None:
             _disconnect(running)
-        self.end(is_refused=True)
+        self.end()
 
     def _may_parse(self) -> bool:
         is_wanted = not self.flow.read_paused and not self.pipeline

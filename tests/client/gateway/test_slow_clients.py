@@ -330,6 +330,20 @@ def test_the_head_of_a_next_request_has_its_time_too():
     assert connection.transport.is_aborted
 
 
+def test_a_request_that_came_during_the_answer_before_it_is_not_idle():
+    clients = Clients()
+    connection = clients.busy()
+    clients.send(connection, HEAD + b"12345")
+
+    clients.answer(connection)
+    clients.timers.turn()
+    clients.timers.wait(1000.0)
+
+    assert connection.cycle.scope["path"] == "/embed"
+    assert not connection.cycle.response_complete
+    assert not connection.transport.is_closing()
+
+
 def test_a_client_that_takes_nothing_of_its_answer_is_closed():
     clients = Clients()
     connection = clients.busy()
