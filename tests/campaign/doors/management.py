@@ -49,7 +49,8 @@ def texts_in_shared_memory(campaign: Campaign, report: Report) -> None:
     with LocalServer(repository) as server:
         server.wait_ready(READY_SECONDS)
         with Client(server.grpc_url, ENCODER) as client:
-            client.embed([_SECRET])
+            # many rows: the memory of some is used again
+            client.embed([f"{_SECRET} {number}" for number in range(64)])
         [region] = shared_memory(server.pid)
         ours = region.stat().st_mode & 0o777
         found = as_user(NOBODY, partial(_holds_secret, region))
