@@ -119,7 +119,9 @@ class Object(BaseModel):
         if is_open or not isinstance(given, dict) or names.issuperset(given):
             return given
         ignored: set[str] | None = None if cls.is_strict else info.context
-        for name in given.keys() - names:
+        for name in given:
+            if name in names:
+                continue
             field = cls.unserved.get(name)
             if field is not None:
                 if not field.allows(given[name]):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 # Values that ask for nothing, whatever the field; 0 is no such value, since vLLM's `prompt_logprobs: 0` asks for some.
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_FALSE = ("false", "False")
+_TRUE, _FALSE = ("true", "True"), ("false", "False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Unserved:
         """Return whether a value asks for nothing."""
         if value is False or value in _FALSE:
             return True not in self.allowed
+        if value in _TRUE:
+            return True in self.allowed
         return value in _EMPTY or value in self.allowed
 
 

@@ -170,6 +170,23 @@ def test_integers_are_read_as_by_pydantic(post, given):
     assert len(answer["data"][0]["embedding"]) == 2
 
 
+@pytest.mark.parametrize(
+    "value, is_refused", [(True, False), ("true", False), (False, True), ("false", True)]
+)
+def test_a_field_that_is_true_by_default_may_be_true(send, value, is_refused):
+    body = BODIES["/v1/rerank"] | {"add_special_tokens": value}
+
+    assert send("POST", "/v1/rerank", body).status_code == (400 if is_refused else 200)
+
+
+def test_of_several_refused_fields_the_first_is_named(refusal):
+    fields = {"instruct": "a", "rank_fields": ["b"], "top_k": 1}
+    for names in (list(fields), list(fields)[::-1]):
+        body = {name: fields[name] for name in names}
+
+        assert refusal("/v1/rerank", **BODIES["/v1/rerank"], **body)[1]["param"] == names[0]
+
+
 @pytest.mark.parametrize("value", [None, False, "", [], {}, "false"])
 def test_empty_values_of_unserved_fields_ask_for_nothing(post, value):
     assert post("/v1/rerank", **BODIES["/v1/rerank"], instruction=value)
