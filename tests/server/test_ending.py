@@ -102,7 +102,7 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
 
 
 def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path: Path) -> None:
-    """Server 2.51 keeps a stream that is cancelled before its end, and its model with it (decision 0074)."""
+    """Server 2.51 keeps a stream that is cancelled before its end, and its model."""
     repository = tmp_path / "repository"
     sizes = {"n_embd": 48, "n_inner": 96, "n_layer": 1}
     add_model(repository, "writer", save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel", **sizes))

@@ -160,13 +160,13 @@ def start_exporter(
 
 
 def start_watchdog(name: str) -> subprocess.Popen[bytes]:
-    """Return a process that kills this one after the server has died, and removes what it leaves.
+    """Return a process that kills this one after the server has died.
 
     A process, not a thread: when the server is killed under load, this process's main thread waits
     for it forever and holds the GIL, so no Python thread runs again.
 
     Args:
-        name: what messages call this process.
+        name: the name of this process in messages.
     """
     arguments = (
         os.getppid(),

@@ -49,7 +49,7 @@ def hide_pool() -> None:
 
 
 def pool_file() -> Path | None:
-    """Return the file of this process's pool; None in processes that are not the python backend's."""
+    """Return the file of this process's pool; None in any other process."""
     return _pool_file(_arguments())
 
 

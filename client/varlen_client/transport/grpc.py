@@ -142,7 +142,7 @@ class GrpcTransport:
         ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Close the connection, which cancels its requests, once the streams that are ending have ended."""
+        """Close the connection once the streams that are ending have ended."""
         try:
             if self._ending:
                 await asyncio.wait(self._ending)
@@ -182,7 +182,7 @@ async def _read_to_end(call: Any) -> None:
         async for _ in call:
             pass
 
-    # the answer is complete: nobody waits for an error
+    # the answer is complete: an error changes nothing
     with suppress(TimeoutError, InferenceServerException, grpc.RpcError):
         await with_timeout(read(), _END_SECONDS)
 

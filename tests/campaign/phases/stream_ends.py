@@ -1,4 +1,4 @@
-"""Streams that their clients leave at the last part: the server lets go of all of them.
+"""Streams that clients leave at the last part: the server keeps none of them.
 
 Servers keep a gRPC stream that is cancelled between its last response and its end, and with it the model, which is
 then never unloaded (decision 0074). So our client must not cancel at that moment.
@@ -28,7 +28,7 @@ _UNLOAD_SECONDS = 10.0
 
 
 def stream_ends(campaign: Campaign, report: Report, seconds: float) -> None:
-    """Leave many streams at their last part, then unload the model or, at last, end the server."""
+    """Leave many streams at their last part, then unload the model."""
     with attacked_server(campaign, report, (DECODER,)) as target:
         until, number = time.monotonic() + seconds, 0
         while not number or time.monotonic() < until:
