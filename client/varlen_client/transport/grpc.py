@@ -136,7 +136,7 @@ class GrpcTransport:
                     call.cancel()
 
     def _read_to_end(self, call: Any) -> None:
-        """Read a stream whose last response has come in a task, so that nothing cancels it."""
+        """Read a stream to its end in a task, so that nothing cancels it."""
         ending = asyncio.ensure_future(_read_to_end(call))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
