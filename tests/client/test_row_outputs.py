@@ -17,10 +17,11 @@ from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, 
     ],
 )
 def test_embed_returns_the_form_that_it_asks_for(client, server, form, dtype, width):
-    vectors = client.embed(["a", "bc"], truncation_side="left", **form)
+    vectors = client.embed(["a", "bc"], truncation_side="left", truncate_prompt_tokens=5, **form)
 
     assert (vectors.dtype, vectors.shape) == (dtype, (2, width))
-    assert server.model.requests[0].parameters == {"truncation_side": "left", **form}
+    cut = {"truncation_side": "left", "truncate_prompt_tokens": 5}
+    assert server.model.requests[0].parameters == {**cut, **form}
     assert client.embed([], **form).shape == (0, width)
 
 

@@ -159,8 +159,8 @@ class InputLimits:
         most = self.max_arena_tokens
         if most is not None and tokens > most:
             raise RequestError(
-                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
-                f"{f'; truncate_prompt_tokens={most} cuts a text there' if self.can_truncate else ''}"
+                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes);"
+                f" truncate_prompt_tokens={most} cuts a text there"
             )
 
     def _check_text(self, row: int, text: str, truncate: bool) -> int:

@@ -68,8 +68,11 @@ class RowOptions(RequestOptions):
     truncate: Annotated[
         bool | None, typer.Option("--truncate", help="Truncate texts that are too long.")
     ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Truncate texts to this many tokens.")
+    ] = None
     truncation_side: Annotated[
-        TruncationSide | None, typer.Option(help="Which end --truncate cuts; default: right.")
+        TruncationSide | None, typer.Option(help="Which end is cut; default: the checkpoint's.")
     ] = None
 
 

@@ -6,7 +6,7 @@ takes every output of the answer for vectors.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import Field, StrictInt, StrictStr
@@ -32,8 +32,8 @@ class InputTensor(Fields):
     name: Literal["input_text", "text"]
     datatype: Literal["BYTES"]
     shape: ListOf[StrictInt]
-    data: StrictStr | ListOf[StrictStr] = Field(min_length=1)
-    """One text without a list is litellm's, whose shape is its length."""
+    data: StrictStr | Annotated[ListOf[StrictStr], Field(min_length=1)]
+    """One text without a list is litellm's, whose shape is its length; it may be empty."""
 
     def rows(self) -> list[str]:
         """Return one text per row.

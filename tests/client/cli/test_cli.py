@@ -56,11 +56,13 @@ def test_embed_as_json_prints_every_value(varlen, vectors_of):
 @pytest.mark.parametrize("command", ["embed", "similarity"])
 def test_sends_the_options_of_a_request(varlen, server, command):
     options = "--deadline-ms 60000 --priority 4 --truncate --truncation-side left".split()
+    options += ["--truncate-prompt-tokens", "7"]
     varlen(command, "a", "b", *options)
 
     (received,) = server.model.requests
     assert received.parameters["truncate"] is True
     assert received.parameters["truncation_side"] == "left"
+    assert received.parameters["truncate_prompt_tokens"] == 7
     # what is left of it when the request is sent
     assert 0 < received.parameters["deadline_ms"] <= 60_000
     assert received.parameters["request_priority"] == 4

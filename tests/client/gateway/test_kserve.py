@@ -35,6 +35,13 @@ def test_one_text_of_litellm_has_its_length_as_shape(post, calls):
     assert calls.received == [("embedder", "embed", ["abc"], options)]
 
 
+def test_blank_texts_are_rows(post, calls):
+    post(PATH, inputs=[tensor(["", " "], [2])])
+    post(PATH, inputs=[tensor("", [0])])
+
+    assert [rows for _, _, rows, _ in calls.received] == [["", " "], [""]]
+
+
 @pytest.mark.parametrize(
     "inputs, message",
     [
