@@ -266,6 +266,11 @@ def _parameters(model: Model) -> list[Refusal]:
     wrong = (
         ("truncate", flags, "true, false"),
         ("normalize", flags, "true, false"),
+        (
+            "truncate_prompt_tokens",
+            (0, -1, 1.5, "a", None, True),
+            "whole numbers from 1 to 2147483647",
+        ),
         ("truncation_side", ("Left", "", 1, None, ["left"], {"a": 1}), "right, left"),
         ("prompt_name", (3, None), "a string"),
         ("input_type", ("queries", "Query", 3, None), input_types),
@@ -309,8 +314,8 @@ def _parameters(model: Model) -> list[Refusal]:
 def _names() -> list[Refusal]:
     """Return names that no parameter of embeddings has."""
     names = (
-        "truncate, truncation_side, normalize, prompt_name, input_type, dimensions, output_dtype,"
-        " operation, add_special_tokens, skip_special_tokens, request_priority"
+        "truncate, truncate_prompt_tokens, truncation_side, normalize, prompt_name, input_type, dimensions,"
+        " output_dtype, operation, add_special_tokens, skip_special_tokens, request_priority"
     )
     misspelt = {
         "truncate": ("trunc", "Truncate", "truncated"),
