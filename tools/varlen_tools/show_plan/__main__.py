@@ -67,11 +67,12 @@ def _model_maps(folder: Path, batches: list[list[int]]) -> tuple[str, list[Map]]
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     runner.close()
-    longest, most = max(map(max, batches)), max(map(sum, batches))
-    if longest > runner.info.max_sequence_tokens:
-        raise ValueError(
-            f"{longest} tokens; this model takes at most {runner.info.max_sequence_tokens}"
-        )
+    longest = max(map(max, batches))
+    # a longer sequence may run by itself
+    most = max((sum(batch) for batch in batches if len(batch) > 1), default=0)
+    longest_allowed = min(runner.info.max_sequence_tokens, runner.info.max_arena_tokens)
+    if longest > longest_allowed:
+        raise ValueError(f"{longest} tokens; this model takes at most {longest_allowed}")
     if most > runner.info.max_batch_tokens:
         raise ValueError(
             f"{most} tokens together; a batch has at most {runner.info.max_batch_tokens}"
