@@ -337,6 +337,34 @@ def test_requests_with_a_deadline_keep_it_or_are_refused_at_once(workers):
     )
 
 
+@pytest.mark.parametrize("scatter", [0.0, 0.4])
+def test_refusals_at_twice_the_load_cost_no_throughput(scatter):
+    """Batches take a factor of exp(scatter) longer or shorter than expected."""
+    numbers, actual = random.Random(9), table()
+    arrivals = poisson_arrivals(3000, 2.0 * full(workers=2), MIX, seed=9)
+
+    def run(arrivals):
+        return simulate(
+            arrivals,
+            config("dp"),
+            table(),
+            actual=lambda shape: numbers.lognormvariate(0.0, scatter) * actual.seconds(shape),
+            workers=2,
+        )
+
+    everything = run(arrivals)
+    possible = sum(a.tokens for a in arrivals) / max(o.end for o in everything.outcomes)
+    limited = run(with_deadline(arrivals, 0.5))
+
+    in_time = [outcome for outcome in limited.answered if outcome.seconds <= 0.5]
+    tokens = sum(outcome.arrival.tokens for outcome in in_time)
+    assert tokens / max(outcome.end for outcome in in_time) >= 0.9 * possible
+    assert len(in_time) >= 0.99 * len(limited.answered)
+    # long requests are refused more often, and never all
+    longest = [outcome for outcome in in_time if outcome.arrival.tokens > 450]
+    assert len(longest) >= 0.1 * sum(arrival.tokens > 450 for arrival in arrivals)
+
+
 def test_a_deadline_is_kept_although_costs_are_known_badly():
     """The table says half of what batches take at first, and learns."""
     actual = table()
