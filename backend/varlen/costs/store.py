@@ -68,7 +68,6 @@ class CostStore:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else CacheFolder(folder)
-        self._warned: set[str] = set()
 
     def load(self, key: CostKey) -> StoredCosts | None:
         """Return the costs with this key, or None."""
@@ -100,7 +99,7 @@ class CostStore:
         try:
             names = [] if self._folder is None else self._folder.names()
         except OSError as error:
-            self._warn(f"the cost cache is not used: {error}")
+            _warn(f"the cost cache is not used: {error}")
             return []
         found = [
             self._read_file(name, _costs_of)
@@ -151,9 +150,9 @@ class CostStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn(f"the cost cache is not used: {error}")
+            _warn(f"the cost cache is not used: {error}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            self._warn(f"the cost cache {self._folder.path} has a damaged entry {name}: {error!r}")
+            _warn(f"the cost cache {self._folder.path} has a damaged entry {name}: {error!r}")
         return None
 
     def _write(self, kind: str, key: CostKey, entry: Mapping[str, object]) -> bool:
@@ -163,15 +162,9 @@ class CostStore:
         try:
             self._folder.write(_file_of(kind, key), content)
         except OSError as error:
-            self._warn(f"the cost cache is not used: {error}")
+            _warn(f"the cost cache is not used: {error}")
             return False
         return True
-
-    def _warn(self, line: str) -> None:
-        """Log a warning once."""
-        if line not in self._warned:
-            _log.warning("%s", line)
-            self._warned.add(line)
 
 
 def cache_folder(setting: str) -> Path:
@@ -195,14 +188,14 @@ def find_cache(setting: str) -> Path | None:
     try:
         return cache_folder(setting)
     except CacheError as error:
-        _warn_of(str(error))
+        _warn(f"nothing is stored, so each start measures again: {error}")
         return None
 
 
 @cache
-def _warn_of(reason: str) -> None:
-    """Log a warning once."""
-    _log.warning("nothing is stored, so each start measures again: %s", reason)
+def _warn(line: str) -> None:
+    """Log a warning once in a process, which has several stores."""
+    _log.warning("%s", line)
 
 
 def digest_of(key: CostKey) -> str:

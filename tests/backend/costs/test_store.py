@@ -52,6 +52,11 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.fixture(autouse=True)
+def _no_warning_yet():
+    cost_store._warn.cache_clear()
+
+
 @pytest.fixture
 def store(tmp_path):
     return CostStore(tmp_path / "cache" / "varlen")

@@ -16,6 +16,7 @@ import torch
 
 from tests.backend.fakes.engine_parts import Clock
 from varlen.config import EngineConfig
+from varlen.costs import store as cost_store
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.store import CostStore, cache_folder, find_cache
 from varlen.errors import EngineError
@@ -36,7 +37,6 @@ from varlen.service import costs as cost_warmup
 from varlen.service.costs import assumed_costs, costs_for, measured_costs
 
 VOCAB_SIZE = 50
-
 
 INFO = ModelInfo(
     task="embed",
@@ -80,6 +80,11 @@ class FakeExecutor:
     def run(self, prompts):
         self.ran.append(prompts)
         self.clock.now += 1e-3 + 1e-5 * sum(prompt.num_tokens for prompt in prompts)
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_yet():
+    cost_store._warn.cache_clear()
 
 
 @pytest.fixture
