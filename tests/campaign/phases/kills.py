@@ -112,8 +112,14 @@ def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
         )
         mix = (*_LOSING_MIX, *_AFTER_MIX)
         report.ledger.check_least({share.kind: share.least for share in mix})
-        # the workers of killed processes have ended too
-        most = replace(report.before, threads=report.before.threads + number * _THREADS_KEPT)
+        # the workers of killed processes have ended too; their watchdogs wait for the end of the server
+        before = report.before
+        watchdogs = before.processes["watchdog"] + number
+        most = replace(
+            before,
+            processes={**before.processes, "watchdog": watchdogs},
+            threads=before.threads + number * _THREADS_KEPT,
+        )
         report.after = settled(target.mark, most)
         for problem in most.growth(report.after):
             report.ledger.report(problem)
