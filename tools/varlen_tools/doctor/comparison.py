@@ -111,7 +111,8 @@ def compare_scores(
 ) -> Comparison:
     """Return the comparison of the scores of a classifier.
 
-    They may differ by what the difference of their logits explains. Differences are relative to each score, since small scores order documents too.
+    They may differ by what the difference of their logits explains. Differences are relative to each score, since small
+    scores order documents too.
 
     Args:
         original: library and version.
