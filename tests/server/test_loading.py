@@ -254,7 +254,7 @@ def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
             roundings=roundings["encoder"],
         )
         with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: "):
-            bare.infer("spare", texts(""))
+            bare.infer("spare", texts("word7 " * 600))
     unload(server, "spare")
     unload(bare_server, "spare")
     wait_until(lambda: model_state(bare_server, "spare") == "UNAVAILABLE", "it is unloaded")
