@@ -184,9 +184,9 @@ class EngineConfig:
     arena_bytes: int | str = parameter_field(
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
-        " a CPU have equal shares. An arena never exceeds what `max_batch_tokens` or the longest sequence requires. In a"
-        " smaller share batches are smaller, and a sequence that does not fit by itself is refused, not cut. A model that generates does not load"
-        " unless a step of `max_step_tokens` fits.",
+        " a CPU have equal shares. An arena never exceeds what `max_batch_tokens` or the longest sequence requires. In"
+        " a smaller share batches are smaller, and a sequence that does not fit by itself is refused, not cut. A model"
+        " that generates does not load unless a step of `max_step_tokens` fits.",
         when="Set it where memory is short, or where several models share a device or a container.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
@@ -202,8 +202,8 @@ class EngineConfig:
     )
     max_sequence_tokens: int | None = parameter_field(
         None,
-        "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or `max_queued_tokens` if that"
-        " is set to less.",
+        "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or `max_queued_tokens` if"
+        " that is set to less.",
         when="Lower it to bound the time of one sequence. Raise it if the checkpoint has more positions than the"
         " limit that its files name.",
         lowest=1,
@@ -217,7 +217,8 @@ class EngineConfig:
     max_queued_tokens: int | None = parameter_field(
         None,
         "Largest queue, in tokens; for a model that generates, only prompts count. Requests beyond it get UNAVAILABLE."
-        f" The default is {SHORTEST_QUEUE}, or the longest sequence if that is longer. A full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
+        f" The default is {SHORTEST_QUEUE}, or the longest sequence if that is longer. A full queue should run within"
+        " the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
         when="Lower it if a full queue takes longer than clients wait. Raise it for requests of many long rows:"
         " one with more tokens than this is refused.",
         lowest=1,

@@ -93,7 +93,7 @@ def unload(server: LocalServer, model: str) -> None:
 
 @contextmanager
 def running_server(repository: Path) -> Iterator[LocalServer]:
-    """Run a server that loads no model yet, and remove the shared memory that its killed processes leave."""
+    """Run a server that loads no model yet; remove what its killed processes leave."""
     with LocalServer(repository, arguments=["--exit-timeout-secs=2"], is_managed=True) as server:
         server.wait_ready()
         yield server

@@ -129,7 +129,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
             dict.fromkeys(
                 (
                     *checkpoint_notes(checkpoint, task, longest),
-            *model_limits.limit_notes(checkpoint, config, longest),
+                    *model_limits.limit_notes(checkpoint, config, longest),
                     *unserved_head_notes(text.unserved),
                 )
             )

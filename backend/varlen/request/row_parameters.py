@@ -143,8 +143,8 @@ class RowParameters:
     chat_template_kwargs: str | None = parameter_field(
         None,
         "variables of the chat template beside `messages`, such as `enable_thinking`; only with `messages`. A variable"
-        " that the template does not read is refused, or ignored if `ignore_unread` is true. `chat_template` is the name"
-        " of one of the checkpoint's templates; default: `default`",
+        " that the template does not read is refused, or ignored if `ignore_unread` is true. `chat_template` is the"
+        " name of one of the checkpoint's templates; default: `default`",
         allowed_text="a JSON object, or a text that holds one",
         tasks=("generate",),
     )

@@ -72,7 +72,7 @@ class TemplateServer:
         unread = [name for name in given if name not in read]
         if unread and not ignore:
             return UNREAD, json.dumps([unread[0], read])
-        # a request may set no other names, such as those of special tokens
+        # a request may set no other names, such as the names of special tokens
         allowed = {name: value for name, value in given.items() if name in read}
         return self._render(template, {**order, **allowed})
 

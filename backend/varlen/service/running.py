@@ -91,7 +91,7 @@ class RunningModel(ABC):
         }
 
     def log_notes(self, max_sequence_tokens: int, limits: Sequence[str]) -> None:
-        """Log what a user should know of the checkpoint, and of limits that are less than its own."""
+        """Log what a user should know of the checkpoint, and limits below its own."""
         notes = checkpoint_notes(self.checkpoint, self.task, max_sequence_tokens)
         for note in (*notes, *limits):
             _log.warning("%s", note)

@@ -100,7 +100,11 @@ def top_terms(
 def _top_logits(
     x: Tensor, weight: Tensor, bias: Tensor | None, count: int, scratch: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the largest logits of each row, their terms, the largest of all, and the sum of exp(logit - largest)."""
+    """Return the largest logits of each row, with what a sum of exponentials needs.
+
+    Returns:
+        The logits, their terms, the largest of all, and the sum of exp(logit - largest).
+    """
     best = x.new_empty(len(x), 0, dtype=torch.float32)
     terms = x.new_empty(len(x), 0, dtype=torch.int64)
     # not -inf, whose difference to itself is NaN

@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import chain
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_a_sequence_that_is_longer_than_a_batch_runs_by_itself(policy, trigger, 
 
     assert [2000] in found
     assert [513] in found
-    assert sorted(sum(found, [])) == sorted(lengths)
+    assert sorted(chain.from_iterable(found)) == sorted(lengths)
     assert all(len(batch) == 1 or sum(batch) <= 512 for batch in found)
 
 

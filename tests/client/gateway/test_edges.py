@@ -1,4 +1,4 @@
-"""The edge cases whose answers do not depend on weights, on a gateway over fake models."""
+"""The edge cases that need no weights, on a gateway over fake models."""
 
 import pytest
 

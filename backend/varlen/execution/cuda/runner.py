@@ -97,7 +97,7 @@ class CudaRunner:
             program: the recorded forward pass.
             kernels: module with the functions that ops name.
             arena: memory of the intermediates.
-            graphs: captures graphs; None captures those of CUDA.
+            graphs: captures graphs; None captures graphs of CUDA.
             max_batch_tokens: largest batch of several sequences; None is what the arena holds.
         """
         device, largest = arena.device, arena.largest

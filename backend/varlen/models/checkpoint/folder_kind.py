@@ -1,4 +1,4 @@
-"""Folders that look like a checkpoint and cannot be served: adapters of peft, static embeddings, and other forms."""
+"""Folders that look like a checkpoint and cannot be served, such as adapters of peft."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from varlen.models.checkpoint.weights import INDEX, SINGLE
 
 
 def check_is_transformer(folder: Path) -> None:
-    """Raise CheckpointError with the remedy if a folder holds another kind of model, or pointers instead of files.
+    """Raise CheckpointError with the remedy if a folder cannot be served.
 
-    Also if one of the files that it reads is no file of the folder.
+    It may hold another kind of model, pointers instead of files, or a link out of it.
     """
     check_no_pointers(folder)
     check_form(folder, names_in(folder))

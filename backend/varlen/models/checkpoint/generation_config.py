@@ -1,7 +1,7 @@
 """What generation_config.json says: end tokens, defaults of sampling, and what is refused.
 
-Defaults apply as in vLLM; see docs/decisions/0077-generation-as-elsewhere.md. A field that would change the answer and that no
-request option stands for is refused by name.
+Defaults apply as in vLLM; see docs/decisions/0077-generation-as-elsewhere.md. A field that would change the answer and
+that no request option stands for is refused by name.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _FILE = "generation_config.json"
 
 # Fields that are defaults of a request's options, and the limit of an answer, in vLLM.
 SAMPLING_FIELDS = tuple("temperature top_k top_p min_p repetition_penalty max_new_tokens".split())
-# Options that a request has; only those of vLLM are applied.
+# Options that a request has; only the fields of vLLM are applied.
 REQUEST_FIELDS = frozenset(
     "do_sample temperature top_k top_p min_p repetition_penalty max_length max_new_tokens min_length"
     " min_new_tokens num_return_sequences stop_strings max_time"
