@@ -15,7 +15,7 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
-from varlen.intake.tokenization import SPARE_TOKENS, Text, Tokenized, Tokenizer
+from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.parameter import refuse
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
@@ -295,8 +295,10 @@ class Intake:
         self.limits.check_text_bytes(row, len(query.encode()))
         rendered = template.render(query, document)
         (found,) = self.tokenizer.encode([rendered], truncate=False, special_tokens=False)
-        is_part = len(document.encode()) > self.limits.max_text_bytes
-        if max_tokens is not None and is_part and len(found.token_ids) <= max_tokens + SPARE_TOKENS:
+        # tokens of the beginning only are too many, whatever follows
+        is_part = found.is_complete and len(document.encode()) > self.limits.max_text_bytes
+        spare = len(found.token_ids) - self.tokenizer.spare_tokens
+        if max_tokens is not None and is_part and spare <= max_tokens:
             self.limits.refuse_part(row, max_tokens)
         if max_tokens is not None and len(found.token_ids) > max_tokens:
             ending = template.ending[-max_tokens:]

@@ -76,8 +76,8 @@ class InputLimits:
             self.check_text_bytes(row, len(data))
         elif cut == "left":
             begin = max(0, len(data) - size)
-            while begin and begin < len(data) and data[begin] & 0xC0 == 0x80:
-                # within a character
+            # up to three bytes within a character
+            while 0 < begin < len(data) - self.max_text_bytes and data[begin] & 0xC0 == 0x80:
                 begin += 1
         end = min(begin + size, len(data))
         decoder = getincrementaldecoder("utf-8")()

@@ -4,8 +4,11 @@ The tokenizers library does the work and lets other threads run meanwhile; this 
 text that is much too long, only the part up to a safe boundary (`boundaries`) is tokenized, or the part from one on if
 its beginning is cut: the result equals the whole text's.
 
-A request's text may itself be a part, of a text that is too long to be read. Its last tokens may differ from
-the whole text's, so a part counts only if it has `SPARE_TOKENS` more than are kept, or ends at a safe boundary.
+A request's text may itself be a part, of a text that is too long to be read. The tokens next to where reading ended
+may differ from the whole text's. In a run, such as of digits, all tokens may depend on that place. So a part counts
+only if it has `spare_tokens` more than are kept, and these are the same if a character less is read; or if it ends at a
+safe boundary. Of two parts it is not known which is longer: if an odd number of tokens is kept, the last of one text
+may be the last of the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +34,8 @@ Text: TypeAlias = str | tuple[str, str]
 _CHARACTERS_PER_TOKEN = 6
 # How much longer the next part is, if the last one has too few tokens.
 _GROWTH = 4
-# Tokens next to the end of a part that the rest of the text may change: more than WordPiece's longest word has.
-SPARE_TOKENS = 256
+# Tokens next to the end of a part that the rest of the text may change, at least: more than most words have.
+_SPARE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Tokenizer:
 
     Attributes:
         side: side on which texts are cut where a request names none.
+        spare_tokens: number of tokens next to the end of a part that the rest of the text may change.
     """
 
     def __init__(
@@ -103,6 +107,9 @@ class Tokenizer:
         self._max_tokens = max_sequence_tokens
         self._boundary = safe_boundary(self._whole)
         self._start = safe_start(self._whole)
+        # a longer word is one token of WordPiece, and a part of it is many
+        longest_word = getattr(self._whole.model, "max_input_chars_per_word", 0)
+        self.spare_tokens = max(_SPARE_TOKENS, longest_word + 1)
 
     @property
     def huggingface(self) -> HuggingFaceTokenizer:
@@ -140,8 +147,13 @@ class Tokenizer:
             encoding = self._encode_part(text, are_parts, cut, special_tokens, limit)
             if encoding is not None:
                 found.append(self._tokenized(text, encoding, cut, limit, is_complete=truncate))
-            elif any(are_parts) and not self._has_enough(text, are_parts, special_tokens, limit):
-                found.append(Tokenized(np.empty(0, np.int32), None, is_complete=False))
+            elif cut is not None and any(are_parts):
+                encoding = self._encode_read(text, are_parts, cut, special_tokens, limit)
+                found.append(
+                    Tokenized(np.empty(0, np.int32), None, is_complete=False)
+                    if encoding is None
+                    else self._tokenized(text, encoding, cut, limit, is_complete=True)
+                )
             else:
                 found.append(None)
         others = [text for text, each in zip(texts, found, strict=True) if each is None]
@@ -275,19 +287,40 @@ class Tokenizer:
                 return encoding
         return None
 
-    def _has_enough(
-        self, text: Text, are_parts: tuple[bool, ...], special_tokens: bool, limit: int
-    ) -> bool:
-        """Return whether the parts of a text or a pair have enough tokens."""
-        (encoding,) = _encode(self._whole, [text], special_tokens)
+    def _encode_read(
+        self,
+        text: Text,
+        are_parts: tuple[bool, ...],
+        cut: TruncationSide,
+        special_tokens: bool,
+        limit: int,
+        *,
+        with_offsets: bool = False,
+    ) -> Encoding | None:
+        """Return the encoding of what is read of a text or a pair.
+
+        It is None if the whole text may keep other tokens.
+
+        Args:
+            text: text or pair of texts.
+            are_parts: whether only a part of each is given.
+            cut: side on which it is cut.
+            special_tokens, limit: see `encode`.
+            with_offsets: whether it has offsets.
+        """
+        both = [text, _shortened(text, are_parts, cut)]
+        encoding, shorter = _encode(self._whole, both, special_tokens, with_offsets=with_offsets)
         sequences = encoding.sequence_ids
         counts = [sequences.count(number) for number in range(len(are_parts))]
         # of a pair, the number of tokens of a whole text decides how many of the other one are kept
         known = [count for count, is_part in zip(counts, are_parts, strict=True) if not is_part]
-        needed = max([limit, *known]) + SPARE_TOKENS
-        return all(
-            count >= needed for count, is_part in zip(counts, are_parts, strict=True) if is_part
+        needed = max([limit, *known]) + self.spare_tokens
+        if any(count < needed for count, is_part in zip(counts, are_parts, strict=True) if is_part):
+            return None
+        kept, still_kept = (
+            [each.ids[place] for place in _kept(each, cut, limit)] for each in (encoding, shorter)
         )
+        return encoding if kept == still_kept else None
 
     def _tokens_of(
         self,
@@ -302,10 +335,11 @@ class Tokenizer:
             (encoding,) = _encode(self._whole, [text[part]], special_tokens, with_offsets=True)
             if len(encoding.ids) >= limit:
                 return _text_tokens(encoding, part.start, cut, limit)
+        are_parts = _are_longer(text, max_text_bytes)
+        if cut is not None and any(are_parts):
+            read = self._encode_read(text, are_parts, cut, special_tokens, limit, with_offsets=True)
+            return None if read is None else _text_tokens(read, 0, cut, limit)
         (encoding,) = _encode(self._whole, [text], special_tokens, with_offsets=True)
-        is_part = any(_are_longer(text, max_text_bytes))
-        if is_part and len(encoding.ids) < limit + SPARE_TOKENS:
-            return None
         return _text_tokens(encoding, 0, cut, limit)
 
     def _parts(self, text: str, limit: int, side: TruncationSide) -> Iterator[slice]:
@@ -360,7 +394,7 @@ def _kept(encoding: Encoding, side: TruncationSide, limit: int) -> npt.NDArray[n
 
     Source: LongestFirst in tokenizers/src/utils/truncation.rs of huggingface/tokenizers.
     """
-    texts = np.array([-1 if each is None else each for each in encoding.sequence_ids])
+    texts = np.array([-1 if each is None else each for each in encoding.sequence_ids], np.intp)
     places = [np.flatnonzero(texts == number) for number in range(texts.max(initial=-1) + 1)]
     room = max(0, limit - int((texts == -1).sum()))
     counts = [len(each) for each in places]
@@ -400,6 +434,17 @@ def _are_longer(text: Text, max_bytes: int | None) -> tuple[bool, ...]:
         return (False,) * len(parts)
     # a character has up to 4
     return tuple(4 * len(part) > max_bytes and len(part.encode()) > max_bytes for part in parts)
+
+
+def _shortened(text: Text, are_parts: tuple[bool, ...], cut: TruncationSide) -> Text:
+    """Return a text or a pair whose parts have a character less, where reading ended."""
+    kept = slice(0, -1) if cut == "right" else slice(1, None)
+    if isinstance(text, str):
+        return text[kept]
+    first, second = (
+        each[kept] if is_part else each for each, is_part in zip(text, are_parts, strict=True)
+    )
+    return first, second
 
 
 def _add_prefixes(tokenizer: HuggingFaceTokenizer, prefixes: Sequence[str]) -> None:

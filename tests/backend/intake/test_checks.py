@@ -55,6 +55,22 @@ def test_rows_of_texts_keep_their_order(intake):
     assert [s.token_ids.tolist() for s in sequences] == [[2, 6, 3], [2, 5, 3], [2, 5, 7, 3]]
 
 
+class PlainPairs:
+    ending = np.array([7], dtype=np.int32)
+
+    def render(self, query, document):
+        return f"{query} {document} river"
+
+
+def test_a_long_document_is_cut_before_the_end_of_a_pair_template(tokenizer):
+    intake = Intake(tokenizer, LIMITS, pair_template=PlainPairs())
+
+    # as few tokens as this text's could change, if they were its last ones
+    [sequence] = intake.texts([("the", "cat " * 1000)], truncate=True)
+
+    assert sequence.token_ids.tolist() == [5] + [6] * 10 + [7]
+
+
 def test_texts_and_pairs_may_come_together(intake):
     sequences = intake.texts(["cat", ("the", "cat")], truncate=False)
 
@@ -295,3 +311,8 @@ def test_refuses_rows_that_are_not_one_sequence(intake):
         intake.token_ids([np.array([[2, 5], [5, 3]], dtype=np.int64)])
     with refused("row 0"):
         intake.token_ids([np.array(5, dtype=np.int64)])
+
+
+def test_the_read_end_of_a_text_is_utf_8_too():
+    with pytest.raises(RequestError, match="row 0: text is not UTF-8 at byte 60; send UTF-8"):
+        LIMITS.decoded(0, "text", b"\x80" * 100, "left")

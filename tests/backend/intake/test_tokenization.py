@@ -313,6 +313,34 @@ def test_a_part_gives_the_tokens_of_the_whole_text_or_none(
         library[side].enable_truncation(MAX_TOKENS, direction=side)
 
 
+def test_a_run_that_is_counted_from_its_beginning_has_no_part_without_it(tmp_path):
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "aa": 1}, merges=[("a", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ours, library = save(tokenizer, tmp_path)
+    text = "a" * 4001
+    part = input_limits(max_text_bytes=2400).decoded(0, "text", text.encode(), "left")
+
+    [left] = ours.encode([part], truncate=True, side="left", max_text_bytes=2400)
+    [right] = ours.encode([part], truncate=True, side="right", max_text_bytes=2400)
+
+    assert library["left"].encode(text).ids[-1] == 0
+    assert not left.is_complete
+    assert right.token_ids.tolist() == library["right"].encode(text).ids
+
+
+def test_a_word_that_is_too_long_has_no_part_with_tokens(tmp_path):
+    tokenizer = word_pieces()
+    tokenizer.model.max_input_chars_per_word = 1000
+    ours, library = save(tokenizer, tmp_path)
+    text = "cat" * 400
+    part = input_limits(max_text_bytes=900).decoded(0, "text", text.encode(), "right")
+
+    [found] = ours.encode([part], truncate=True, side="right", max_text_bytes=900)
+
+    assert not found.is_complete
+    assert len(library["right"].encode(text).ids) == 3
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("word", ["the cat ", "!", "catfish, "])
 def test_usual_texts_need_no_more_than_a_part(pair_of_tokenizers, word, side):

@@ -255,4 +255,10 @@ class WorkerProcess:
 
 def _limits(info: ModelInfo) -> tuple[object, ...]:
     """Return the facts that the engine relies on."""
-    return info.dtype, info.max_sequence_tokens, info.max_batch_tokens, info.workers
+    return (
+        info.dtype,
+        info.max_sequence_tokens,
+        info.max_batch_tokens,
+        info.max_arena_tokens,
+        info.workers,
+    )

@@ -334,11 +334,13 @@ def test_a_model_loaded_again_may_differ_in_measured_choices_and_not_in_limits(h
     host._load_again()
 
     ended = []
-    monkeypatch.setattr(host, "_load", lambda: replace(host.info, max_batch_tokens=1))
     monkeypatch.setattr(host, "_end", lambda: ended.append(1))
-    with pytest.raises(EngineError, match="the cores or the memory have changed"):
-        host._load_again()
-    assert ended
+    for limit in ("max_batch_tokens", "max_arena_tokens"):
+        less = replace(host.info, **{limit: 1})
+        monkeypatch.setattr(host, "_load", lambda less=less: less)
+        with pytest.raises(EngineError, match="the cores or the memory have changed"):
+            host._load_again()
+    assert len(ended) == 2
 
 
 def test_signals_to_all_processes_of_a_server_end_no_worker(worker, host, restarts):
