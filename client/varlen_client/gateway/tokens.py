@@ -151,8 +151,9 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/decode", tags=["Text Embeddings Inference"])
     async def decode(body: DecodeBody) -> Response:
         """Return the text of each list of token ids."""
-        is_batch = bool(body.ids) and isinstance(body.ids[0], list)
-        rows: list[list[int]] = body.ids if is_batch else [body.ids]  # type: ignore[assignment,list-item]
+        is_one = not body.ids or isinstance(body.ids[0], int)
+        # too many rows are not checked before here
+        rows: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[assignment,list-item]
         if len(rows) > MAX_INPUTS:
             raise InvalidRequest(f"ids has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
         return json_response(

@@ -136,6 +136,7 @@ def test_texts_of_tokens(post, calls):
         ("/detokenize", {"tokens": ["a"]}, "tokens.0 is 'a': "),
         ("/decode", {"ids": [[1.5]]}, "ids is [[1.5]]: "),
         ("/decode", {"ids": [[1]] * 2049}, "ids has 2049 rows; allowed: 1 to 2048"),
+        ("/decode", {"ids": ["a"] * 2049}, "ids has 2049 rows; allowed: 1 to 2048"),
     ],
 )
 def test_refuses_other_bodies(refusal, calls, path, body, message):
