@@ -34,8 +34,8 @@ _STDERR = 2
 
 # Watches process $2 and its parent, the server $1, by their states and start times, fields 3 and 22 of their stat: an
 # id may belong to another process later. Kills the process once the server is not its parent. If the process ends
-# first, the server answers nothing of what it held, and says that it is ready: this says so, and stops the server if $5
-# is not empty. Removes the pool $4 of the process $3 after both.
+# first, the server answers nothing of what it held, and says that it is ready: this says so, and stops the server
+# unless $5 is empty or 0. Removes the pool $4 of the process $3 after both.
 _WATCHDOG = r"""
 server=$1 pid=$2 name=$3 pool=$4 stops=$5
 stat_of() {
@@ -56,13 +56,13 @@ done
 [ -n "$pool" ] || exit 0
 if stat_of "$server" && [ "$started" = "$server_started" ]; then
   echo "varlen: the process of $name has ended: the server never answers the requests that it held" >&2
-  [ -z "$stops" ] || kill "$server"
+  case $stops in "" | 0) ;; *) kill "$server" ;; esac
 fi
 while stat_of "$server" && [ "$started" = "$server_started" ]; do sleep 1; done
 rm -f "$pool"
 """
 
-# If set, a model process that ends stops the server.
+# If set, and not 0, a model process that ends stops the server.
 _STOP_VARIABLE = "VARLEN_STOP_WITH_MODEL"
 
 

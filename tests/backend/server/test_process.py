@@ -234,6 +234,20 @@ def test_a_model_process_that_ends_stops_the_server_if_its_operator_says_so(
     assert parent.wait(timeout=30) == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_server_stays_if_its_operator_has_switched_that_off(
+    watch, parent_and_child, region, value
+):
+    parent, child = parent_and_child
+    watchdog = watch(parent.pid, child, "minilm_0", region, value)
+
+    os.kill(child, signal.SIGKILL)
+
+    assert watchdog.stderr.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        parent.wait(timeout=1)
+
+
 # Start of the scripts that run in a new process.
 PRELUDE = """
 import ctypes, resource, sys, time
