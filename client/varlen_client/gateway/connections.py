@@ -37,7 +37,7 @@ _BODY_START = 4 << 10
 _CLOSED_PART = 16
 
 # What a connection does: `closing` has its answer, and drops the rest of its body; `stuck` has a client that reads no
-# answer; `running` waits for an answer.
+# answer, or is closed once it has; `running` waits for an answer.
 State: TypeAlias = Literal["closing", "idle", "body", "running", "stuck"]
 
 

@@ -32,7 +32,7 @@ from varlen_client.gateway.errors import error_response
 
 # Longest time from a connection, or the first byte of a next head, to the end of the head.
 HEAD_SECONDS = 10.0
-# Longest time in which a client takes no byte of an answer that waits for it.
+# Longest time in which a client takes no byte of an answer that waits for it, or not all of the end of its last one.
 READ_SECONDS = 60.0
 # Most bytes and fields of a head.
 MAX_HEAD_BYTES = 64 << 10
@@ -103,6 +103,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         self._waiting_for_head: asyncio.TimerHandle | None = None
         self._waiting_for_reader: asyncio.TimerHandle | None = None
         self._dropping: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for a head."""
@@ -163,8 +164,9 @@ class LimitedConnection(HttpToolsProtocol, Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all waits, and tell the request in progress."""
         self._all.remove(self)
-        for timer in ("_waiting_for_head", "_waiting_for_reader", "_dropping"):
+        for timer in ("_waiting_for_head", "_waiting_for_reader", "_dropping", "_closing"):
             self._stop(timer)
+        self._unset_keepalive_if_required()
         self.is_over = True
         self._unparsed.clear()
         if (running := self._in_progress()) is not None:
@@ -184,7 +186,8 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         has_more = self._running is not None and self._running.more_body
         has_rest = self._is_refused or has_more or bool(self._unparsed)
         if not has_rest or not self._socket.can_write_eof():
-            self._socket.close()
+            self._all.put(self, "stuck")
+            self._close()
             return
         self._unparsed.clear()
         self._all.put(self, "closing")
@@ -368,9 +371,14 @@ class LimitedConnection(HttpToolsProtocol, Connection):
             if is_fast and self.loop.time() < end:
                 self._dropping = self.loop.call_later(DROP_STEP_SECONDS, check)
             else:
-                self._socket.close()
+                self._close()
 
         self._dropping = self.loop.call_later(DROP_STEP_SECONDS, check)
+
+    def _close(self) -> None:
+        """Close the connection once its client has taken the answer, which has a longest time."""
+        self._socket.close()
+        self._closing = self.loop.call_later(READ_SECONDS, self._socket.abort)
 
     def _wait_for_head(self) -> None:
         self._waiting_for_head = self.loop.call_later(HEAD_SECONDS, self._socket.abort)

@@ -359,6 +359,34 @@ def test_a_client_that_takes_nothing_of_its_answer_is_closed():
     assert connection.transport.is_aborted
 
 
+@pytest.mark.parametrize("head", [b"Connection: close\r\n", b"Content-Length: 5\r\n"])
+def test_a_client_that_does_not_take_its_last_answer_is_closed(head):
+    clients = Clients()
+    connection = clients.connect()
+    clients.send(connection, b"POST /embed HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
+    # of the second one, the rest of the body is dropped first
+    connection.end()
+    clients.timers.wait(DROP_STEP_SECONDS)
+    assert connection.transport.is_closed
+    assert not connection.transport.is_aborted
+
+    clients.timers.wait(READ_SECONDS)
+
+    assert connection.transport.is_aborted
+
+
+def test_a_client_that_does_not_take_its_last_answer_makes_room():
+    clients = Clients(max_connections=1)
+    connection = clients.connect()
+    clients.send(connection, b"GET /embed HTTP/1.1\r\nHost: a\r\n\r\n")
+    connection.end()
+
+    other = clients.connect()
+
+    assert connection.transport.is_aborted
+    assert not other.is_extra
+
+
 @pytest.mark.parametrize(
     "bytes_each_step, seconds",
     [(0, DROP_STEP_SECONDS), (1000, DROP_STEP_SECONDS), (1 << 20, DROP_SECONDS)],
@@ -562,3 +590,14 @@ def test_a_connection_that_is_lost_has_no_timers():
     clients.timers.wait(10 * READ_SECONDS)
 
     assert not connection.transport.is_aborted
+
+
+def test_an_idle_connection_that_is_lost_has_no_timers():
+    clients = Clients()
+    connection = clients.busy()
+    clients.answer(connection)
+    connection.connection_lost(OSError())
+
+    clients.timers.wait(10 * READ_SECONDS)
+
+    assert not connection.transport.is_closed
