@@ -363,7 +363,7 @@ def folder_lock(
 
     Raises:
         LockedError: another process holds it all the time.
-        OSError: the folder cannot be read.
+        OSError: the folder cannot be read, or its file system has no locks.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -386,6 +386,7 @@ def held(
 
     Raises:
         LockedError: another process holds it all the time.
+        CacheError: its file system has no locks.
     """
     began = time.monotonic()
     while True:
@@ -394,6 +395,9 @@ def held(
             break
         except BlockingIOError:
             waited = time.monotonic() - began
+        except OSError as error:
+            # a file system without locks
+            raise CacheError(f"{name} cannot be locked: {error.strerror}") from None
         if waited > seconds:
             raise LockedError(
                 f"{name} is locked by {holder(descriptor)} for more than {seconds:g} s"

@@ -1,5 +1,6 @@
 """Files of caches: no other user can change, replace or hold what is used."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -312,6 +313,16 @@ def test_a_folder_that_is_no_cache_can_be_locked(tmp_path):
             pass
     assert holder_pid(descriptor) is None
     os.close(descriptor)
+
+
+def test_a_file_system_without_locks_is_no_cache(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(CacheError, match="/lock cannot be locked: No locks available"):
+        with CacheFolder(tmp_path / "varlen").lock("lock", 0):
+            pass
 
 
 @needs_root

@@ -11,7 +11,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -234,16 +234,18 @@ def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) ->
 @contextmanager
 def _download_folder(identity: str, scratch: Path) -> Iterator[Path]:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    try:
-        cache = CacheFolder(cache_folder("auto") / "downloads")
-        cache.make()
-    except CacheError as error:
-        typer.echo(f"an interrupted download begins again: {error}", err=True)
-        yield scratch / "download"
-        return
     report = partial(typer.echo, err=True)
-    with _refusing(LockedError), cache.lock(f"{digest}.lock", _LOCK_SECONDS, report):
-        yield cache.path / digest
+    with ExitStack() as stack:
+        try:
+            cache = CacheFolder(cache_folder("auto") / "downloads")
+            stack.enter_context(cache.lock(f"{digest}.lock", _LOCK_SECONDS, report))
+            folder = cache.path / digest
+        except LockedError as error:
+            raise FetchError(str(error)) from None
+        except CacheError as error:
+            report(f"an interrupted download begins again: {error}")
+            folder = scratch / "download"
+        yield folder
 
 
 @contextmanager
