@@ -68,19 +68,23 @@ class Calls:
 
 def vector_of(row):
     """Return the vector of a text or of token ids, of length 1."""
-    seed = sum(row.encode()) if isinstance(row, str) else sum(row)
+    seed = abs(sum(row.encode() if isinstance(row, str) else row))
     vector = np.random.default_rng(seed).normal(size=4)
     return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
 def tokens_of(row):
-    """Return the vectors of a text's tokens, which are its characters."""
-    return np.stack([vector_of(each) for each in row])
+    """Return the vectors of tokens: the characters of a text, or its ids."""
+    tokens = [[each] if isinstance(each, int) else each for each in row]
+    return (
+        np.stack([vector_of(each) for each in tokens]) if tokens else np.empty((0, 4), np.float32)
+    )
 
 
 def score_of(texts):
-    """Return the score of a text or a pair."""
-    return float(vector_of("".join(texts))[0])
+    """Return the score of a text, a pair or token ids."""
+    is_ids = all(isinstance(each, int) for each in texts)
+    return float(vector_of(texts if is_ids else "".join(texts))[0])
 
 
 ANSWERS = {

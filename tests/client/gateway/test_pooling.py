@@ -45,6 +45,13 @@ def test_classify_passes_options_on(post, calls, fields, options):
     assert calls.received[-1][3].items() >= options.items()
 
 
+def test_classify_takes_token_ids(post, calls):
+    answer = post("/classify", model="classifier", input=IDS)
+
+    assert [each["probs"][0] for each in answer["data"]] == pytest.approx(list(map(score_of, IDS)))
+    assert calls.received[-1][2] == IDS
+
+
 @pytest.mark.parametrize(
     "model, task, method, arrays",
     [
