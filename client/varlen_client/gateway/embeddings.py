@@ -131,9 +131,10 @@ def _numbers(vector: Floats) -> list[float]:
     return numbers
 
 
-def _base64(vector: Floats) -> str:
+def encode_base64(vector: Floats) -> str:
+    """Return numbers in the form `base64` of OpenAI, which is fp32 with the least byte first."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 # Forms of a vector in JSON, by their names at OpenAI and Cohere.
-ENCODINGS = {"float": _numbers, "base64": _base64}
+ENCODINGS = {"float": _numbers, "base64": encode_base64}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import OpenAIBody, Texts, rows_of, usage
-from varlen_client.gateway.embeddings import VectorFields
+from varlen_client.gateway.embeddings import VectorFields, encode_base64
 from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
@@ -155,7 +154,7 @@ def add_pooling_routes(app: FastAPI, gateway: Gateway) -> None:
         name, found, tokens = await gateway.answer(
             body.model, how.task, rows, text_fields=body, **_options(body, how)
         )
-        encode = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+        encode = encode_base64 if body.encoding_format == "base64" else np.ndarray.tolist
         data = (
             {"index": index, "object": "pooling", "data": encode(array)}
             for index, array in enumerate(how.read(found))
@@ -213,7 +212,3 @@ def _options(body: PoolingBody, how: _Pooling) -> dict[str, Any]:
         name = "use_activation" if body.normalize is None and wrong[0] == "normalize" else wrong[0]
         raise InvalidRequest(f"{name} is not for the task {how.name}; leave it out")
     return options
-
-
-def _base64(array: npt.NDArray[Any]) -> str:
-    return base64.b64encode(array.astype("<f4").tobytes()).decode()
