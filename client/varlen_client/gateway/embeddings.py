@@ -132,7 +132,7 @@ def _numbers(vector: Floats) -> list[float]:
 
 
 def encode_base64(vector: Floats) -> str:
-    """Return numbers in the form `base64` of OpenAI, which is fp32 with the least byte first."""
+    """Return numbers as OpenAI's base64: fp32, the least byte first."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
