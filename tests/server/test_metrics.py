@@ -10,7 +10,7 @@ import pytest
 from tests.metric_names import LABELS, SERIES
 from varlen_tools.local_server import LocalServer
 
-from .clients import AnswerError, GrpcClient, integers, texts
+from .clients import AnswerError, GrpcClient, integers
 from .serving import add_model, load, metrics, outcomes, unload, wait_until_idle
 
 
@@ -56,7 +56,7 @@ def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: Grpc
         grpc_client.infer("tagger", {"input_ids": integers(np.full((2, length), 9))})
     for _ in range(3):
         with pytest.raises(AnswerError):
-            grpc_client.infer("tagger", texts(""))
+            grpc_client.infer("tagger", {"input_ids": integers([[-1]])})
 
     outcomes(server, "tagger")
     wait_until_idle(server, "tagger")
