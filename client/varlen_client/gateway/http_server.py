@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
@@ -52,6 +53,13 @@ class GatewayServer(uvicorn.Server):
         gc.collect()
         gc.freeze()
         self.run(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop; a connection that has not ended within the grace period is closed."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.close_now()  # type: ignore[union-attr]
+        await asyncio.sleep(0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; more connections may wait than asyncio accepts in one turn of its loop."""
