@@ -47,11 +47,11 @@ class GatewayServer(uvicorn.Server):
             **options,
         )
         super().__init__(config)
+        self._is_alone = False
 
     def run_alone(self, sockets: list[socket.socket] | None = None) -> None:
         """Run in a process that does nothing else: no collection visits the imported modules."""
-        gc.collect()
-        gc.freeze()
+        self._is_alone = True
         self.run(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -64,6 +64,10 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; more connections may wait than asyncio accepts in one turn of its loop."""
         await super().startup(sockets)
+        if self._is_alone:
+            # Not before uvicorn handles signals: what their handlers raise is lost in a collection.
+            gc.collect()
+            gc.freeze()
         for listener in (each for server in self.servers for each in server.sockets):
             with socket.socket(fileno=os.dup(listener.fileno())) as same:
                 same.listen(_QUEUED_CONNECTIONS)

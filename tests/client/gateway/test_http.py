@@ -1,10 +1,15 @@
 """HTTP of the gateway's connections: framing, pipelines, limits, refusals. All on real sockets."""
 
 import asyncio
+import gc
 import io
 import json
+import os
 import shutil
+import signal
+import socket
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 
@@ -16,10 +21,11 @@ import requests
 
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_connection import MAX_FIELDS, MAX_HEAD_BYTES
+from varlen_client.gateway.http_server import GatewayServer
 from varlen_client.gateway.settings import GatewaySettings
 
 from .fake_models import Calls, FakeClient
-from .served import RawClient, echo, served
+from .served import SECONDS, RawClient, echo, served
 
 GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /a HTTP/1.1\r\nHost: a\r\n"
@@ -355,3 +361,20 @@ def test_a_refused_request_has_its_answer_and_its_end_before_its_body(gateway, e
         status, fields, _ = client.send(head).answer()
         assert (status, fields["connection"]) == (401, "close")
         assert client.rest() == b""
+
+
+def test_a_signal_during_the_first_collection_ends_the_server(monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    settings = GatewaySettings(url="grpc://127.0.0.1:1")
+    server = GatewayServer(echo, settings, log_level="critical", lifespan="off")
+    late = threading.Timer(SECONDS, lambda: setattr(server, "should_exit", True))
+    late.start()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server.run_alone([listener])
+        assert late.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        late.cancel()
