@@ -21,7 +21,7 @@ from tests.checkpoints import change_tensors, save_checkpoint
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port
 
-from .serving import TIMEOUT_SECONDS, add_model, load, metrics, unload, wait_until
+from .serving import TIMEOUT_SECONDS, add_model, load, metrics, unload, wait_until, wait_until_free
 
 GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 EMBEDDER = "slow"
@@ -422,7 +422,8 @@ def test_a_chat_sets_variables_of_its_template(gateway: RunningGateway) -> None:
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_stops_the_generation(gateway: RunningGateway, streams: bool) -> None:
     most, server = 4000, gateway.server
-    before = metrics(server, "writer")
+    # blocks of an earlier generation would look like blocks of this one, before it is even sent
+    before = wait_until_free(server, "writer")
 
     async def leave() -> None:
         async with openai_client(gateway) as client:
