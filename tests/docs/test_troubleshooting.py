@@ -1,4 +1,4 @@
-"""The page of errors and the source agree."""
+"""The pages of errors and the source agree."""
 
 import re
 
@@ -8,9 +8,9 @@ from tests.ci.scripts import PROJECT
 
 from .messages import raised_messages, text_patterns
 
-PAGE = PROJECT / "docs/reference/troubleshooting.md"
-# Messages of other programs.
-NOT_OURS = "## Messages of the server itself"
+PAGES = PROJECT / "docs/reference/errors"
+# Its messages are of another program.
+NOT_OURS = "server.md"
 SOURCES = ("backend/varlen", "client/varlen_client", "tools/varlen_tools")
 REQUEST_ERRORS = frozenset(
     {"RequestError", "QueueFullError", "DeadlineError", "RequestCancelled", "EngineError"}
@@ -22,7 +22,7 @@ NOT_SENT = ("execution/worker_process.py",)
 
 
 def listed_messages() -> list[str]:
-    ours, _, _ = PAGE.read_text().partition(NOT_OURS)
+    ours = "".join(page.read_text() for page in PAGES.glob("*.md") if page.name != NOT_OURS)
     rows = re.findall(r"^\| (?:`([^`]+)`|`` (.+) ``) \|", ours, re.MULTILINE)
     return [plain or quoted for plain, quoted in rows]
 
@@ -51,7 +51,7 @@ def test_every_error_of_a_request_or_a_setting_is_listed(classes: frozenset[str]
         for place, pattern in raised
         if not any(pattern.fullmatch(message) for message in messages)
     ]
-    assert missing == [], "list these messages in docs/reference/troubleshooting.md"
+    assert missing == [], "list these messages in a page of docs/reference/errors"
 
 
 def test_every_error_of_a_checkpoint_is_listed() -> None:
@@ -65,7 +65,7 @@ def test_every_error_of_a_checkpoint_is_listed() -> None:
         for text, pattern in texts.items()
         if not FIELD.search(text) and not any(pattern.fullmatch(each) for each in messages)
     ]
-    assert missing == [], "list these messages in docs/reference/troubleshooting.md"
+    assert missing == [], "list these messages in a page of docs/reference/errors"
 
 
 def test_no_message_is_listed_twice() -> None:
