@@ -1,4 +1,4 @@
-"""The page of what is not supported: its messages are in the source, its fields and paths are refused."""
+"""What the page of unsupported things says is in the source, and refused."""
 
 import re
 
