@@ -11,13 +11,15 @@ from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
 from tests.checkpoints import WORDS, save_checkpoint
+from varlen.config import EngineConfig
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_client.cli.main import program
 from varlen_tools.adopt import adoption, view
 from varlen_tools.adopt.checkpoint import find_checkpoint
 from varlen_tools.adopt.errors import AdoptError
-from varlen_tools.adopt.existing import Existing, Tensor, read_existing
+from varlen_tools.adopt.existing import Existing, Tensor, read_existing, read_tokenizer
 from varlen_tools.adopt.load import Measured
+from varlen_tools.adopt.side import ModelSide, core_count, existing_side, our_side, weights_dtype
 
 
 def metadata(inputs: str, outputs: str) -> dict[str, list[dict[str, object]]]:
@@ -130,6 +132,7 @@ platform: "onnxruntime_onnx"
 max_batch_size: 8
 default_model_filename: "bert.onnx"
 parameters { key: "intra_op_thread_count" value: { string_value: "2" } }
+parameters { key: "execution_mode" value: { string_value: "1" } }
 dynamic_batching { }
 """
 
@@ -153,7 +156,8 @@ def test_onnx_models_run_in_python_where_the_server_cannot(tmp_path, monkeypatch
     )
     assert (config.backend, config.platform, config.max_batch_size) == ("python", "", 8)
     assert {key: value.string_value for key, value in config.parameters.items()} == {
-        "file": "bert.onnx"
+        "file": "bert.onnx",
+        "intra_op_thread_count": "2",
     }
     assert config.HasField("dynamic_batching")
     assert (shown / "bert/1/bert.onnx").resolve() == repository / "bert/1/bert.onnx"
@@ -249,16 +253,92 @@ def test_rates_and_latencies_are_of_all_rounds():
     assert measured.percentile(0.99) == pytest.approx(99.01)
 
 
+def weight(data_type: int, *dims: int) -> bytes:
+    """Return an initializer of an ONNX file, as a field of its graph."""
+    tensor = b"".join(bytes([0x08, dim]) for dim in dims) + bytes([0x10, data_type])
+    return bytes([0x2A, len(tensor)]) + tensor
+
+
+def onnx_file(*weights: bytes) -> bytes:
+    graph = b"".join(weights)
+    # with the version of the format, which is not read
+    return bytes([0x08, 0x0A, 0x3A, len(graph)]) + graph
+
+
+@pytest.mark.parametrize(
+    "weights, expected",
+    [
+        ([weight(1, 4, 4), weight(7, 100)], "fp32"),
+        ([weight(10, 4, 4), weight(1, 8)], "fp16"),
+        ([weight(3, 4, 4), weight(1, 4), weight(1, 4)], "int8"),
+        ([weight(7, 100)], None),
+    ],
+    ids=["with shapes", "scales in fp32", "quantized", "no weights"],
+)
+def test_the_dtype_of_an_onnx_file_is_that_of_most_weights(weights, expected):
+    assert weights_dtype(onnx_file(*weights)) == expected
+
+
+def test_a_side_tells_what_the_server_and_the_files_know(tmp_path):
+    write_configs(tmp_path, code='backend: "python"', bert=ONNX)
+    (tmp_path / "bert/1").mkdir()
+    (tmp_path / "bert/1/model.onnx").write_bytes(onnx_file(weight(1, 4)))
+    groups = {"instance_group": [{"count": 2}, {"count": 1}]}
+    threads = {"parameters": {"INTRA_OP_THREAD_COUNT": {"string_value": "3"}}}
+
+    code = existing_side(tmp_path / "code", {"backend": "python", **groups}, [5])
+    bert = existing_side(tmp_path / "bert", {"backend": "python", **threads, **groups}, [])
+    idle = existing_side(tmp_path / "bert", {"backend": "python"}, [])
+    ours = our_side("ours", EngineConfig.from_parameters({"dtype": "int8", "threads": "1"}), [5])
+
+    assert code == ModelSide("code", "python", None, None, 3, [5])
+    assert bert == ModelSide("bert", "onnxruntime", "fp32", 3, 3, [])
+    assert idle.threads == core_count()
+    assert ours == ModelSide("ours", "varlen", "int8", 1, 1, [5])
+
+
+@pytest.mark.parametrize(
+    "old, settings, expected",
+    [
+        ("fp32", {"dtype": "bf16"}, "fp32"),
+        ("fp32", {"dtype": "fp32"}, None),
+        ("int8", {"dtype": "bf16"}, "int8"),
+        # computed in fp32 on a CPU
+        ("fp16", {"dtype": "bf16"}, "fp32"),
+        # not served for vectors
+        ("int4", {"dtype": "bf16"}, None),
+    ],
+)
+def test_like_is_compared_with_like(old, settings, expected):
+    config = EngineConfig.from_parameters({"device": "cpu", **settings})
+
+    assert adoption._equal_dtype(old, config) == expected
+
+
+def test_a_step_that_makes_token_ids_of_a_text_is_a_tokenizer():
+    ids = "input_ids:INT64:2 attention_mask:INT64:2"
+
+    found = read_tokenizer("it", metadata("TEXT:BYTES:2", ids))
+
+    assert found == Existing("it", Tensor("TEXT", "BYTES", 2), {}, "input_ids")
+    assert read_tokenizer("it", metadata("TEXT:BYTES:2", "out:FP32:2")) is None
+    assert read_tokenizer("it", metadata(ids, ids)) is None
+
+
 def adopt(repository: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, *words: str):
     """Run the command with `FakeSession` in place of a server."""
     monkeypatch.setattr("varlen_tools.serve.server.set_up", lambda: True)
     monkeypatch.setattr(adoption, "open_session", FakeSession)
-    command = ["adopt", str(repository), "--texts", str(texts), "--seconds", "0", *words]
+    settings = ["--set", "dtype=bf16", "--set", "device=cpu", "--set", "threads=1"]
+    command = ["adopt", str(repository), "--texts", str(texts), *settings, *words]
     return CliRunner(env={"COLUMNS": "120"}).invoke(program(), command)
 
 
 class FakeSession:
-    """A server whose models answer with ones; the old model answers the first text otherwise."""
+    """A server whose models answer with ones, and have 4 tokens in each text.
+
+    The old model answers the first text otherwise, and its tokenizer makes two tokens of each text.
+    """
 
     def __init__(self, command, view, models):
         self.models = models
@@ -272,7 +352,20 @@ class FakeSession:
     def read(self, model, output):
         return Existing(model, Tensor("TEXT", "BYTES", 2), {}, "out")
 
+    def find_tokenizer(self, models):
+        return Existing(models[0], Tensor("TEXT", "BYTES", 2), {}, "ids")
+
+    def config(self, model):
+        return {"backend": "python", "instance_group": [{"count": 2}]}
+
+    def measure(self, models, concurrency, seconds):
+        return [Measured([rate], [1 / rate]) for rate in (10.0, 20.0, 40.0)[: len(models)]]
+
     def ask(self, requests):
+        if requests[0].output == "ids":
+            return [np.ones(2, np.float32) for _ in requests]
+        if requests[0].output == "num_tokens":
+            return [np.full(1, 4, np.float32) for _ in requests]
         answers = [np.ones(32, np.float32) for _ in requests]
         if len(self.models) == 1:
             answers[0][0] = -2
@@ -289,13 +382,30 @@ def test_answers_that_differ_and_a_name_that_is_taken_end_it(tmp_path, monkeypat
     result = adopt(repository, texts, monkeypatch)
 
     assert result.exit_code == 1, result.output
-    assert "answers to 10 texts DIFFER, least cosine 0.8" in result.stdout
-    assert "input 0 differs most" in result.stdout
+    lines = result.stdout.splitlines()
+    assert "  tokens of a text  2 to 2, median 2 in old; 4 to 4, median 4 in old_varlen" in lines
+    assert (
+        "  texts with another number of tokens: 10, first text 0: 2, here 4;"
+        " --set max_sequence_tokens=2 cuts texts as old does"
+    ) in lines
+    for dtype in ("fp32", "bf16"):
+        assert f"answers in {dtype} to 10 texts DIFFER, least cosine 0.8" in result.stdout
+    assert result.stdout.count("(input 0 differs most)") == 2
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    assert ["old", "python", "-", "-", "2"] in cells
+    assert ["old_varlen", "varlen", "bf16", "1", "1"] in cells
+    assert ["old", "fp32 (assumed)", "10.0", "100", "100", "1.00"] in cells
+    assert ["old_varlen_fp32", "fp32", "20.0", "50", "50", "2.00"] in cells
+    assert ["old_varlen", "bf16", "40.0", "25", "25", "4.00"] in cells
+    assert not (repository / "old_varlen_fp32").exists()
 
-    again = adopt(repository, texts, monkeypatch)
+    again = adopt(repository, texts, monkeypatch, "--seconds", "0")
     assert again.exit_code == 2
     assert f"{repository}/old_varlen exists; --force replaces it" in again.stderr
-    assert adopt(repository, texts, monkeypatch, "--force").exit_code == 1
+    like = adopt(repository, texts, monkeypatch, "--force", "--dtype", "bf16", "--seconds", "0")
+    assert like.exit_code == 1
+    assert "old_varlen_" not in like.stdout
+    assert "texts/s" not in like.stdout
     own = adopt(repository, texts, monkeypatch, "--force", "--name", "old")
     assert "old is a model of another backend; choose another name: --name" in own.stderr
     assert (repository / "old/config.pbtxt").read_text() == 'backend: "python"'

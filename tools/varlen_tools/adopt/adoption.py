@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from google.protobuf import text_format
 from tokenizers import Tokenizer
 
-from varlen.config import DType
+from varlen.config import DType, EngineConfig
+from varlen.execution.device import choose_device
 from varlen.models.checkpoint.files import TOKENIZER, read_bytes
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
@@ -21,8 +23,9 @@ from varlen_tools.adopt.checkpoint import find_checkpoint, is_varlen
 from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.adopt.existing import Existing, Request
 from varlen_tools.adopt.load import Measured
-from varlen_tools.adopt.session import open_session
-from varlen_tools.adopt.view import write_view
+from varlen_tools.adopt.session import Session, open_session
+from varlen_tools.adopt.side import ModelSide, existing_side, our_dtype, our_side
+from varlen_tools.adopt.view import with_parts, write_view
 from varlen_tools.doctor.comparison import Comparison, compare_values
 from varlen_tools.fetch import FetchError, fetch, staging_parent
 from varlen_tools.model_config import Inputs
@@ -32,6 +35,8 @@ from varlen_tools.serve.server import ServerCommand
 
 # Largest difference of a vector's length from 1, if lengths are 1 but for rounding in 16 bits.
 _UNIT = 0.02
+# Dtypes from the finest on.
+_COARSE: tuple[DType, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class Wish:
         name: name of the new model; None appends `_varlen` to the name of the old one.
         output: output of the old model that is the answer; None chooses it.
         settings: engine parameters of the new model.
+        dtype: dtype of the old model, in which the new one is measured too; None reads it from an ONNX file.
         texts: texts of the comparison and of the load.
         concurrency: requests in flight under load.
         seconds: time of the load on each model; 0 leaves it out.
@@ -57,10 +63,26 @@ class Wish:
     name: str | None
     output: str | None
     settings: Mapping[str, str]
+    dtype: DType | None
     texts: Sequence[str]
     concurrency: int
     seconds: float
     force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The new model in one dtype, compared with the old one.
+
+    Attributes:
+        side: how it runs.
+        comparison: its answers beside the old model's.
+        load: its rate and latencies; None without a load.
+    """
+
+    side: ModelSide
+    comparison: Comparison
+    load: Measured | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +94,11 @@ class Adoption:
         new: the new model, asked with the same texts or token ids.
         folder: folder of the new model.
         task: its task.
-        comparison: the answers of both.
-        loads: rates and latencies of the old and of the new one; empty without a load.
+        old_sides: how the old model runs, or each step of an ensemble.
+        old_dtype: dtype of the old model.
+        is_assumed: whether that dtype is an assumption.
+        old_load: its rate and latencies; None without a load.
+        candidates: the new model, in the dtype of the old one if its own is another, then in its own.
         replaced: ONNX models that Python's onnxruntime has run.
     """
 
@@ -81,9 +106,17 @@ class Adoption:
     new: Existing
     folder: Path
     task: Task
-    comparison: Comparison
-    loads: Sequence[Measured]
+    old_sides: Sequence[ModelSide]
+    old_dtype: DType
+    is_assumed: bool
+    old_load: Measured | None
+    candidates: Sequence[Candidate]
     replaced: Sequence[str]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the answers agree in each dtype."""
+        return all(each.comparison.agrees for each in self.candidates)
 
 
 def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], object]) -> Adoption:
@@ -118,21 +151,114 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
             checkpoint = find_source(made, {}).open_checkpoint()
             requests = _requests(old, wish.texts, checkpoint)
             theirs = session.ask(requests)
+            old_sides = _old_sides(wish, session, with_parts(view, [model]), requests, checkpoint)
             task = _task(theirs[0], checkpoint, wish.settings)
             if task not in (checkpoint.task, wish.settings.get("task")):
                 made = _fetch(view, str(made / "1"), name, {**wish.settings, "task": task})
-        report(f"starting a server with {model} and {name}")
+        found = wish.dtype or next((side.dtype for side in old_sides if side.dtype), None)
+        old_dtype = found or "fp32"
+        folders = [made]
+        if equal := _equal_dtype(old_dtype, find_source(made, {}).config):
+            folders.insert(0, _in_dtype(made, equal))
+        configs = {folder.name: find_source(folder, {}).config for folder in folders}
+        report(f"starting a server with {', '.join([model, *configs])}")
         # a server that loads a model while it runs loads one of any client, which is code
-        with open_session(command, view, [model, name]) as session:
-            new = _new(old, name, task, theirs)
-            our_requests = _requests(new, wish.texts, checkpoint)
-            comparison = _compare(wish, old, task, session.ask(our_requests), theirs)
-            loads: Sequence[Measured] = ()
-            if wish.seconds:
-                report(f"sending both {wish.concurrency} texts at a time, {wish.seconds:g} s each")
-                loads = session.measure([requests, our_requests], wish.concurrency, wish.seconds)
+        with open_session(command, view, [model, *configs]) as session:
+            news = [_new(old, each, task, theirs) for each in configs]
+            sent = [_requests(new, wish.texts, checkpoint) for new in news]
+            old_load, *loads = _measure(session, wish, [requests, *sent], report)
+            candidates = [
+                Candidate(
+                    our_side(new.name, configs[new.name], _token_counts(session, ours)),
+                    _compare(
+                        session.ask(ours),
+                        theirs,
+                        old.name,
+                        task,
+                        {old_dtype, our_dtype(configs[new.name])},
+                    ),
+                    load,
+                )
+                for new, ours, load in zip(news, sent, loads, strict=True)
+            ]
         _publish(made, target)
-    return Adoption(old, new, target, task, comparison, loads, replaced)
+    return Adoption(
+        old,
+        news[-1],
+        target,
+        task,
+        old_sides,
+        old_dtype,
+        found is None,
+        old_load,
+        candidates,
+        replaced,
+    )
+
+
+def _old_sides(
+    wish: Wish,
+    session: Session,
+    names: Sequence[str],
+    requests: Sequence[Request],
+    checkpoint: Checkpoint,
+) -> list[ModelSide]:
+    """Return how the old model runs, or each step of an ensemble."""
+    tokenizer = session.find_tokenizer(names)
+    lengths: dict[str, list[int]] = {}
+    if tokenizer is not None:
+        sent = _requests(tokenizer, wish.texts, checkpoint)
+        lengths[tokenizer.name] = [answer.size for answer in session.ask(sent)]
+    elif requests[0].inputs[0].datatype() != "BYTES":
+        lengths[names[0]] = [int(each.inputs[0].shape()[-1]) for each in requests]
+    sides = []
+    for name in names:
+        config, folder = session.config(name), wish.repository / name
+        if "ensemble_scheduling" not in config:
+            sides.append(existing_side(folder, config, lengths.get(name, ())))
+    return sides
+
+
+def _equal_dtype(old: DType, config: EngineConfig) -> DType | None:
+    """Return the setting with which the new model has the dtype of the old one; None if it has it, or cannot.
+
+    A CPU computes models of fp16 in fp32.
+    """
+    is_on_cpu = choose_device(config.device).type == "cpu"
+    dtype: DType = "fp32" if old == "fp16" and is_on_cpu else old
+    is_possible = dtype != "int4" and (is_on_cpu or dtype != "int8")
+    return dtype if is_possible and dtype != our_dtype(config) else None
+
+
+def _in_dtype(model: Path, dtype: DType) -> Path:
+    """Write the same model in another dtype beside it, and return its folder."""
+    made = model.with_name(f"{model.name}_{dtype}")
+    config = read_model_config(model)
+    config.name = made.name
+    config.parameters["dtype"].string_value = dtype
+    made.mkdir()
+    (made / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
+    (made / "1").symlink_to(model / "1")
+    return made
+
+
+def _token_counts(session: Session, requests: Sequence[Request]) -> list[int]:
+    """Return the number of tokens that each text has in a varlen model."""
+    answers = session.ask([replace(request, output="num_tokens") for request in requests])
+    return [int(answer[0]) for answer in answers]
+
+
+def _measure(
+    session: Session,
+    wish: Wish,
+    models: Sequence[Sequence[Request]],
+    report: Callable[[str], object],
+) -> Sequence[Measured | None]:
+    """Return what each model does under load; None for each without a load."""
+    if not wish.seconds:
+        return [None] * len(models)
+    report(f"sending {wish.concurrency} texts at a time, {wish.seconds:g} s to each model")
+    return session.measure(models, wish.concurrency, wish.seconds)
 
 
 def _check_target(target: Path, *, force: bool) -> None:
@@ -164,21 +290,15 @@ def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> 
 
 
 def _compare(
-    wish: Wish,
-    old: Existing,
-    task: Task,
     ours: Sequence[Float32Array],
     theirs: Sequence[Float32Array],
+    old: str,
+    task: Task,
+    dtypes: Collection[DType],
 ) -> Comparison:
-    dtype = cast(DType, wish.settings.get("dtype", "auto"))
-    return compare_values(
-        TASKS[task].answers,
-        old.name,
-        actual=ours,
-        expected=theirs,
-        # `auto` may be bf16, and the old model may have rounded too
-        dtype="bf16" if dtype == "auto" else dtype,
-    )
+    """Return the comparison of answers, in the coarser dtype of both models."""
+    coarsest = max(dtypes, key=_COARSE.index)
+    return compare_values(TASKS[task].answers, old, actual=ours, expected=theirs, dtype=coarsest)
 
 
 def _entry(view: Path) -> str:

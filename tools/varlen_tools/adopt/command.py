@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 from varlen_client.cli.options import print_message, usage_error
 
 if TYPE_CHECKING:
-    from varlen_tools.adopt.adoption import Adoption
+    from varlen_tools.adopt.adoption import Adoption, Candidate
     from varlen_tools.adopt.load import Measured
+    from varlen_tools.adopt.side import ModelSide
+
+ExistingDType: TypeAlias = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
 
 def adopt(
@@ -44,6 +49,13 @@ def adopt(
             "--set", help="Engine parameter of the new model, key=value. May be repeated."
         ),
     ] = None,
+    dtype: Annotated[
+        ExistingDType | None,
+        typer.Option(
+            help="Dtype of the existing model, in which the new one is measured too; default: the one of its ONNX file,"
+            " else fp32."
+        ),
+    ] = None,
     texts: Annotated[
         Path | None,
         typer.Option(help="UTF-8 file with one text per line; default: built-in English texts."),
@@ -58,8 +70,9 @@ def adopt(
         bool, typer.Option("--force", help="Replace an earlier model of the new name.")
     ] = False,
 ) -> None:
-    """Write the varlen model of an existing model; compare answers, throughput and p99.
+    """Write the varlen model of an existing model, and compare.
 
+    Compares answers, throughput and p99 of both on this server.
     The exit code is 1 when the answers differ.
     """
     try:
@@ -84,6 +97,7 @@ def adopt(
             checkpoint=checkpoint,
             name=name,
             output=output,
+            dtype=dtype,
             settings=({"task": task} if task else {}) | parse_settings(settings),
             texts=TEXTS if texts is None else read_texts(texts),
             concurrency=concurrency,
@@ -99,7 +113,7 @@ def adopt(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     print_adoption(done)
-    if not done.comparison.agrees:
+    if not done.agrees:
         raise typer.Exit(1)
 
 
@@ -109,7 +123,7 @@ def print_adoption(done: Adoption) -> None:
 
     from varlen_tools.tables import Table
 
-    old, new, found = done.old, done.new, done.comparison
+    old, new = done.old, done.new
     tokens = zip(old.token_tensors.values(), new.token_tensors.values(), strict=True)
     pairs = [(old.text, new.text), *tokens]
     inputs = ", ".join(f"{a.name} -> {b.name}" for a, b in pairs if a is not None and b is not None)
@@ -118,29 +132,73 @@ def print_adoption(done: Adoption) -> None:
     print(f"  inputs    {inputs}")
     print(f"  output    {old.output} -> {new.output}")
     print(f"  parameters of requests  {parameters or 'none'}")
-    verdict = "agree" if found.agrees else "DIFFER"
-    cosine = "" if found.cosine is None else f", least cosine {found.cosine:.5f}"
-    remark = f" ({found.remark})" if found.remark else ""
-    print(f"answers to {found.count} texts {verdict}{cosine}{remark}")
+    for line in _length_lines(done):
+        print(line)
+    for each in done.candidates:
+        print(_verdict(each))
     if done.replaced:
         print(
             f"ran in Python's onnxruntime, since this server has no ONNX backend: {', '.join(done.replaced)}"
         )
-    if done.loads:
-        theirs, ours = done.loads
-        lines = [_line(old.name, theirs), _line(new.name, ours)]
-        lines.append(
-            ["ratio", f"{ours.rate / theirs.rate:.2f}"]
-            + [f"{ours.percentile(share) / theirs.percentile(share):.2f}" for share in (0.5, 0.99)]
+    sides = [*done.old_sides, *(each.side for each in done.candidates)]
+    cells = [_side_cells(side) for side in sides]
+    unknown = "-: only the model's own code knows" if any("-" in each for each in cells) else None
+    headings = ["model", "backend", "dtype", "threads", "instances"]
+    Console().print(Table("How they run", headings, cells, caption=unknown))
+    if done.old_load is not None:
+        Console().print(
+            Table("Load", _LOAD_HEADINGS, list(_load_lines(done, done.old_load)), align_right=True)
         )
-        headings = ["model", "texts/s", "p50, ms", "p99, ms"]
-        Console().print(Table("", headings, lines, align_right=True))
 
 
-def _line(name: str, measured: Measured) -> list[str]:
-    return [
-        name,
-        f"{measured.rate:.1f}",
-        f"{measured.percentile(0.5):.0f}",
-        f"{measured.percentile(0.99):.0f}",
+_LOAD_HEADINGS = ("model", "dtype", "texts/s", "p50, ms", "p99, ms", "times as fast")
+
+
+def _verdict(candidate: Candidate) -> str:
+    found = candidate.comparison
+    verdict = "agree" if found.agrees else "DIFFER"
+    cosine = "" if found.cosine is None else f", least cosine {found.cosine:.5f}"
+    remark = f" ({found.remark})" if found.remark else ""
+    return f"answers in {candidate.side.dtype} to {found.count} texts {verdict}{cosine}{remark}"
+
+
+def _length_lines(done: Adoption) -> Iterator[str]:
+    """Yield the tokens of texts on each side, and why they differ."""
+    ours = done.candidates[-1].side
+    known = [side for side in done.old_sides if side.lengths]
+    shown = [f"{_summary(side.lengths)} in {side.name}" for side in [*known, ours]]
+    yield f"  tokens of a text  {'; '.join(shown)}"
+    for theirs in known:
+        pairs = enumerate(zip(theirs.lengths, ours.lengths, strict=True))
+        others = [(text, *pair) for text, pair in pairs if pair[0] != pair[1]]
+        if others:
+            text, there, here = others[0]
+            cause = (
+                f"; --set max_sequence_tokens={max(theirs.lengths)} cuts texts as {theirs.name} does"
+                if there < here
+                else ""
+            )
+            yield (
+                f"  texts with another number of tokens: {len(others)}, first text {text}:"
+                f" {there}, here {here}{cause}"
+            )
+
+
+def _summary(lengths: Sequence[int]) -> str:
+    return f"{min(lengths)} to {max(lengths)}, median {median(lengths):g}"
+
+
+def _side_cells(side: ModelSide) -> list[str]:
+    known = [side.dtype or "-", str(side.threads or "-"), str(side.instances)]
+    return [side.name, side.backend, *known]
+
+
+def _load_lines(done: Adoption, old_load: Measured) -> Iterator[list[str]]:
+    old_dtype = f"{done.old_dtype} (assumed)" if done.is_assumed else done.old_dtype
+    rows = [(done.old.name, old_dtype, old_load)]
+    rows += [
+        (each.side.name, each.side.dtype or "", each.load) for each in done.candidates if each.load
     ]
+    for name, dtype, load in rows:
+        times = [f"{load.percentile(share):.0f}" for share in (0.5, 0.99)]
+        yield [name, dtype, f"{load.rate:.1f}", *times, f"{load.rate / old_load.rate:.2f}"]

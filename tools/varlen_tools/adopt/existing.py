@@ -113,9 +113,7 @@ def read_existing(
     Raises:
         AdoptError: an input is neither a text nor token ids, or no output is an answer.
     """
-    tensors = [
-        Tensor(each["name"], each["datatype"], len(each["shape"])) for each in metadata["inputs"]
-    ]
+    tensors = _tensors(metadata["inputs"])
     texts = [tensor for tensor in tensors if tensor.datatype == "BYTES"]
     ids = {role: tensor for tensor in tensors if (role := _role(tensor)) is not None}
     chosen = texts[:1] or list(ids.values())
@@ -131,6 +129,19 @@ def read_existing(
     return Existing(
         name, chosen[0] if texts else None, {} if texts else ids, _answer(name, metadata, output)
     )
+
+
+def read_tokenizer(name: str, metadata: Mapping[str, Any]) -> Existing | None:
+    """Return how a model is asked for the token ids of a text; None if it is no tokenizer."""
+    inputs = _tensors(metadata["inputs"])
+    ids = [each.name for each in _tensors(metadata["outputs"]) if _role(each) == "ids"]
+    if [each.datatype for each in inputs] != ["BYTES"] or not ids:
+        return None
+    return Existing(name, inputs[0], {}, ids[0])
+
+
+def _tensors(metadata: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [Tensor(each["name"], each["datatype"], len(each["shape"])) for each in metadata]
 
 
 def _role(tensor: Tensor) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tritonclient.grpc import InferenceServerClient
@@ -14,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from varlen.request.request import Float32Array
 from varlen_tools.adopt.errors import AdoptError
-from varlen_tools.adopt.existing import Existing, Request, read_existing
+from varlen_tools.adopt.existing import Existing, Request, read_existing, read_tokenizer
 from varlen_tools.adopt.load import Measured, compare_loads
 from varlen_tools.adopt.view import with_parts
 from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
@@ -35,9 +36,22 @@ class Session:
     def read(self, model: str, output: str | None) -> Existing:
         """Return how a model is asked, by what the server says of it; see `read_existing`."""
         metadata = self.client.get_model_metadata(model, as_json=True)
-        config = self.client.get_model_config(model, as_json=True)["config"]
-        optional = [each["name"] for each in config.get("input", ()) if each.get("optional")]
+        given = self.config(model).get("input", ())
+        optional = [each["name"] for each in given if each.get("optional")]
         return read_existing(model, metadata, optional, output)
+
+    def config(self, model: str) -> Mapping[str, Any]:
+        """Return the configuration of a model, completed by the server."""
+        found: Mapping[str, Any] = self.client.get_model_config(model, as_json=True)["config"]
+        return found
+
+    def find_tokenizer(self, models: Iterable[str]) -> Existing | None:
+        """Return how the step of an ensemble is asked that makes token ids of a text; None if there is none."""
+        found = (
+            read_tokenizer(model, self.client.get_model_metadata(model, as_json=True))
+            for model in models
+        )
+        return next((each for each in found if each is not None), None)
 
     def ask(self, requests: Sequence[Request]) -> list[Float32Array]:
         """Return the answer to each text: `[features]`, or `[tokens, features]`.

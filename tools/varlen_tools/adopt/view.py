@@ -16,8 +16,10 @@ from tritonclient.grpc import model_config_pb2
 from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.model_source import read_model_config
 
-_ONNX_BACKEND = "onnxruntime"
+ONNX_BACKEND = "onnxruntime"
 _ONNX_FILE = "model.onnx"
+# Parameters of the ONNX backend that the stand-in has too.
+_KEPT = ("intra_op_thread_count", "inter_op_thread_count")
 _STAND_IN = Path(__file__).with_name("onnx_model.py")
 
 
@@ -37,7 +39,7 @@ def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
     models = [entry for entry in sorted(repository.iterdir()) if entry.is_dir()]
     for model in models:
         config = _config(model)
-        if not _is_onnx(model, config) or (backends / _ONNX_BACKEND).is_dir():
+        if not is_onnx_model(model) or (backends / ONNX_BACKEND).is_dir():
             (view / model.name).symlink_to(model.resolve())
             continue
         if find_spec("onnxruntime") is None:
@@ -62,16 +64,18 @@ def with_parts(view: Path, models: Sequence[str]) -> list[str]:
     return found
 
 
+def is_onnx_model(model: Path) -> bool:
+    """Return whether a model is an ONNX file, by its config.pbtxt or its files."""
+    config = _config(model)
+    if config.backend or config.platform:
+        return bool(config.backend == ONNX_BACKEND or config.platform.startswith(ONNX_BACKEND))
+    return any(model.glob(f"[0-9]*/{_ONNX_FILE}"))
+
+
 def _config(model: Path) -> model_config_pb2.ModelConfig:
     """Return the config.pbtxt of a model, which it may do without."""
     has_config = (model / "config.pbtxt").is_file()
     return read_model_config(model) if has_config else model_config_pb2.ModelConfig()
-
-
-def _is_onnx(model: Path, config: model_config_pb2.ModelConfig) -> bool:
-    if config.backend or config.platform:
-        return bool(config.backend == _ONNX_BACKEND or config.platform.startswith(_ONNX_BACKEND))
-    return any(model.glob(f"[0-9]*/{_ONNX_FILE}"))
 
 
 def _write_stand_in(model: Path, target: Path, config: model_config_pb2.ModelConfig) -> None:
@@ -80,8 +84,8 @@ def _write_stand_in(model: Path, target: Path, config: model_config_pb2.ModelCon
     changed = model_config_pb2.ModelConfig()
     changed.CopyFrom(config)
     changed.backend, changed.platform, changed.default_model_filename = "python", "", ""
-    # settings of the ONNX backend
-    changed.parameters.clear()
+    for key in [key for key in changed.parameters if key not in _KEPT]:
+        del changed.parameters[key]
     changed.ClearField("optimization")
     changed.parameters["file"].string_value = file
     target.mkdir()
