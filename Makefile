@@ -40,7 +40,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo serve wheels examples test test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
-.PHONY: bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
+.PHONY: bench-adopt bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -160,6 +160,11 @@ bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machi
 	$(INSTALL) --no-deps $(TRITON_WHEEL)
 	-@$(MAKE) --no-print-directory $(VENV)/peers-zentorch/stamp
 	$(BIN)/python -m varlen_bench.encoder $(if $(MODEL),--model $(MODEL)) $(BENCH)
+
+bench-adopt: setup ## Compare a stock ensemble (tokenizer, ONNX) with its varlen model; appends to docs/benchmarks
+	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
+	$(INSTALL) --no-deps $(TRITON_WHEEL)
+	$(BIN)/python -m varlen_bench.adopt $(BENCH)
 
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
 	$(BIN)/python -m varlen_bench.memory $(BENCH)
