@@ -2,7 +2,9 @@
 
 import re
 from functools import cache
+from pathlib import Path
 
+import pytest
 from starlette.routing import Route
 
 from tests.ci.scripts import PROJECT
@@ -15,6 +17,9 @@ from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST
 
 GATEWAY = (PROJECT / "docs/tasks/gateway.md").read_text()
+TASK_PAGES = [page for page in (PROJECT / "docs/tasks").glob("*.md") if page.stem != "gateway"]
+# The gateway has no path for this task.
+NO_PATH = "masks"
 MIGRATION = (PROJECT / "docs/start/migration.md").read_text()
 # FastAPI's own, for the page /docs.
 NOT_LISTED = "/docs/oauth2-redirect"
@@ -76,3 +81,15 @@ def test_all_other_paths_on_the_page_about_moving_in_are_served() -> None:
 def test_moving_in_has_the_limits_of_a_request() -> None:
     assert f"takes up to {MAX_INPUTS} inputs" in MIGRATION
     assert f"at most {DEFAULT_ROWS_PER_REQUEST} rows" in MIGRATION
+
+
+@pytest.mark.parametrize("page", TASK_PAGES, ids=lambda page: page.stem)
+def test_a_task_page_opens_with_the_requests_to_gateway_and_server(page: Path) -> None:
+    text = page.read_text()
+
+    sections = re.findall("^## (.*)$", text, re.MULTILINE)
+    ports = re.findall(r"^curl 127\.0\.0\.1:(\d+)", text.partition("In Python:")[0], re.MULTILINE)
+
+    assert sections[0] == "Request"
+    assert "Config" not in sections[:2]
+    assert list(dict.fromkeys(ports)) == (["8000"] if page.stem == NO_PATH else ["8080", "8000"])
