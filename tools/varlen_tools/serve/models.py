@@ -6,21 +6,33 @@ that the next start takes it as it is.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
-from varlen_kernels.cache_files import CacheFolder
-from varlen_tools.fetch import STAGING_PREFIX, FetchError, default_name, fetch, staging_parent
+from varlen_kernels.cache_files import CacheFolder, holder
+from varlen_tools.fetch import (
+    STAGING_PREFIX,
+    FetchError,
+    check_arguments,
+    default_name,
+    fetch,
+    staging_parent,
+)
 from varlen_tools.model_source import read_model_config
 from varlen_tools.scratch import remove_abandoned
 
 # Name of the file that says what a model was made of, and the version of its content and of what `fetch` copies.
 SOURCE_FILE, _FORMAT = "source.json", 1
+# Name of the file that a process locks while it changes the models of a source.
+LOCK = "lock"
 # Longest fetch of another process that is waited for.
 _LOCK_SECONDS = 3600.0
 
@@ -74,6 +86,8 @@ def find_models(
     }
     _check_names(targets)
     for source in fetched:
+        _check(source, fetching)
+    for source in fetched:
         _fetch(source, targets[source][0], fetching, report)
     return [folder for folders in targets.values() for folder in folders]
 
@@ -117,6 +131,20 @@ def _is_ensemble(model: Path) -> bool:
         raise ServeError(str(error)) from None
 
 
+def _check(source: str, fetching: Fetching) -> None:
+    """Raise ServeError if a source cannot be fetched, as far as this needs no download."""
+    folder = Path(source).expanduser()
+    if source and folder.is_dir() and not any(folder.glob("*.json")):
+        raise ServeError(
+            f"{source} is neither a checkpoint folder, which has config.json, nor a model or a repository of models,"
+            " which have config.pbtxt and a version"
+        )
+    try:
+        check_arguments(source, fetching.name or default_name(source), fetching.settings)
+    except FetchError as error:
+        raise ServeError(str(error)) from None
+
+
 def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str], object]) -> None:
     """Fetch a checkpoint, unless its model is there and up to date."""
     stamp = folder / SOURCE_FILE
@@ -125,10 +153,11 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
     cache.make()
     # of killed fetches, also if nothing is fetched now
     remove_abandoned(STAGING_PREFIX, staging_parent(folder.parent))
-    with cache.lock("lock", _LOCK_SECONDS, report):
+    with cache.lock(LOCK, _LOCK_SECONDS, report):
         is_same = stamp.is_file() and stamp.read_text(encoding="utf-8") == made_of
         if is_same and not fetching.force:
             report(f"{source} is in {folder}; --force fetches it again")
+            _use(stamp)
             return
         report(f"fetching {source} into {folder}")
         try:
@@ -143,13 +172,46 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
         except FetchError as error:
             raise ServeError(str(error)) from None
         stamp.write_text(made_of, encoding="utf-8")
+        _use(stamp)
+
+
+def _use(stamp: Path) -> None:
+    """Note the time of use, and keep the model from `varlen rm` until this process ends."""
+    # a file system without times or locks keeps it from nobody
+    with suppress(OSError):
+        os.utime(stamp)
+        # stays open
+        descriptor = os.open(stamp, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def user_of(folder: Path) -> str | None:
+    """Return the process that serves a fetched model, for a message; None if none does."""
+    with (folder / SOURCE_FILE).open("rb") as stamp:
+        try:
+            fcntl.flock(stamp, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return holder(stamp.fileno())
+        except OSError:
+            # a file system without locks
+            return None
+    return None
+
+
+def models_folder() -> Path:
+    """Return the folder of all fetched models of this user.
+
+    Raises:
+        CacheError: the user has no folder for caches.
+    """
+    return cache_folder("auto") / "models"
 
 
 def _kept(source: str) -> Path:
     """Return the folder that keeps the model of a source, and of no other."""
     folder = Path(source).expanduser()
     identity = str(folder.resolve()) if folder.is_dir() else source
-    return cache_folder("auto") / "models" / hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return models_folder() / hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def _made_of(source: str, settings: Mapping[str, str]) -> str:
