@@ -32,6 +32,7 @@ TASK_PAGES = (
 )
 PAGES = (
     "README.md",
+    "docs/index.md",
     "docs/start/install.md",
     "docs/start/migration.md",
     *(f"docs/tasks/{name}.md" for name in TASK_PAGES),
@@ -39,6 +40,7 @@ PAGES = (
 # Models of the pages that the shared server has under other names.
 STAND_INS = {
     "e5": "minilm",
+    "e5-small-v2": "minilm",
     "my_model": "minilm",
     "en-de": "tiny_dates",
 }
@@ -47,10 +49,10 @@ MODEL_OF_PATH = {"/embed": "minilm", "/rerank": "reranker"}
 
 # Commands that the demo and other tests run, or that need other machines.
 NOT_RUN = (
-    *("make", "python", "python3", "tritonserver", "docker", "pip", "cd", "."),
+    *("git", "make", "python", "python3", "tritonserver", "docker", "pip", "cd", "."),
     "text-embeddings-router",
 )
-NOT_RUN_OF_VARLEN = ("adopt", "doctor", "serve", "serve-http")
+NOT_RUN_OF_VARLEN = ("adopt", "doctor", "fetch", "serve", "serve-http")
 # Blocks of code with these run where they are installed.
 OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 

@@ -1,0 +1,255 @@
+"""Every figure of the front pages and of their picture has a source.
+
+The source is a measured row, or the file that sets the figure. `claims` builds the sentences with figures: a page has
+to contain them, and no other number.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from varlen_bench.harness.accuracy import EQUAL_QUALITY
+from varlen_bench.serving.rows import GOAL_P99_MS
+
+from .pages import PROJECT
+
+README, INDEX, PICTURE = "README.md", "docs/index.md", "docs/concepts/packed.svg"
+LONGEST_README = 95
+# Runs of the benchmarks: the column `date` without seconds.
+PADDED = "2026-11-26T17:58"
+ENGINES = ("2026-11-26T20:21", "2026-11-27T00:46")
+BATCHER = "2026-11-26T13:26"
+SERVED = "2026-11-26T14:05"
+LONE = "2026-11-26T14:16"
+# Lengths of the serving benchmark.
+MIXES = ("uniform 5-500", "uniform 2-100")
+# Engines as the README names them, by the first part of a system's name.
+NAMES = {"varlen": "", "ctranslate2": "CTranslate2", "openvino": "OpenVINO"}
+# Code, targets of links, and addresses: their numbers are no figures.
+_NO_PROSE = re.compile(
+    r"^```.*?^```$|`[^`\n]*`|\]\([^)]*\)|(?:https?://|arXiv:)\S+", re.MULTILINE | re.DOTALL
+)
+# A number that is no part of a name, such as GPT-2, int8 or x86_64.
+_NUMBER = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?!\w)")
+_SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Figure(NamedTuple):
+    """A figure of a system.
+
+    Attributes:
+        value: requests/s, tokens/s or milliseconds.
+        name: the system, as the README has it.
+    """
+
+    value: float
+    name: str = ""
+
+
+def claims(page: str) -> list[str]:
+    """Return the sentences, rows of tables and texts of a page that have figures."""
+    padded, packed = embedded(PADDED, "transformers-fp32-fifo"), embedded(PADDED, "varlen-fp32")
+    lengths = drawn_lengths("padded")
+    batch = f"batch of {len(lengths)} texts"
+    times = quotients([packed.value / padded.value])
+    if page == PICTURE:
+        padding = 1 - sum(lengths) / (len(lengths) * max(lengths))
+        return [
+            f"A padded {batch}",
+            f"{padded.value:,.0f} tokens/s; {100 * padding:.0f} % of",
+            f"{packed.value:,.0f} tokens/s, {times} times as many",
+            "fp32, 2 CPU cores, texts of 5 to 500 tokens",
+        ]
+    speeds = f"{padded.value:,.0f} tokens/s, and its tokens packed at {packed.value:,.0f}"
+    if page == INDEX:
+        headline = f"{packed.value:,.0f} tokens/s on 2 CPU cores, {times} times as many as"
+        return [f"{batch} at {speeds}", headline]
+    return [
+        f"{batch} at {speeds}",
+        f"Python {supported_pythons()}",
+        f"From {next_release()},",
+        "2 shared CPU cores, texts of 5 to 500 tokens",
+        f"p99 of at most {GOAL_P99_MS:.0f} ms",
+        f"mean cosine of at least {EQUAL_QUALITY}",
+        *table_rows(padded, packed),
+    ]
+
+
+def table_rows(padded: Figure, packed: Figure) -> list[str]:
+    """Return the rows of the README's table; their first cells without the first words."""
+    batcher = "padded dynamic batcher, int8, 5-500 and 2-100 tokens"
+    joined = [sustained(BATCHER, "onnxruntime-int8-dynamic-per-core", mix) for mix in MIXES]
+    others = [fastest(SERVED, precision) for precision in ("fp32", "int8")]
+    ours = [sustained(SERVED, f"varlen-{each}", MIXES[0]) for each in ("fp32", "int8")]
+    lone, lone_other = lone_ms("varlen-fp32"), lone_ms("onnxruntime-fp32-single")
+    return [
+        row("20 in order of arrival, in process, fp32", [packed], [padded], "tokens/s"),
+        row(batcher, [sustained(BATCHER, "varlen-int8", mix) for mix in MIXES], joined),
+        row("another engine on the server, fp32 and int8", ours, others),
+        row(
+            "int8 in process, on AVX2, and on AVX-512 with bf16",
+            [embedded(run, "varlen-int8") for run in ENGINES],
+            [fastest_of_equal_quality(run) for run in ENGINES],
+            "tokens/s",
+        ),
+        f"a request of 3 tokens alone on the server, fp32 | {cell([lone])} ms | {cell([lone_other])} | "
+        f"{lone_other.value / lone.value:.2f} |",
+    ]
+
+
+def row(
+    beside: str, ours: Sequence[Figure], others: Sequence[Figure], unit: str = "requests/s"
+) -> str:
+    """Return a row of the README's table."""
+    times = quotients(a.value / b.value for a, b in zip(ours, others, strict=True))
+    return f"{beside} | {cell(ours)} {unit} | {cell(others)} | **{times}** |"
+
+
+def cell(figures: Sequence[Figure]) -> str:
+    """Return figures with three digits or more, the name of a system before its figures."""
+    return ", ".join(
+        f"{name} {', '.join(digits(each.value) for each in group)}".strip()
+        for name, group in groupby(figures, lambda each: each.name)
+    )
+
+
+def digits(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def quotients(values: Iterable[float]) -> str:
+    return ", ".join(f"{each:.1f}" if each >= 2 else f"{each:.2f}" for each in values)
+
+
+@cache
+def rows_of(file: str, run: str) -> list[dict[str, str]]:
+    """Return the rows of a run."""
+    with (PROJECT / "docs/benchmarks" / file).open() as lines:
+        return [row for row in csv.DictReader(lines) if row["date"].startswith(run)]
+
+
+def figure(column: str, file: str, run: str, **cells: str) -> Figure:
+    """Return a figure of a run, the median over its rows with these cells."""
+    found = [float(row[column]) for row in rows_of(file, run) if cells.items() <= row.items()]
+    assert found, f"{file} has no row of {run} with {cells}"
+    return Figure(median(found), shown_name(cells["system"]))
+
+
+def shown_name(system: str) -> str:
+    """Return a system's engine as the table names it."""
+    engine = system.split("-", maxsplit=1)[0]
+    return NAMES.get(engine, engine)
+
+
+def embedded(run: str, system: str) -> Figure:
+    """Return a system's tokens/s in the encoder benchmark, long texts."""
+    return figure("tokens_per_second", "encoder.csv", run, system=system, workload="uniform")
+
+
+def sustained(run: str, system: str, mix: str) -> Figure:
+    """Return the requests/s that a system sustains in the serving benchmark."""
+    return figure("sustained", "serving.csv", run, system=system, lengths=mix, kind="result")
+
+
+def lone_ms(system: str) -> Figure:
+    """Return the median time of one request at a time."""
+    return figure("p50_ms", "serving.csv", LONE, system=system, lengths="lone 3")
+
+
+def fastest(run: str, precision: str) -> Figure:
+    """Return the other system that sustains most of the requests/s of long texts."""
+    systems = {
+        row["system"]
+        for row in rows_of("serving.csv", run)
+        if f"-{precision}-" in row["system"] and not row["system"].startswith("varlen")
+    }
+    return max(sustained(run, system, MIXES[0]) for system in systems)
+
+
+def fastest_of_equal_quality(run: str) -> Figure:
+    """Return the fastest peer of equal quality in the encoder benchmark."""
+    peers = [
+        (float(row["tokens_per_second"]), row["system"])
+        for row in rows_of("encoder.csv", run)
+        if row["workload"] == "uniform" and not row["system"].startswith("varlen")
+        if float(row["cosine_mean"]) >= EQUAL_QUALITY
+    ]
+    speed, system = max(peers)
+    return Figure(speed, f"{shown_name(system)} {system.split('-')[1]}")
+
+
+def drawn_lengths(group: str) -> list[float]:
+    """Return the widths of a group's bars in the picture."""
+    found = ElementTree.parse(PROJECT / PICTURE).getroot().find(f".//{_SVG}g[@id='{group}']")
+    assert found is not None
+    return [float(each.attrib["width"]) for each in found]
+
+
+def supported_pythons() -> str:
+    """Return the first and the last version of Python that runs the server of `make setup`."""
+    oldest = found_in(PROJECT / "pyproject.toml", r'^requires-python = ">=(3\.\d+)')
+    newest = found_in(PROJECT / "Makefile", r"^NEWEST_PYTHON := (\d+)$")
+    return f"{oldest} to 3.{newest}"
+
+
+def next_release() -> str:
+    """Return the version that a tree without tags has."""
+    return found_in(PROJECT / "pyproject.toml", r'^fallback-version = "(\d+\.\d+)\.0\.dev0"$')
+
+
+def found_in(file: Path, pattern: str) -> str:
+    found = re.search(pattern, file.read_text(), re.MULTILINE)
+    assert found is not None, f"{file} has no {pattern}"
+    return found[1]
+
+
+def page_text(page: str) -> str:
+    """Return what a reader sees of a page."""
+    if page != PICTURE:
+        return _NO_PROSE.sub(" ", (PROJECT / page).read_text())
+    parts = ElementTree.parse(PROJECT / page).getroot().iter()
+    texts = [part for part in parts if part.tag in (f"{_SVG}title", f"{_SVG}text")]
+    return " ".join("".join(text.itertext()) for text in texts)
+
+
+def unclaimed(text: str, sentences: Sequence[str]) -> list[str]:
+    """Return the numbers of a text that are in none of the sentences."""
+    for sentence in sentences:
+        text = text.replace(sentence, "")
+    return _NUMBER.findall(text)
+
+
+@pytest.mark.parametrize("page", [README, INDEX, PICTURE])
+def test_a_page_has_the_figures_of_the_rows_and_no_others(page: str) -> None:
+    text, sentences = page_text(page), claims(page)
+
+    assert [sentence for sentence in sentences if sentence not in text] == []
+    assert unclaimed(text, sentences) == []
+
+
+def test_the_picture_packs_the_tokens_that_it_pads() -> None:
+    assert sum(drawn_lengths("packed")) == pytest.approx(sum(drawn_lengths("padded")))
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("GPT-2 in int8 on x86_64: 2.4 times", []),
+        ("2.4 times, then 1,096.5 and 3 %.", ["1,096.5", "3"]),
+        ("2.5 times", ["2.5"]),
+    ],
+)
+def test_a_number_outside_of_the_sentences_is_found(text: str, found: list[str]) -> None:
+    assert unclaimed(text, ["2.4 times"]) == found
+
+
+def test_the_readme_is_short() -> None:
+    assert len((PROJECT / README).read_text().splitlines()) <= LONGEST_README
