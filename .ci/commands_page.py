@@ -4,31 +4,14 @@ import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from string import Template
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-import typer
-
-from varlen_client.cli.main import program
+from varlen_client.cli.main import PANELS, find_commands
 from varlen_client.cli.requests import RequestOptions, RowOptions
 
-# Modules of varlen_tools that operators run with `python -m`, and the function that typer runs.
-_MODULES = {
-    "fetch": "fetch",
-    "convert_pickle": "convert_pickle",
-    "quantize": "quantize",
-    "profile_costs": "profile_costs.__main__",
-    "profile_ops": "profile_ops.__main__",
-    "show_plan": "show_plan.__main__",
-    "clean_shared_memory": "clean_shared_memory",
-    "simulate": "simulate.__main__",
-    "simulate.grid": "simulate.grid",
-    "simulate.partition": "simulate.partition",
-    "simulate.generate": "simulate.generate",
-}
 # Names of the options that all commands with requests have.
 _SHARED = {field.name for field in fields(RowOptions)}
 # Names of values in the table by their type.
@@ -40,43 +23,49 @@ _PAGE = Template("""\
 <!-- Written by `$command` from the commands themselves. -->
 
 `varlen` is installed with the package; `varlen --version` names it. Results go to stdout, messages to stderr.
+On a terminal, stderr has a progress bar too.
 The exit code is 0, 1 if the server or the request failed, or 2 if the arguments are wrong.
+
+$contents
+
+The package `varlen-client` alone has `serve-http`, `status` and the commands that ask; `varlen` has them all.
+Those of `varlen` are modules too, such as `python -m varlen_tools.fetch`.
 
 ## Options of requests
 
 All commands that send requests have these, except that `generate` and `translate` do not truncate.
 
 $shared
-$commands
-## Modules for operators
-
-They are in the same package and need no server.
-
-$modules""")
+$commands""")
 
 
 def commands_page(command: str) -> str:
     """Return the text of docs/reference/commands.md, which `command` writes."""
-    commands = typer.main.get_command(program()).commands  # type: ignore[attr-defined]  # it is a group
+    loaded = {name: each.load() for name, each in find_commands().items()}
     return _PAGE.substitute(
         command=command,
-        shared=_table([row for name, row in _rows(commands["embed"]) if name in _SHARED]),
-        commands="\n".join(_part(f"## varlen {name}", each) for name, each in commands.items()),
-        modules="\n".join(
-            _part(f"### python -m varlen_tools.{name}", _command_of(f"varlen_tools.{module}"))
-            for name, module in _MODULES.items()
+        contents="\n".join(_contents()),
+        shared=_table([row for name, row in _rows(loaded["embed"]) if name in _SHARED]),
+        commands="\n".join(
+            text
+            for panel, names in PANELS.items()
+            for text in (f"## {panel}\n", *(_parts(name, loaded[name]) for name in names))
         ),
     )
 
 
-def _command_of(module: str) -> Any:
-    """Return the command of a module: its `app`, or its `main` as typer runs it."""
-    found = import_module(module)
-    if hasattr(found, "app"):
-        return typer.main.get_command(found.app)
-    single = typer.Typer()
-    single.command()(found.main)
-    return typer.main.get_command(single)
+def _contents() -> Iterator[str]:
+    """Yield a line for each panel of `varlen --help`, with links to its commands."""
+    for panel, names in PANELS.items():
+        links = (f"[`{name}`](#varlen-{name})" for name in names)
+        yield f"* **{panel}**: {', '.join(links)}"
+
+
+def _parts(name: str, command: Any) -> str:
+    """Return the part of the page on a command, and on those below it."""
+    below = getattr(command, "commands", {}).items()
+    parts = [(name, command), *((f"{name} {its}", each) for its, each in below)]
+    return "\n".join(_part(f"### varlen {name}", each) for name, each in parts)
 
 
 def _part(heading: str, command: Any) -> str:
@@ -85,8 +74,7 @@ def _part(heading: str, command: Any) -> str:
     if rows.keys() >= {field.name for field in fields(RequestOptions)}:
         rows = {name: row for name, row in rows.items() if name not in _SHARED}
         note = "\nAnd the [options of requests](#options-of-requests).\n"
-    text = inspect.cleandoc(command.help or command.callback.__doc__)
-    return f"{heading}\n\n{text}\n\n{_table(rows.values())}{note}"
+    return f"{heading}\n\n{command.help}\n\n{_table(rows.values())}{note}"
 
 
 def _rows(command: Any) -> Iterator[tuple[str, tuple[str, str, str]]]:
@@ -95,7 +83,8 @@ def _rows(command: Any) -> Iterator[tuple[str, tuple[str, str, str]]]:
     for each in command.params:
         if each.name not in parameters:
             continue
-        kind, info = get_args(parameters[each.name].annotation)
+        annotation = parameters[each.name].annotation
+        kind, info = get_args(annotation) or (annotation, None)
         yield each.name, (_shown_name(each, kind), _default(each), _description(each, kind, info))
 
 
@@ -151,11 +140,11 @@ def _plain(value: object) -> object:
 
 def _description(parameter: Any, kind: Any, info: Any) -> str:
     # `\[` is a bracket in the markup of help texts
-    text = (info.help or "").replace("\\[", "[")
+    text = (getattr(info, "help", None) or "").replace("\\[", "[")
     sentences = [text if text.endswith((".", '."')) else f"{text}."] if text else []
     if words := _words(kind):
         sentences.append("Allowed: " + ", ".join(f"`{word}`" for word in words) + ".")
-    elif info.min is not None:
+    elif getattr(info, "min", None) is not None:
         range_ = f"from {info.min:g}" + ("" if info.max is None else f" to {info.max:g}")
         sentences.append(f"Allowed: {range_}.")
     if parameter.envvar:

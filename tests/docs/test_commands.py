@@ -16,7 +16,7 @@ from varlen.config import SETTINGS, EngineConfig
 from varlen.request.generation import OPTION_NAMES
 from varlen.request.row_parameters import ROW_PARAMETERS
 from varlen.telemetry.metrics import METRICS
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app, find_commands
 
 from .pages import PAGES, PROJECT, Block, blocks, commands
 
@@ -29,6 +29,7 @@ OTHERS = {
     *(
         "curl",
         "docker",
+        "git",
         "helm",
         "pip",
         "printf",
@@ -87,7 +88,7 @@ def test_a_command_exists_and_takes_its_arguments(block: Block, command: list[st
         assert arguments[0] == "-m"
         check_arguments(command_of(arguments[1]), arguments[2:])
     elif Path(name).name == "varlen":
-        check_arguments(typer.main.get_command(program()), arguments)
+        check_arguments(typer.main.get_command(app), arguments)
     elif name == "make":
         targets = [word for word in arguments if "=" not in word]
         makefile = (PROJECT / "Makefile").read_text()
@@ -113,14 +114,24 @@ def command_of(module: str) -> Any:
 
 def check_arguments(command: Any, arguments: list[str]) -> None:
     """Parse arguments as the command does, without running it."""
-    # typer brings a click of its own
-    if hasattr(command, "commands"):
-        command, arguments = command.commands[arguments[0]], arguments[1:]
-    if command is not None:
+    if command is None:
+        return
+    # those of `varlen` are imported when they are called
+    command = command.load() if hasattr(command, "load") else command
+    below = getattr(command, "commands", {})
+    if below and (arguments[0] in below or not command.invoke_without_command):
+        check_arguments(below[arguments[0]], arguments[1:])
+    else:
         command.make_context("", list(arguments))
 
 
-@pytest.mark.parametrize("line", ["varlen embed a --fooo", "varlen zap", "make doc", "carlen"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("varlen embed a --fooo", "varlen zap", "varlen simulate --fooo"),
+        *("varlen simulate grid --fooo", "make doc", "carlen"),
+    ],
+)
 def test_a_command_that_does_not_exist_is_found(line: str) -> None:
     block = Block("page.md", 1, "sh", f"{line}\n")
 
@@ -198,7 +209,8 @@ def source_files() -> frozenset[str]:
 def known_options() -> frozenset[str]:
     """Return the options of our commands."""
     single = (command_of(module) for module in modules())
-    commands = [typer.main.get_command(program()), *single]
+    loaded = (each.load() for each in find_commands().values())
+    commands = [typer.main.get_command(app), *loaded, *single]
     return frozenset(option for command in commands for option in options_of(command))
 
 
@@ -213,14 +225,17 @@ def modules() -> list[str]:
     ]
 
 
-def test_every_module_for_operators_is_on_the_page_of_commands() -> None:
-    # the first two prepare development; `varlen doctor` and `varlen drain` are there
-    others = {"demo", "train_demo", "doctor", "drain"}
-    page = (PROJECT / "docs/reference/commands.md").read_text()
+def test_every_module_of_the_tools_is_a_command_of_varlen() -> None:
+    # these prepare development
+    others = {"varlen_tools.demo", "varlen_tools.train_demo"}
+    loaded = [each.load() for each in find_commands().values()]
+    below = [each for group in loaded for each in getattr(group, "commands", {}).values()]
+    functions = {each.callback.__wrapped__ for each in (*loaded, *below)}
 
-    packaged = [name for name in modules() if name.startswith("varlen_tools.")]
-    expected = {name for name in packaged if name.removeprefix("varlen_tools.") not in others}
-    assert set(re.findall("^### python -m (.*)$", page, re.MULTILINE)) == expected
+    packaged = {name for name in modules() if name.startswith("varlen_tools.")} - others
+    assert {
+        name for name in packaged if command_of(name).callback.__wrapped__ not in functions
+    } == set()
 
 
 def options_of(command: Any) -> set[str]:

@@ -4,9 +4,18 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from varlen_client.cli.main import app
 
-def run_command(main, *words) -> Result:
-    """Return the result of a module's `main`, as `python -m` runs it; lines are not folded."""
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(word) for word in words])
+_RUNNER = CliRunner(env={"COLUMNS": "300"})
+
+
+def run_varlen(*words) -> Result:
+    """Return the result of the program; lines are not folded."""
+    return _RUNNER.invoke(app, [str(word) for word in words])
+
+
+def run_module(main, *words) -> Result:
+    """Return the result of a module's `main`, as `python -m` runs it."""
+    single = typer.Typer(add_completion=False)
+    single.command()(main)
+    return _RUNNER.invoke(single, [str(word) for word in words])

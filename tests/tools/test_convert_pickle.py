@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tests.checkpoints import WEIGHTS
 from varlen import Encoder
 from varlen_tools import convert_pickle
-from varlen_tools.convert_pickle import PickleError, convert, main
+from varlen_tools.convert_pickle import PickleError, convert
 
-from .commands import run_command
+from .commands import run_varlen
 
 PICKLE = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
@@ -173,7 +173,7 @@ def test_code_in_a_pickle_is_not_run(pickled, tmp_path):
     folder, tensors = pickled
     torch.save({**tensors, "more": Code(tmp_path / "ran")}, folder / PICKLE)
 
-    result = run_command(main, folder)
+    result = run_varlen("convert-pickle", folder)
 
     assert result.exit_code == 2
     assert "pytorch_model.bin holds more than tensors" in result.stderr

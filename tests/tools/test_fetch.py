@@ -39,7 +39,7 @@ from varlen_tools.fetch import FetchError, default_name, fetch
 from varlen_tools.model_config import render_config
 from varlen_tools.pip_download import DownloadError
 
-from .commands import run_command
+from .commands import run_varlen
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -59,8 +59,8 @@ def repository(tmp_path):
 @pytest.fixture
 def run(repository):
     """Run the command on a source; returns its result."""
-    return lambda source, *arguments: run_command(
-        fetch_module.main, source, "--repository", repository, *arguments
+    return lambda source, *arguments: run_varlen(
+        "fetch", source, "--repository", repository, *arguments
     )
 
 

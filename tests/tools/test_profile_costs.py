@@ -13,12 +13,11 @@ from varlen.costs.model import MeasuredBatch
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import CheckpointError, ConfigError
 from varlen_tools.model_source import find_source
-from varlen_tools.profile_costs.__main__ import main
 from varlen_tools.profile_costs.picture import draw, render
 from varlen_tools.profile_costs.profile import Profile
 from varlen_tools.profile_costs.tables import batch_table, three_digits
 
-from .commands import run_command
+from .commands import run_varlen
 
 KEY = {
     "checkpoint": "0123456789abcdef",
@@ -185,7 +184,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     files = [tmp_path / "costs.svg", tmp_path / "costs.html"]
     outputs = [word for file in files for word in ("--output", file)]
 
-    first = run_command(main, model, *outputs)
+    first = run_varlen("costs", model, *outputs)
 
     assert first.exit_code == 0, first.output
     for text in ("milliseconds per batch", "microseconds per token", "measured batches"):
@@ -196,9 +195,9 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     assert files[0].with_stem("costs-dark").exists()
     assert files[1].read_text().startswith("<!doctype html>")
 
-    assert run_command(main, model).exit_code == 0
+    assert run_varlen("costs", model).exit_code == 0
     assert CostStore(tmp_path / "cache").entries() == [kept]
-    assert run_command(main, model, "--again", "--seconds", "20").exit_code == 0
+    assert run_varlen("costs", model, "--again", "--seconds", "20").exit_code == 0
     (new,) = CostStore(tmp_path / "cache").entries()
     assert new.measured_at > kept.measured_at
     assert new.allowed_seconds == 20
@@ -219,7 +218,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
 def test_what_cannot_be_done_is_refused(model, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
 
-    done = run_command(main, *(str(model) if word == "MODEL" else word for word in arguments))
+    done = run_varlen("costs", *(str(model) if word == "MODEL" else word for word in arguments))
 
     assert done.exit_code == 2, done.output
     assert says in done.output

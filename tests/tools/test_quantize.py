@@ -5,9 +5,8 @@ import pytest
 from tests.checkpoints import save_checkpoint
 from varlen.execution.cpu.calibration import Calibration
 from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen_tools.quantize import main
 
-from .commands import run_command
+from .commands import run_varlen
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n\n".join(TEXTS[:10]), encoding="utf-8")
 
-    result = run_command(main, checkpoint, "--texts", texts)
+    result = run_varlen("quantize", checkpoint, "--texts", texts)
 
     assert result.exit_code == 0, result.output
     quality = Calibration.load(checkpoint).quality
@@ -33,7 +32,7 @@ def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
 def test_a_model_that_generates_is_calibrated_too(tmp_path, kind, dtype):
     checkpoint = save_checkpoint(tmp_path / "model", kind)
 
-    result = run_command(main, checkpoint, "--dtype", dtype)
+    result = run_varlen("quantize", checkpoint, "--dtype", dtype)
 
     assert result.exit_code == 0, result.output
     stored = Calibration.load(checkpoint, f"{dtype}.safetensors")
@@ -44,7 +43,7 @@ def test_a_model_that_generates_is_calibrated_too(tmp_path, kind, dtype):
 
 
 def test_an_encoder_has_no_weights_of_4_bits(checkpoint):
-    result = run_command(main, checkpoint, "--dtype", "int4")
+    result = run_varlen("quantize", checkpoint, "--dtype", "int4")
 
     assert result.exit_code == 2
     assert 'dtype is "int4"' in result.output
@@ -61,14 +60,14 @@ def test_texts_that_cannot_calibrate_are_refused(checkpoint, tmp_path, content, 
     texts = tmp_path / "texts.txt"
     texts.write_bytes(content)
 
-    result = run_command(main, checkpoint, "--texts", texts)
+    result = run_varlen("quantize", checkpoint, "--texts", texts)
 
     assert result.exit_code == 2
     assert message in result.output
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    result = run_command(main, tmp_path)
+    result = run_varlen("quantize", tmp_path)
 
     assert result.exit_code == 2
     assert "has neither config.pbtxt nor config.json" in result.output

@@ -7,11 +7,10 @@ import pytest
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen_tools.show_plan.__main__ import main
 from varlen_tools.show_plan.maps import paper_maps, program_map
 from varlen_tools.show_plan.picture import draw, in_units, render
 
-from .commands import run_command
+from .commands import run_varlen
 
 MIB = 2**20
 
@@ -101,7 +100,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
     files = [tmp_path / "plan.svg", tmp_path / "plan.html"]
 
     outputs = [word for file in files for word in ("--output", file)]
-    done = run_command(main, encoder, "--lengths", "9", "--lengths", "5, 17,20", *outputs)
+    done = run_varlen("plan", encoder, "--lengths", "9", "--lengths", "5, 17,20", *outputs)
 
     assert done.exit_code == 0, done.output
     assert "9 tokens: " in done.output
@@ -125,7 +124,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
 def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
 
-    done = run_command(main, encoder, *arguments)
+    done = run_varlen("plan", encoder, *arguments)
 
     assert done.exit_code == 2
     assert says in done.output
@@ -133,7 +132,7 @@ def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, argumen
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    done = run_command(main, tmp_path)
+    done = run_varlen("plan", tmp_path)
 
     assert done.exit_code == 2
     assert "Traceback" not in done.output

@@ -20,13 +20,11 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
-from varlen_tools.simulate import grid, partition
-from varlen_tools.simulate.__main__ import main
 from varlen_tools.simulate.batches import BatchStudy, full_load, simulate
 from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
 from varlen_tools.workloads import Arrival, burst_arrivals, poisson_arrivals, with_deadline
 
-from .commands import run_command
+from .commands import run_varlen
 
 MIX, SHORT = range(5, 501), range(2, 101)
 SEQUENCES = 64
@@ -450,8 +448,8 @@ def test_the_command_prints_and_writes_every_policy(tmp_path):
     trace, table = tmp_path / "trace.csv", tmp_path / "results.csv"
     trace.write_text("tokens\n" + "\n".join(map(str, range(5, 500, 5))))
 
-    done = run_command(
-        main,
+    done = run_varlen(
+        "simulate",
         *("--policies", "token_budget,dp/padded", "--trace", trace, "--loads", "0.5"),
         *("--count", "200", "--goal-ms", "300", "--table", table),
     )
@@ -467,8 +465,9 @@ def test_the_command_prints_and_writes_every_policy(tmp_path):
 def test_the_grid_compares_policies_in_every_cell(tmp_path):
     table = tmp_path / "grid.csv"
 
-    done = run_command(
-        grid.main,
+    done = run_varlen(
+        "simulate",
+        "grid",
         *("--policies", "dp,none", "--lengths", "mixed,rows", "--workers", "1,2"),
         *("--loads", "0.6", "--seeds", "1", "--count", "60", "--table", table),
     )
@@ -485,7 +484,9 @@ def test_the_grid_compares_policies_in_every_cell(tmp_path):
 
 
 def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
-    padded, packed = (run_command(partition.main, *options) for options in ([], ["--packed"]))
+    padded, packed = (
+        run_varlen("simulate", "partition", *options) for options in ([], ["--packed"])
+    )
 
     assert re.search(r"best partition │ 17, 18 \| 52, 63 \| 77 ", padded.output)
     assert re.search(r"best partition │ 17, 18, 52, 63, 77 .*│ 1.00x", packed.output)
@@ -494,20 +495,20 @@ def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
 @pytest.mark.parametrize(
     "command, arguments, message",
     [
-        (main, "--policies lifo", 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
-        (main, "--lengths 9", 'lengths are "9"; allowed: two whole numbers, such as 5-500'),
-        (main, "--lengths 5-9000", "a batch has at most 4096"),
-        (main, "--loads 0.5,much", 'loads are "0.5,much"; allowed: numbers with commas between'),
-        (main, "--costs measured --cache-folder .", "the cache has no costs of packed batches"),
-        (grid.main, "--lengths long", '"long" is not known; allowed: uniform, short, mixed, rows'),
-        (grid.main, "--costs tpu", '"tpu" is not known; allowed: cpu, gpu'),
-        (grid.main, "--workers 0", 'workers are "0"; allowed: numbers above 0'),
-        (grid.main, "--workers 1.5", 'workers are "1.5"; allowed: whole numbers from 1'),
-        (grid.main, "--loads 0", 'loads are "0"; allowed: numbers above 0'),
-        (grid.main, "--loads inf", 'loads are "inf"; allowed: numbers above 0'),
-        (grid.main, "--over lifo", 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
+        ("", "--policies lifo", 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
+        ("", "--lengths 9", 'lengths are "9"; allowed: two whole numbers, such as 5-500'),
+        ("", "--lengths 5-9000", "a batch has at most 4096"),
+        ("", "--loads 0.5,much", 'loads are "0.5,much"; allowed: numbers with commas between'),
+        ("", "--costs measured --cache-folder .", "the cache has no costs of packed batches"),
+        ("grid", "--lengths long", '"long" is not known; allowed: uniform, short, mixed, rows'),
+        ("grid", "--costs tpu", '"tpu" is not known; allowed: cpu, gpu'),
+        ("grid", "--workers 0", 'workers are "0"; allowed: numbers above 0'),
+        ("grid", "--workers 1.5", 'workers are "1.5"; allowed: whole numbers from 1'),
+        ("grid", "--loads 0", 'loads are "0"; allowed: numbers above 0'),
+        ("grid", "--loads inf", 'loads are "inf"; allowed: numbers above 0'),
+        ("grid", "--over lifo", 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
         *(
-            (partition.main, lengths, f'lengths are "{lengths}"; allowed: ')
+            ("partition", lengths, f'lengths are "{lengths}"; allowed: ')
             for lengths in ("17,0", "17.5", "inf", "nan", "a")
         ),
     ],
@@ -515,7 +516,7 @@ def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
 def test_a_command_refuses_what_it_cannot_do(tmp_path, monkeypatch, command, arguments, message):
     monkeypatch.chdir(tmp_path)
 
-    done = run_command(command, *arguments.split())
+    done = run_varlen("simulate", *command.split(), *arguments.split())
 
     assert done.exit_code == 2
     assert message in done.output

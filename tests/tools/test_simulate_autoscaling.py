@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen_tools.simulate.__main__ import main
 from varlen_tools.simulate.autoscaling import AutoscaleOptions, Autoscaler, Scrape
 from varlen_tools.simulate.batches import full_load
 from varlen_tools.simulate.costs import CostSource, cost_models
@@ -15,7 +14,7 @@ from varlen_tools.simulate.replicas import FleetOptions, simulate_fleet
 from varlen_tools.simulate.routing import Routing
 from varlen_tools.workloads import Arrival, named_mix, poisson_arrivals
 
-from .commands import run_command
+from .commands import run_varlen
 
 MIX = named_mix("short", 500).lengths
 CONFIG = EngineConfig(policy="dp", max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT)
@@ -125,8 +124,8 @@ def test_the_longest_wait_ends_where_a_batch_starts():
 def test_the_command_prints_the_longest_wait_and_replica_seconds(tmp_path):
     results = tmp_path / "results.csv"
 
-    done = run_command(
-        main,
+    done = run_varlen(
+        "simulate",
         *("--replicas", "1", "--autoscale", "1:4", "--scrape-seconds", "1"),
         *("--decision-seconds", "1", "--startup-seconds", "1", "--policies", "dp"),
         *("--loads", "2", "--count", "1500", "--workers", "1", "--table", results),
@@ -151,7 +150,7 @@ def test_the_command_prints_the_longest_wait_and_replica_seconds(tmp_path):
     ],
 )
 def test_the_command_refuses_options_that_do_not_fit(arguments, message):
-    done = run_command(main, *arguments.split())
+    done = run_varlen("simulate", *arguments.split())
 
     assert done.exit_code == 2
     assert message in done.output

@@ -15,12 +15,11 @@ from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
 from varlen.errors import RequestError
 from varlen_tools.simulate.costs import StepCosts
-from varlen_tools.simulate.generate import main
 from varlen_tools.simulate.measured_steps import fit, measure
 from varlen_tools.simulate.steps import Step, StepStudy, simulate
 from varlen_tools.workloads import Arrival, generation_arrivals
 
-from .commands import run_command
+from .commands import run_varlen
 from .conftest import read_csv
 
 COSTS = StepCosts(20e-3, 700e-6, 5e-6)
@@ -241,8 +240,9 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     rows = [f"{time},{50 + 3 * i},{1 + i % 20}" for i, time in enumerate(times)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
 
-    done = run_command(
-        main,
+    done = run_varlen(
+        "simulate",
+        "generate",
         *("--trace", trace, "--stream", "trace", "--loads", "0.3,0.6", "--table", table),
         *("--max-step-tokens", "64,256", "--inter-token-latency-ms", "0,90"),
         *("--ttft-ms", "900", "--token-ms", "100"),
@@ -279,7 +279,9 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
-    done = run_command(main, *(tmp_path if word == "EMPTY" else word for word in arguments))
+    done = run_varlen(
+        "simulate", "generate", *(tmp_path if word == "EMPTY" else word for word in arguments)
+    )
 
     assert done.exit_code == 2
     assert message in done.output

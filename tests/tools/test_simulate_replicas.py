@@ -12,7 +12,6 @@ import pytest
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import DeadlineError
-from varlen_tools.simulate.__main__ import main
 from varlen_tools.simulate.batches import BatchStudy, full_load, simulate
 from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.simulate.fleet_study import FleetStudy
@@ -20,7 +19,7 @@ from varlen_tools.simulate.replicas import FleetOptions, simulate_fleet
 from varlen_tools.simulate.routing import ReplicaLoads, Routing, new_router
 from varlen_tools.workloads import Arrival, named_mix, poisson_arrivals, with_deadline
 
-from .commands import run_command
+from .commands import run_varlen
 
 MIX = named_mix("mixed", 500).lengths
 
@@ -247,8 +246,8 @@ def test_the_fewest_replicas_hold_the_goal_and_one_less_does_not():
 def test_the_command_prints_and_writes_every_routing(tmp_path):
     results = tmp_path / "results.csv"
 
-    done = run_command(
-        main,
+    done = run_varlen(
+        "simulate",
         *("--replicas", "3", "--routing", "random,least_requests", "--policies", "dp"),
         *("--loads", "0.5,0.8", "--count", "300", "--lengths", "mixed", "--workers", "1"),
         *("--dead-seconds", "1", "--goal-p99", "30", "--table", results),
@@ -273,7 +272,7 @@ def test_the_command_prints_and_writes_every_routing(tmp_path):
     ],
 )
 def test_the_command_refuses_options_that_do_not_fit(arguments, message):
-    done = run_command(main, *arguments.split())
+    done = run_varlen("simulate", *arguments.split())
 
     assert done.exit_code == 2
     assert message in done.output

@@ -16,7 +16,7 @@ from varlen_tools.train_demo.text import python_documents
 from varlen_tools.train_demo.train import END_OF_TEXT, encode, train, train_tokenizer
 from varlen_tools.train_demo.transformer import Shape, Training
 
-from .commands import run_command
+from .commands import run_module
 
 TINY = Training(
     Shape(vocabulary=300, positions=24, hidden=16, layers=2, heads=2), steps=12, samples=2
@@ -129,14 +129,14 @@ def test_the_command_writes_a_checkpoint_and_keeps_one_that_exists(tmp_path, mon
     monkeypatch.setattr(command, "python_documents", lambda: DOCUMENTS)
     arguments = ["gpt2", "--output", tmp_path / "model/1", "--steps", "2"]
 
-    first = run_command(command.main, *arguments)
-    second = run_command(command.main, *arguments)
+    first = run_module(command.main, *arguments)
+    second = run_module(command.main, *arguments)
 
     assert first.exit_code == 0, first.output
     assert "model/1 is ready after" in first.output
     assert second.exit_code == 2
     assert "holds a checkpoint already; --force replaces it" in second.output
-    assert run_command(command.main, *arguments, "--force").exit_code == 0
+    assert run_module(command.main, *arguments, "--force").exit_code == 0
     assert sorted(path.name for path in (tmp_path / "model/1").iterdir()) == [
         "config.json",
         "generation_config.json",

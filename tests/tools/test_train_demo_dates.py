@@ -32,7 +32,7 @@ from varlen_tools.train_demo.train_dates import (
 )
 from varlen_tools.train_demo.transformer import Shape, Training
 
-from .commands import run_command
+from .commands import run_module
 
 TINY = Training(
     Shape(vocabulary=300, positions=40, hidden=16, layers=1, heads=2), steps=25, samples=16
@@ -213,7 +213,7 @@ def test_the_command_writes_a_checkpoint_and_says_how_well_it_rewrites(tmp_path,
     monkeypatch.setattr(command, "DEFAULT_DATES", TINY)
     monkeypatch.setattr(command, "_DATES_PER_FORM", 1)
 
-    result = run_command(command.main, "dates", "--output", tmp_path / "model/1", "--steps", "2")
+    result = run_module(command.main, "dates", "--output", tmp_path / "model/1", "--steps", "2")
 
     assert result.exit_code == 0, result.output
     assert f"of {len(FORMS)} held-out dates are rewritten exactly (greedy)" in result.output

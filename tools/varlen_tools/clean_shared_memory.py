@@ -16,7 +16,7 @@ def main(
         bool, typer.Option("--remove", help="Remove the regions; default: only list them.")
     ] = False,
 ) -> None:
-    """List or remove the shared memory of servers and model processes that have ended.
+    """List or remove shared memory that ended servers left.
 
     Regions that any process uses are left out.
     """

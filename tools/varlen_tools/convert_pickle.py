@@ -184,7 +184,10 @@ def main(
         Path, typer.Argument(exists=True, file_okay=False, help="Folder with pickled weights.")
     ],
 ) -> None:
-    """Write pickled weights as safetensors, without running code that a pickle may hold."""
+    """Convert pickled weights to safetensors; run none of them.
+
+    No code that a pickle may hold runs.
+    """
     try:
         for path in convert(folder):
             typer.echo(f"{path} is written")

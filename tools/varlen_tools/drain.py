@@ -65,10 +65,11 @@ def drain(
         bool, typer.Option("--undo", help="Let the server take requests again, and return at once.")
     ] = False,
 ) -> None:
-    """Take a server out of service, and return once it has answered all requests.
+    """Take a server out of service without losing a request.
 
     First its readiness probes fail, so that proxies send requests elsewhere. After `--seen-seconds` it refuses new
-    requests. The exit code is 1 if requests are still open after `--timeout`.
+    requests. The command returns once all requests are answered. The exit code is 1 if some are still open after
+    `--timeout`.
     """
     try:
         marker = _marker(server_pid)

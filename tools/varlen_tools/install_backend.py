@@ -1,14 +1,14 @@
-"""Install varlen into the backends folder of a server, such as NVIDIA's image.
+"""Copy varlen into the backends folder of a server, such as NVIDIA's image.
 
-`python3 -m varlen_tools.install_backend /opt/tritonserver/backends` makes
+`varlen install-backend /opt/tritonserver/backends` makes
 
     <backends>/varlen/model.py          the file that the server looks for
     <backends>/varlen/varlen/           the package that it imports
     <backends>/varlen/varlen_kernels/   the kernels
 
 The server appends `<backends>/varlen` to the import path of every model of this backend. Nothing else
-changes a path. The packages come from this Python's import path, installed or not. The image's own Python runs this
-module, so it imports the standard library only.
+changes a path. The packages come from this Python's import path, installed or not. The image's own Python may run this
+module from a clone, `python3 -m varlen_tools.install_backend`, so it imports the standard library only.
 """
 
 import argparse
@@ -99,12 +99,13 @@ def missing_packages() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Install the backend, or report in one line why not."""
-    parser = argparse.ArgumentParser(prog="install_backend", description=__doc__.splitlines()[0])
-    parser.add_argument("backends", type=Path, help="backends folder of the server")
+def install_backend(backends: Path) -> None:
+    """Copy varlen into the backends folder of a server.
+
+    The server looks for backends in this folder: /opt/tritonserver/backends in NVIDIA's image.
+    """
     try:
-        target = install(parser.parse_args(arguments).backends)
+        target = install(backends)
     except (InstallError, OSError) as error:
         print(f"install-backend: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -114,6 +115,13 @@ def main(arguments: list[str] | None = None) -> None:
             f"install-backend: {sys.executable} has no {', '.join(missing)}; if the server uses this"
             f" Python: {sys.executable} -m pip install {' '.join(missing)}"
         )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments without typer, and install the backend."""
+    parser = argparse.ArgumentParser(prog="install_backend", description=__doc__.splitlines()[0])
+    parser.add_argument("backends", type=Path, help="backends folder of the server")
+    install_backend(parser.parse_args(arguments).backends)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def main(
         Literal["int8", "int4"], typer.Option(help="Dtype of the model's weights.")
     ] = "int8",
 ) -> None:
-    """Calibrate a model for int8 or int4, measure the quality, and store both."""
+    """Calibrate a model for int8 or int4; measure the quality.
+
+    Both are stored with the checkpoint.
+    """
     try:
         bits = BITS[dtype]
         check_int8(bits)

@@ -70,7 +70,7 @@ def embed(
     ] = DEFAULT_CONCURRENCY,
     options: RowOptions,
 ) -> None:
-    """Embed texts, or the lines of a file, and print or write the vectors."""
+    """Print or write the vectors of texts."""
     rows = _without_empty(texts_or_lines(texts, file), file, skip=skip_empty)
     if output is not None:
         check_output(output, force=force)

@@ -1,39 +1,191 @@
-"""The command `varlen`: the tasks of models, a server's status, and the HTTP gateway.
+"""The command `varlen`: the list of its commands. Each is imported when it is called.
 
-An installed distribution adds commands by entry points of the group `varlen.commands`, as the backend's does.
-Results go to stdout; progress, messages and errors go to stderr.
+Commands of this distribution are modules beside this file. Others, such as the backend's, add theirs by entry points
+of the group `varlen.commands`. Results go to stdout; progress, messages and errors go to stderr.
 Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or input file.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import entry_points, version
-from typing import Annotated
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from varlen_client.cli.embed import embed, similarity
-from varlen_client.cli.generate import generate
-from varlen_client.cli.options import print_message
-from varlen_client.cli.rows import (
-    classify,
-    fill_mask,
-    hidden,
-    rerank,
-    sparse_embed,
-    token_classify,
-    token_embed,
-)
-from varlen_client.cli.serve_http import serve_http
-from varlen_client.cli.status import status
-from varlen_client.cli.translate import translate
+from varlen_client.cli.options import usage_error
+
+_GROUP = "varlen.commands"
+# All commands in the order of `varlen --help`, and what each does: the first sentence of its own help.
+PANELS: Mapping[str, Mapping[str, str]] = {
+    "Serve": {
+        "serve": "Fetch models and serve them over HTTP and gRPC.",
+        "serve-http": "Serve a server's models to OpenAI, TEI and Cohere clients.",
+        "install-backend": "Copy varlen into the backends folder of a server.",
+    },
+    "Prepare": {
+        "fetch": "Put a checkpoint into a model repository, ready to serve.",
+        "list": "List the models that `varlen serve` has fetched.",
+        "rm": "Remove models that `varlen serve` has fetched.",
+        "doctor": "Check a checkpoint, and compare it with its own library.",
+        "adopt": "Write the varlen model of an existing model, and compare.",
+        "quantize": "Calibrate a model for int8 or int4; measure the quality.",
+        "convert-pickle": "Convert pickled weights to safetensors; run none of them.",
+    },
+    "Ask": {
+        "embed": "Print or write the vectors of texts.",
+        "similarity": "Print the cosine similarity of each pair of texts.",
+        "classify": "Print the labels and scores of texts, the best first.",
+        "rerank": "Print documents and scores, the most relevant first.",
+        "generate": "Generate the answer to a prompt and print it.",
+        "translate": "Translate texts, or the lines of a file.",
+        "fill-mask": "Print the most likely tokens of each mask.",
+        "sparse-embed": "Print the terms of texts and their weights (SPLADE).",
+        "token-embed": "Print or write a vector for each token (ColBERT).",
+        "token-classify": "Print the tokens of texts with their best labels.",
+        "hidden": "Print or write the last hidden state of each token.",
+    },
+    "Operate": {
+        "status": "Print whether server and models are ready, and the load.",
+        "drain": "Take a server out of service without losing a request.",
+        "clean": "List or remove shared memory that ended servers left.",
+        "costs": "Measure what a model's batches cost; print and draw it.",
+        "profile": "Print where a model spends its time on a CPU, by op.",
+        "plan": "Draw where a batch's intermediates lie in memory.",
+        "simulate": "Compare scheduling policies on a virtual clock.",
+    },
+}
+_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+# The commands of this distribution by their module.
+_OWN = {
+    "embed": ("embed", "similarity"),
+    "generate": ("generate",),
+    "rows": (
+        *("classify", "rerank", "fill-mask", "sparse-embed"),
+        *("token-embed", "token-classify", "hidden"),
+    ),
+    "serve_http": ("serve-http",),
+    "status": ("status",),
+    "translate": ("translate",),
+}
+# The distribution that has all others, and its part that `serve` needs.
+_OTHERS = "varlen"
+# Names that other programs have for our commands.
+_ELSEWHERE: Mapping[str, str] = {
+    "fetch": "add download get install pull",
+    "serve": "launch run start up",
+    "serve-http": "gateway http openai proxy",
+    "list": "ls models",
+    "rm": "del delete prune remove uninstall",
+    "doctor": "check compare test validate verify",
+    "adopt": "import migrate port",
+    "quantize": "calibrate int4 int8 quantise",
+    "convert-pickle": "convert pickle",
+    "generate": "ask chat complete completion prompt",
+    "embed": "embedding embeddings encode vectorize",
+    "rerank": "rank score",
+    "classify": "predict",
+    "token-classify": "ner tag",
+    "sparse-embed": "splade",
+    "token-embed": "colbert",
+    "status": "health info metrics ps ready stats top",
+    "drain": "down quit shutdown stop",
+    "clean": "cleanup clean-shared-memory shm",
+    "costs": "bench benchmark measure profile-costs",
+    "profile": "profile-ops trace",
+    "plan": "memory show-plan",
+}
+_MEANT = {word: name for name, words in _ELSEWHERE.items() for word in words.split()}
+
+
+class Command(TyperCommand):
+    """A command that is imported when it is called; its name, panel and summary are known before."""
+
+    def __init__(self, entry: EntryPoint) -> None:
+        panel = _PANEL_OF.get(entry.name)
+        summary = PANELS[panel][entry.name] if panel else f"See `varlen {entry.name} --help`."
+        super().__init__(entry.name, help=summary, rich_help_panel=panel or "Others")
+        self._entry = entry
+
+    def load(self) -> Any:
+        """Return the command with its options; exit with a message if it cannot be imported."""
+        try:
+            found = self._entry.load()
+        except ImportError as error:
+            package = self._entry.dist.name if self._entry.dist else "varlen-client"
+            usage_error(f"{self.name} cannot be imported: {error}; pip install {package}")
+        own = found
+        if not isinstance(own, typer.Typer):
+            own = typer.Typer(add_completion=False)
+            own.command(self.name)(found)
+        command: Any = typer.main.get_command(own)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            # lines of code are longer than those of many terminals
+            each.help = "\n\n".join(" ".join(text.split()) for text in each.help.split("\n\n"))
+        return command
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """Return the context of the imported command, which then runs."""
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+class Program(TyperGroup):
+    """The commands of all installed distributions, in the order of `PANELS`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update(find_commands())
+        if absent := [name for name in _PANEL_OF if name not in self.commands]:
+            self.epilog = f"pip install {_OTHERS} adds {', '.join(absent)}."
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of a name; another name is an error that says which one is meant."""
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            ctx.fail(_advice(name, self.commands))
+        return super().resolve_command(ctx, args)
+
+
+def find_commands() -> dict[str, Command]:
+    """Return the commands of all installed distributions by name."""
+    own = [
+        EntryPoint(name, f"varlen_client.cli.{module}:{name.replace('-', '_')}", _GROUP)
+        for module, names in _OWN.items()
+        for name in names
+    ]
+    found = {each.name: each for each in (*entry_points(group=_GROUP), *own)}
+    ordered = [name for name in _PANEL_OF if name in found]
+    return {name: Command(found[name]) for name in (*ordered, *sorted(found.keys() - _PANEL_OF))}
+
+
+def _advice(name: str, commands: Mapping[str, object]) -> str:
+    """Return what to say of a command that is not there."""
+    word = name.lower().replace("_", "-")
+    close = get_close_matches(word, [*_PANEL_OF, *commands, *_MEANT], n=1)
+    meant = _MEANT.get(word) or (_MEANT.get(close[0], close[0]) if close else None)
+    said = f"No such command {name!r}."
+    if meant is None:
+        return f"{said} `varlen --help` lists all."
+    if meant in commands:
+        return f"{said} Did you mean {meant!r}?"
+    extra = f"'{_OTHERS}[serve]'" if meant in ("serve", "adopt") else _OTHERS
+    said = "" if meant == name else f"{said} Did you mean {meant!r}? "
+    return (
+        f"{said}The package {_OTHERS} has {meant!r}, and is not installed here: pip install {extra}"
+    )
+
 
 app = typer.Typer(
-    help="Embed, classify, rank, generate and translate text at a Triton Inference Server with the varlen backend.",
+    cls=Program,
+    help="Serve transformers from a Triton Inference Server with the varlen backend, and ask them from a shell.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -55,38 +207,14 @@ def _options(
     """Options of the program itself."""
 
 
-for command in (
-    embed,
-    sparse_embed,
-    similarity,
-    classify,
-    rerank,
-    fill_mask,
-    token_embed,
-    token_classify,
-    hidden,
-    generate,
-    translate,
-    status,
-    serve_http,
-):
-    app.command()(command)
-
-
-@cache
 def program() -> typer.Typer:
     """Return the program with the commands of all installed distributions."""
-    for entry in sorted(entry_points(group="varlen.commands"), key=lambda each: each.name):
-        try:
-            app.command(entry.name)(entry.load())
-        except ImportError as error:
-            print_message(f"warning: the command {entry.name} is left out: {error}")
     return app
 
 
 def main() -> None:
     """Run the command line."""
-    program()()
+    app()
 
 
 if __name__ == "__main__":

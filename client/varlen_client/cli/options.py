@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, NoReturn, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -12,12 +12,16 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 from varlen_client.errors import InvalidUrl, VarlenClientError
+
+_Item = TypeVar("_Item")
 
 SHOWN_CHARACTERS = 40
 
@@ -40,22 +44,42 @@ DEFAULT_URLS = cast("list[str]", ("grpc://127.0.0.1:8001",))
 
 
 @contextmanager
-def show_progress(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+def show_progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Show a progress bar if stderr is a terminal; yield its update function."""
-    console = Console(stderr=True)
     columns = (
-        TextColumn(what),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
-    ) as bar:
+    with _bar(*columns, shown=shown) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def with_progress(what: str, items: Sequence[_Item]) -> Iterator[_Item]:
+    """Yield items, with a progress bar if stderr is a terminal."""
+    with show_progress(what, len(items)) as on_progress:
+        for done, item in enumerate(items):
+            on_progress(done)
+            yield item
+
+
+@contextmanager
+def show_stage(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what runs, and for how long, if stderr is a terminal; yield a function for the next stage."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with _bar(*columns) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda stage: bar.update(task, description=stage)
+
+
+def _bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
+    console = Console(stderr=True)
+    is_shown = shown and console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=not is_shown)
 
 
 @contextmanager

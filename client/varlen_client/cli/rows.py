@@ -123,7 +123,7 @@ def classify(
     as_json: _Json = False,
     options: RowOptions,
 ) -> None:
-    """Print labels and scores of texts, or of a file's lines, the best first."""
+    """Print the labels and scores of texts, the best first."""
     _CLASSIFY.run(texts, file, options, as_json=as_json, activation=activation, top_k=top_k)
 
 
@@ -140,7 +140,7 @@ def rerank(
     as_json: _Json = False,
     options: RowOptions,
 ) -> None:
-    """Print documents, or a file's lines, and their scores, the most relevant first.
+    """Print documents and scores, the most relevant first.
 
     The number of a document is its place in the input, from 1.
     """
@@ -173,7 +173,10 @@ def sparse_embed(
     ] = None,
     options: RowOptions,
 ) -> None:
-    """Print the terms of texts and their weights, the largest first."""
+    """Print the terms of texts and their weights (SPLADE).
+
+    The terms with the largest weights come first.
+    """
     given: dict[str, Any] = {
         "prompt_name": prompt_name,
         "max_active_dims": max_active_dims,
@@ -198,7 +201,10 @@ def fill_mask(
     as_json: JsonPerText = False,
     options: RowOptions,
 ) -> None:
-    """Print the most likely tokens of each mask, one line per mask, the likeliest first."""
+    """Print the most likely tokens of each mask.
+
+    A line per mask, the likeliest token first.
+    """
     _FILL_MASK.run(texts, file, options, as_json=as_json, top_k=top_k)
 
 
@@ -217,7 +223,7 @@ def token_embed(
     normalize: Normalize = None,
     options: RowOptions,
 ) -> None:
-    """Print or write the vectors of each text's tokens (late interaction, ColBERT)."""
+    """Print or write a vector for each token (ColBERT)."""
     given: dict[str, Any] = {"prompt_name": prompt_name, "normalize": normalize}
     _TOKEN_EMBED.run(texts, file, options, output=output, force=force, as_json=as_json, **given)
 
@@ -232,7 +238,10 @@ def token_classify(
     as_json: JsonPerText = False,
     options: RowOptions,
 ) -> None:
-    """Print each text's tokens with their best labels, or write the logits of all labels."""
+    """Print the tokens of texts with their best labels.
+
+    `--output` writes the logits of all labels instead.
+    """
     command = _TOKEN_LABELS if output is None else _TOKEN_LOGITS
     command.run(texts, file, options, output=output, force=force, as_json=as_json)
 
@@ -247,5 +256,5 @@ def hidden(
     as_json: JsonOfValues = False,
     options: RowOptions,
 ) -> None:
-    """Print or write the last hidden state of each text's tokens."""
+    """Print or write the last hidden state of each token."""
     _HIDDEN.run(texts, file, options, output=output, force=force, as_json=as_json)

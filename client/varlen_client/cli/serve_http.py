@@ -120,7 +120,7 @@ def serve_http(
     ] = False,
     strict: Strict = False,
 ) -> None:
-    """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
+    """Serve a server's models to OpenAI, TEI and Cohere clients."""
     try:
         from varlen_client.gateway.app import create_app
         from varlen_client.gateway.http_server import GatewayServer

@@ -37,8 +37,9 @@ def status(
     urls: Urls = DEFAULT_URLS,
     model: Model = None,
 ) -> None:
-    """Print whether server and model are ready, the queue, and current rates, of each replica.
+    """Print whether server and models are ready, and the load.
 
+    The load of each replica is its queue and its current rates.
     The exit code is 1 when no replica is ready.
     """
     if metrics_url is not None and len(urls) > 1:

@@ -49,7 +49,7 @@ def translate(
     ] = DEFAULT_TEXT_CONCURRENCY,
     options: RequestOptions,
 ) -> None:
-    """Translate texts, or the lines of a file, and print or write the translations.
+    """Translate texts, or the lines of a file.
 
     Lines stay in order, and empty ones stay empty.
     """

@@ -3,7 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -433,13 +433,3 @@ def metrics_page():
         yield f"http://127.0.0.1:{page.server_address[1]}/metrics"
         page.shutdown()
         thread.join()
-
-
-def test_a_command_that_cannot_be_imported_is_left_out(monkeypatch, capsys):
-    broken = EntryPoint("zap", "no_such_module:zap", "varlen.commands")
-    monkeypatch.setattr(cli, "entry_points", lambda group: [broken])
-
-    app = cli.program.__wrapped__()
-
-    assert app is cli.app
-    assert "warning: the command zap is left out: No module named" in capsys.readouterr().err

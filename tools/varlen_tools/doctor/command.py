@@ -29,8 +29,9 @@ def doctor(
     speed: Annotated[bool, typer.Option(help="Measure tokens per second on this machine.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a checkpoint holds and needs, and compare it with the original library.
+    """Check a checkpoint, and compare it with its own library.
 
+    Says what the checkpoint holds and needs, and measures its speed.
     The exit code is 1 when the checkpoint is refused or its answers differ.
     """
     try:

@@ -46,7 +46,10 @@ def main(
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
     output: pictures.OutputOption = None,
 ) -> None:
-    """Measure the cost of a model's batches unless it is cached; print and draw it."""
+    """Measure what a model's batches cost; print and draw it.
+
+    Costs in the cache are not measured again.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         found = find_source(source, parse_settings(settings))

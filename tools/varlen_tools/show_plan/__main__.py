@@ -35,7 +35,7 @@ def main(
     ] = _LENGTHS,
     output: pictures.OutputOption = _OUTPUT,
 ) -> None:
-    """Draw where every intermediate of a batch lies in memory, and when."""
+    """Draw where a batch's intermediates lie in memory."""
     try:
         batches = [_batch(text) for text in lengths]
         if source == _PAPER:

@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.simulate --loads 0.6,0.8 --policies token_budget,dp`."""
+"""The command `varlen simulate`, such as `varlen simulate --loads 0.6,0.8 --policies token_budget,dp`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import typer
 
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import ConfigError
+from varlen_client.cli.options import with_progress
 from varlen_tools import workloads
+from varlen_tools.simulate import generate, grid, partition
 from varlen_tools.simulate.batches import BatchFigures, BatchStudy, full_load, with_policy
 from varlen_tools.simulate.command import (
     COSTS_HELP,
@@ -67,6 +69,7 @@ _STREAMS = {Stream.poisson: workloads.poisson_arrivals, Stream.bursts: workloads
 
 
 def main(
+    context: typer.Context,
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution such as fifo/padded.")
     ] = "none,fifo,token_budget,dp",
@@ -117,7 +120,17 @@ def main(
     seed: SeedOption = 0,
     table: TableOption = None,
 ) -> None:
-    """Run the scheduler on a virtual clock; compare policies, and routings of replicas, under load."""
+    """Compare scheduling policies on a virtual clock.
+
+    The scheduler runs as in a server, with batch costs in place of a model. `--replicas` compares routings of replicas
+    too.
+    """
+    if context.invoked_subcommand is not None:
+        sources = map(context.get_parameter_source, context.params)
+        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+            # they would be lost
+            raise typer.BadParameter(f"write the options after {context.invoked_subcommand}")
+        return
     base = EngineConfig(
         max_batch_sequences=max_batch_sequences,
         max_batch_tokens=max_batch_tokens,
@@ -178,7 +191,8 @@ def main(
         rates = [factor * replicas * one for factor in factors]
         write_results(table, compare_routings(fleets, configs, rates, routings, goal_p99=goal_p99))
         return
-    results = [study.measure(config, factor * one) for factor in factors for config in configs]
+    runs = [(config, factor * one) for factor in factors for config in configs]
+    results = [study.measure(*run) for run in with_progress("simulating", runs)]
     console = new_console()
     console.print(
         f"{slots} workers; load 1 is {one:.1f} requests per second; {count:,} requests per run"
@@ -217,5 +231,11 @@ def _cells(result: BatchFigures) -> list[str]:
     ]
 
 
+app = typer.Typer(add_completion=False)
+app.callback(invoke_without_command=True)(main)
+app.command("generate")(generate.main)
+app.command("grid")(grid.main)
+app.command("partition")(partition.main)
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

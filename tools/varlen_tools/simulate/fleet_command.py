@@ -1,4 +1,4 @@
-"""Options and output of `python -m varlen_tools.simulate --replicas N`."""
+"""Options and output of `varlen simulate --replicas N`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from varlen.config import EngineConfig
+from varlen_client.cli.options import with_progress
 from varlen_tools.simulate.autoscaling import AutoscaleOptions
 from varlen_tools.simulate.command import MILLISECONDS, new_console, table_of_loads
 from varlen_tools.simulate.fleet_study import FleetFigures, FleetStudy
@@ -114,7 +115,7 @@ def compare_routings(
         goal_p99: p99 whose fewest replicas are printed too, in seconds; 0: none.
     """
     runs = [(config, rate, routing) for rate in rates for routing in routings for config in configs]
-    results = [study.measure(*run) for run in runs]
+    results = [study.measure(*run) for run in with_progress("simulating", runs)]
     options, console = study.options, new_console()
     console.print(f"{options.replicas:,} replicas of {options.workers} workers")
     console.print(table_of_loads(_HEADINGS, results, _cells))

@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.simulate.generate --loads 0.6,0.8 --policies reserve,optimistic`."""
+"""The command `varlen simulate generate --loads 0.6,0.8 --policies reserve,optimistic`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import VarlenError
+from varlen_client.cli.options import with_progress
 from varlen_tools import workloads
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.simulate.command import (
@@ -96,7 +97,7 @@ def main(
     seed: SeedOption = 0,
     table: TableOption = None,
 ) -> None:
-    """Run the scheduler of generation on a virtual clock; compare policies and sizes of steps."""
+    """Compare policies and step sizes of generation."""
     console = new_console()
     try:
         base = EngineConfig(
@@ -117,7 +118,8 @@ def main(
         raise typer.BadParameter(str(error)) from error
     study = StepStudy(arrivals, step_costs, kv_blocks, max_tokens or None)
     one = study.full_load(max_running_sequences)
-    results = [study.measure(config, factor * one) for factor in factors for config in configs]
+    runs = [(config, factor * one) for factor in factors for config in configs]
+    results = [study.measure(*run) for run in with_progress("simulating", runs)]
     console.print(f"load 1 is {one:.2f} requests per second; {len(arrivals):,} requests per run")
     console.print(table_of_loads(_HEADINGS, results, _cells))
     write_results(table, results)

@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.simulate.grid`, policies over many mixes, workers and loads.
+"""The command `varlen simulate grid`: policies over many mixes, workers and loads.
 
 Each cell is a mix of lengths, a number of workers and a load. All policies get the same arrivals in a cell, of several
 seeds. The table has mean latency and p99 of each policy over a baseline's.
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import ConfigError
+from varlen_client.cli.options import show_progress
 from varlen_tools.simulate.batches import BatchStudy, full_load, with_policy
 from varlen_tools.simulate.command import (
     TableOption,
@@ -89,7 +90,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 1000,
     table: TableOption = None,
 ) -> None:
-    """Compare policies on a virtual clock over mixes of lengths, workers and loads."""
+    """Compare policies over mixes of lengths, workers and loads."""
     names = list(dict.fromkeys([*policies.split(","), over]))
     try:
         cells = list(
@@ -101,8 +102,14 @@ def main(
         raise typer.BadParameter(str(error)) from error
     run = partial(run_cell, names=names, seeds=seeds, count=count)
     # a process for each core; spawned, since threads of libraries do not survive a fork
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        found = dict(zip(cells, pool.map(run, cells), strict=True))
+    with (
+        show_progress("simulating", len(cells)) as on_progress,
+        ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
+    ):
+        found = {}
+        for cell, rows in zip(cells, pool.map(run, cells), strict=True):
+            found[cell] = rows
+            on_progress(len(found))
     console = new_console()
     console.print(_table(found, [name for name in names if name != over], over))
     write_results(table, [row for rows in found.values() for row in rows])

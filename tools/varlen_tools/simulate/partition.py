@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.simulate.partition 17,18,52,63,77`, the example of TurboTransformers.
+"""The command `varlen simulate partition 17,18,52,63,77`, with the example of TurboTransformers.
 
 It prints what the best partition of some sequences is worth: least total time over consecutive batches by length.
 """
@@ -38,7 +38,7 @@ def main(
     ] = False,
     cache: CacheOption = "auto",
 ) -> None:
-    """Print the seconds of one batch, of the best partition, and of single sequences."""
+    """Print what the best partition of some sequences is worth."""
     execution: Execution = "packed" if packed else "padded"
     try:
         ordered = sorted(parse_counts("lengths", lengths))
