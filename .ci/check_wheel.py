@@ -56,7 +56,7 @@ BACKEND = Distribution(
 CLIENT = Distribution(
     PROJECT / "client",
     {"varlen_client": "client/varlen_client"},
-    (),
+    ("varlen_client/gateway/page.html",),
     200_000,
     (*_DEVELOPMENT_WHEELS, "torch", "triton>", "numba", "varlen"),
 )

@@ -21,8 +21,6 @@ TASK_PAGES = [page for page in (PROJECT / "docs/tasks").glob("*.md") if page.ste
 # The gateway has no path for this task.
 NO_PATH = "masks"
 MIGRATION = (PROJECT / "docs/start/migration.md").read_text()
-# FastAPI's own, for the page /docs.
-NOT_LISTED = "/docs/oauth2-redirect"
 
 
 @cache
@@ -41,7 +39,7 @@ def test_the_endpoints_are_those_of_the_gateway() -> None:
     listed = re.findall(r"^\| (`(?:GET|POST) .*?) \|", GATEWAY, re.MULTILINE)
 
     found = {path.replace("/NAME", "/{name}") for row in listed for path in named_paths(row)}
-    assert found == paths() - {NOT_LISTED}
+    assert found == paths()
 
 
 def test_the_table_of_fields_has_those_of_completions_and_chats() -> None:

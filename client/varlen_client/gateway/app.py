@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,6 +20,8 @@ from varlen_client.gateway.completions import add_completion_route
 from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.embeddings import add_embedding_routes
 from varlen_client.gateway.errors import add_error_handlers, error_response
+from varlen_client.gateway.examples import add_examples
+from varlen_client.gateway.front import add_front_routes
 from varlen_client.gateway.info import add_info_route
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.kserve import add_kserve_route
@@ -44,8 +47,10 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
     app = FastAPI(
         title="varlen gateway",
         summary="OpenAI, Text Embeddings Inference, Cohere and rerank for models of a Triton Inference Server",
+        version=version("varlen-client"),
         lifespan=lifespan,
         dependencies=[Depends(read_query_model)],
+        docs_url=None,
         redoc_url=None,
     )
     app.router.route_class = BodyRoute
@@ -63,9 +68,11 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
         add_chat_route,
         add_token_routes,
         add_info_route,
+        add_front_routes,
     ):
         add(app, gateway)
     _add_status_routes(app, gateway)
+    add_examples(app)
     names = PathNames([route for route in app.routes if isinstance(route, Route)])
     app.add_middleware(Edge, settings=settings, metrics=gateway.metrics, name_path=names.of)
     if settings.cors_origins:

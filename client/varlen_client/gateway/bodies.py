@@ -104,7 +104,8 @@ class Object(BaseModel):
         is_strict: whether unknown fields are always refused.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    # the OpenAPI description has the docstrings of fields
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     unserved: ClassVar[UnservedFields] = {}
     noun: ClassVar[str] = ""

@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from varlen_client.gateway.caller import TENANT, tenant_of
 from varlen_client.gateway.connections import BODY_RATE
 from varlen_client.gateway.errors import error_response, overload_response
+from varlen_client.gateway.front import shows_page
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.transport.trace_context import trace_context
 from varlen_client.waits import cancel_all
 
-# Probes have no key, and the OpenAPI page is no secret.
+# Probes have no key, and the reference of routes is no secret. Neither is the page of `/`.
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 
 # Longest time in which a body comes; until then it holds the place of a request. In each part of it a body that is not
@@ -117,7 +118,8 @@ class Edge:
     def _refusal(self, scope: Scope) -> Response | None:
         """Return why a request is refused before its body is read, if it is."""
         TENANT.set(self._tenant(scope))
-        if self._tenants and scope["path"] not in _OPEN_PATHS and TENANT.get() is None:
+        is_open = scope["path"] in _OPEN_PATHS or shows_page(scope)
+        if self._tenants and not is_open and TENANT.get() is None:
             return error_response(
                 401,
                 "the request has no valid API key; send the header Authorization: Bearer KEY",

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from varlen_client.errors import (
     DeadlineMissed,
@@ -164,14 +165,25 @@ def add_error_handlers(app: FastAPI, is_healthy: Callable[[], Awaitable[bool]]) 
             return error_response(400, "the body cannot be read; send JSON in UTF-8")
         what = f"{request.method} {request.url.path}"
         response = error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
-        # such as Allow, of methods that a path has
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            # a path may have several routes
+            response.headers["Allow"] = ", ".join(_methods_of(request.app, request.url.path))
         return response
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> Response:
         # uvicorn logs it with its traceback
         return error_response(500, "the gateway failed; its log has the reason", "server_error")
+
+
+def _methods_of(app: FastAPI, path: str) -> list[str]:
+    """Return the methods of the routes of a path."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    found = {
+        each for route in routes if route.path_regex.match(path) for each in route.methods or ()
+    }
+    return sorted(found)
 
 
 def describe(error: RequestValidationError) -> tuple[str | None, str]:

@@ -1,7 +1,8 @@
-"""`/info` of Text Embeddings Inference: what the server's config says of a model."""
+"""`/info` of Text Embeddings Inference, and the JSON at `/`: what configs say of models."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -11,9 +12,20 @@ from starlette.responses import Response
 from varlen_client.gateway.bodies import MAX_INPUTS
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
-from varlen_client.wire import ModelInfo
+from varlen_client.wire import ModelInfo, ModelState
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+# Task of a model whose config has none, by its output.
+_TASKS = {
+    "sentence_embedding": "embed",
+    "indices": "sparse_embed",
+    "token_embeddings": "token_embed",
+    "last_hidden_state": "hidden",
+    "text_output": "generate",
+}
+_VECTORS = ("sentence_embedding", "token_embeddings", "last_hidden_state")
+# Other pages of the gateway.
+_PAGES = ("/docs", "/openapi.json", "/v1/models", "/health", "/metrics")
 
 
 def add_info_route(app: FastAPI, gateway: Gateway) -> None:
@@ -40,9 +52,48 @@ def add_info_route(app: FastAPI, gateway: Gateway) -> None:
         )
 
 
+async def overview(gateway: Gateway) -> Mapping[str, Any]:
+    """Return the gateway's name and version, the models, ready or not, and its other pages."""
+    described = await gateway.models.described()
+    return {
+        "name": "varlen gateway",
+        "version": version("varlen-client"),
+        "models": [_summary(*each) for each in described],
+        "pages": _PAGES,
+    }
+
+
+def _summary(state: ModelState, found: ModelInfo | None) -> dict[str, Any]:
+    """Return name, state, task and sizes of a model; what is not known is null."""
+    known = (
+        {
+            "task": found.task or _task_by_output(found),
+            "max_input_length": _number(found, "max_sequence_tokens"),
+            "dimensions": _last_dimension(found, _VECTORS),
+            "labels": _last_dimension(found, ("logits",)),
+        }
+        if found
+        else dict.fromkeys(("task", "max_input_length", "dimensions", "labels"))
+    )
+    return {"name": state.name, "state": state.state or "UNAVAILABLE", **known}
+
+
+def _task_by_output(model: ModelInfo) -> str | None:
+    if classifies_texts(model):
+        return "classify"
+    return next((task for output, task in _TASKS.items() if output in model.outputs), None)
+
+
+def _last_dimension(model: ModelInfo, outputs: Collection[str]) -> int | None:
+    """Return the last dimension of the first of these outputs; None if it is unknown."""
+    dims = next((model.outputs[output] for output in outputs if output in model.outputs), ())
+    return dims[-1] if dims and dims[-1] > 0 else None
+
+
 def _number(model: ModelInfo, setting: str) -> int | None:
     value = model.settings.get(setting)
-    return None if value is None else int(value)
+    # models of other backends may have anything
+    return int(value) if value is not None and value.isdecimal() else None
 
 
 def _type_of(model: ModelInfo) -> dict[str, dict[str, Any]] | None:

@@ -27,7 +27,7 @@ from varlen_client.gateway.text_fields import TextFields
 from varlen_client.gateway.token_ids import SAMPLE, SpecialTokens, takes_ids
 from varlen_client.tasks import RowTask
 from varlen_client.transport.retry import RetryPolicy
-from varlen_client.wire import Inputs, ModelInfo, Pairs, only_ready_model
+from varlen_client.wire import Inputs, ModelInfo, ModelState, Pairs, only_ready_model
 
 _Answer = TypeVar("_Answer")
 
@@ -91,6 +91,25 @@ class Models:
         """Return the names of the models that are ready."""
         models = await self._client(None).models()
         return sorted({model.name for model in models if model.ready})
+
+    async def described(self) -> list[tuple[ModelState, ModelInfo | None]]:
+        """Return all models in the order of their names; ready ones with their info."""
+        states: dict[str, ModelState] = {}
+        for state in await self._client(None).models():
+            # of several versions, one that is ready
+            if state.ready or state.name not in states:
+                states[state.name] = state
+        found = [states[name] for name in sorted(states)]
+        return list(zip(found, await asyncio.gather(*map(self._info_if_ready, found)), strict=True))
+
+    async def _info_if_ready(self, state: ModelState) -> ModelInfo | None:
+        if not state.ready:
+            return None
+        try:
+            return await self._client(state.name).model_info()
+        except VarlenClientError:
+            # unloaded since
+            return None
 
     async def is_healthy(self) -> bool:
         """Return whether the server answers, and the default model, or any, is ready.
