@@ -75,7 +75,6 @@ def claims(page: str) -> list[str]:
     return [
         f"{batch} at {speeds}",
         f"Python {supported_pythons()}",
-        f"From {next_release()},",
         "2 shared CPU cores, texts of 5 to 500 tokens",
         f"p99 of at most {GOAL_P99_MS:.0f} ms",
         f"mean cosine of at least {EQUAL_QUALITY}",
@@ -198,11 +197,6 @@ def supported_pythons() -> str:
     oldest = found_in(PROJECT / "pyproject.toml", r'^requires-python = ">=(3\.\d+)')
     newest = found_in(PROJECT / "Makefile", r"^NEWEST_PYTHON := (\d+)$")
     return f"{oldest} to 3.{newest}"
-
-
-def next_release() -> str:
-    """Return the version that a tree without tags has."""
-    return found_in(PROJECT / "pyproject.toml", r'^fallback-version = "(\d+\.\d+)\.0\.dev0"$')
 
 
 def found_in(file: Path, pattern: str) -> str:

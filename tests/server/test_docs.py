@@ -52,7 +52,7 @@ NOT_RUN = (
     *("git", "make", "python", "python3", "tritonserver", "docker", "pip", "cd", "."),
     "text-embeddings-router",
 )
-NOT_RUN_OF_VARLEN = ("adopt", "doctor", "fetch", "serve", "serve-http")
+NOT_RUN_OF_VARLEN = ("adopt", "doctor", "fetch", "install-backend", "serve", "serve-http")
 # Blocks of code with these run where they are installed.
 OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
