@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from varlen_client.cli.options import usage_error
+from varlen_client.cli.options import show_stage, usage_error
 from varlen_client.cli.requests import RequestOptions, with_options
+from varlen_client.generation import Generation, GenerationPrompt
+from varlen_client.sync import Client
+from varlen_client.tokenizer_call import Tokenizable
+
+# Longest answer of a command without `--max-tokens`. The wire's own default, as of vLLM and OpenAI, is 16.
+DEFAULT_MAX_TOKENS = 256
 
 
 @with_options
@@ -28,7 +34,10 @@ def generate(
         typer.Option(help="JSON object of variables for the chat template; needs --chat."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to generate; default: 16.")
+        int | None,
+        typer.Option(
+            min=1, help=f"Longest answer, in tokens; default: {DEFAULT_MAX_TOKENS}, or what fits."
+        ),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0 takes the most likely token; default: 1.")
@@ -79,8 +88,9 @@ def generate(
     given |= options.arguments
     asked = [{"role": "user", "content": text}] if chat else text
     with options.connect() as client:
-        parts = client.stream(asked, **given) if stream else [client.generate(asked, **given)]
-        for part in parts:
+        if max_tokens is None:
+            given["max_tokens"] = _default_max_tokens(client, asked, given)
+        for part in client.stream(asked, **given) if stream else _whole(client, asked, given):
             if as_json:
                 fields = {"text": part.text, "token_ids": part.token_ids}
                 ending = {"finish_reason": part.finish_reason}
@@ -90,6 +100,20 @@ def generate(
                 typer.echo(part.text, nl=False)
     if not as_json:
         typer.echo()
+
+
+def _whole(client: Client, asked: GenerationPrompt, given: dict[str, Any]) -> list[Generation]:
+    with show_stage("generating"):
+        return [client.generate(asked, **given)]
+
+
+def _default_max_tokens(client: Client, asked: GenerationPrompt, given: dict[str, Any]) -> int:
+    """Return the longest answer: the default, or what the model has left after the prompt."""
+    names = ("chat_template_kwargs", "deadline_ms", "priority", "timeout")
+    options = {name: given[name] for name in names if name in given}
+    [prompt] = client.tokenize(cast("Tokenizable", [asked]), **options)
+    # with nothing left, the server's error has the lengths
+    return max(1, min(DEFAULT_MAX_TOKENS, prompt.max_tokens - len(prompt.token_ids)))
 
 
 def _read_stdin() -> str:

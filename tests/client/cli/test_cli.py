@@ -300,10 +300,28 @@ def test_generate_sends_a_chat_or_what_stdin_holds(generating, server):
     result = CliRunner().invoke(cli.app, ["generate", "-"], input="über\nlines")
 
     assert result.exit_code == 0
-    chat, stdin = (received.tensors for received in server.model.requests)
+    # before each, the tokenizer counts the prompt
+    _, chat, _, stdin = (received.tensors for received in server.model.requests)
     assert json.loads(chat["messages"][0]) == [{"role": "user", "content": "hello"}]
     text = stdin["text_input"][0]
     assert (text.decode() if isinstance(text, bytes) else text) == "über\nlines"
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--chat"]], ids=str)
+@pytest.mark.parametrize(
+    "longest, expected", [(10_000, 256), (261, 256), (260, 255), (5, 1), (3, 1)]
+)
+def test_generate_asks_for_256_tokens_or_what_the_model_has_left(
+    generating, server, longest, expected, options
+):
+    found = {"token_ids": [1] * 5, "tokens": [""] * 5, "special": [False] * 5}
+    found |= {"offsets": [[0, 0]] * 5, "prompt": "", "max_tokens": longest}
+    server.model.tokenizer_answer = json.dumps(found).encode()
+
+    generating("generate", "hello", *options)
+
+    _, asked = (received.sampling for received in server.model.requests)
+    assert asked["max_tokens"] == expected
 
 
 def test_an_error_in_the_middle_of_a_stream_keeps_the_text_and_exits_with_1(
