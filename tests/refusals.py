@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import shorten
+from varlen.request.row_parameters import ROW_PARAMETERS
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -313,10 +314,7 @@ def _parameters(model: Model) -> list[Refusal]:
 
 def _names() -> list[Refusal]:
     """Return names that no parameter of embeddings has."""
-    names = (
-        "truncate, truncate_prompt_tokens, truncation_side, normalize, prompt_name, input_type, dimensions,"
-        " output_dtype, operation, add_special_tokens, skip_special_tokens, request_priority"
-    )
+    names = ", ".join(name for name, each in ROW_PARAMETERS.items() if "embed" in each.tasks)
     misspelt = {
         "truncate": ("trunc", "Truncate", "truncated"),
         "truncation_side": ("truncation",),
@@ -335,8 +333,7 @@ def _names() -> list[Refusal]:
         *(
             Refusal(
                 f"the misspelt name {name}",
-                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}, deadline_ms, tenant,'
-                " cache_salt, probe",
+                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {names}',
                 {"text": texts("a")},
                 {name: True},
             )

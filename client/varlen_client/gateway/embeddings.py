@@ -42,13 +42,8 @@ class VectorFields(TextFields):
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments, without truncation."""
-        return given_options(
-            dimensions=self.dimensions,
-            normalize=self.normalize,
-            prompt_name=self.prompt_name,
-            input_type=self.input_type,
-            cache_salt=self.cache_salt,
-        )
+        own = VectorFields.model_fields.keys() - TextFields.model_fields.keys()
+        return given_options(**{name: getattr(self, name) for name in own})
 
 
 class EmbeddingsBody(OpenAIBody, VectorFields):

@@ -101,24 +101,21 @@ class _Pooling:
     Attributes:
         name: vLLM's name of the task.
         task: task that is called.
-        options: options that only some tasks have.
         read: function that returns the array of each row.
     """
 
     name: _Task
     task: RowTask[Any]
-    options: Sequence[str] = ()
     read: Callable[[Any], Sequence[npt.NDArray[Any]]] = lambda found: found
 
 
-_EMBED = ("normalize", "prompt_name", "input_type", "dimensions")
 # By the output of the model and its number of dimensions.
 _POOLINGS = {
-    ("sentence_embedding", 1): _Pooling("embed", EMBED, _EMBED),
-    ("token_embeddings", 2): _Pooling("token_embed", TOKEN_EMBED, _EMBED[:-1]),
+    ("sentence_embedding", 1): _Pooling("embed", EMBED),
+    ("token_embeddings", 2): _Pooling("token_embed", TOKEN_EMBED),
     ("last_hidden_state", 2): _Pooling("token_embed", HIDDEN),
-    ("logits", 1): _Pooling("classify", CLASS_SCORES, ("activation",), lambda each: each.scores),
-    ("logits", 2): _Pooling("token_classify", TOKEN_SCORES, ("activation",)),
+    ("logits", 1): _Pooling("classify", CLASS_SCORES, lambda each: each.scores),
+    ("logits", 2): _Pooling("token_classify", TOKEN_SCORES),
 }
 
 
@@ -200,14 +197,15 @@ def _options(body: PoolingBody, how: _Pooling) -> dict[str, Any]:
         InvalidRequest: the task has no such option, or `normalize` has both its names.
     """
     options = body.options()
+    known = how.task.options.__annotations__.keys()
     if body.use_activation is not None:
-        if "activation" in how.options:
+        if "activation" in known:
             options["activation"] = "auto" if body.use_activation else "none"
         elif body.normalize is not None:
             raise InvalidRequest("the request has normalize and use_activation; send one of them")
         else:
             options["normalize"] = body.use_activation
-    wrong = sorted(options.keys() - {*how.options, "cache_salt"})
+    wrong = sorted(options.keys() - known)
     if wrong:
         name = "use_activation" if body.normalize is None and wrong[0] == "normalize" else wrong[0]
         raise InvalidRequest(f"{name} is not for the task {how.name}; leave it out")
