@@ -3,7 +3,8 @@
 `EngineConfig` is the only place that describes them; config.pbtxt and docs/reference/configuration.md get its texts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -398,25 +399,34 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        problems: list[str] = []
         for name, setting in SETTINGS.items():
-            setting.check(name, getattr(self, name), ConfigError)
+            with collect_problems(problems):
+                setting.check(name, getattr(self, name), ConfigError)
+        # limits of two settings hold for allowed values
+        problems += () if problems else self._conflicts()
+        if problems:
+            raise ConfigError(*problems)
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yield what settings that are allowed alone exclude together."""
         if self.tensor_parallel > 1 and self.dtype in ("int8", "int4"):
-            raise ConfigError(
+            yield (
                 f'dtype is "{self.dtype}", whose rows have to be whole, and tensor_parallel is'
                 f" {self.tensor_parallel}; allowed with ranks: auto, fp32, bf16"
             )
         if self.pipeline_parallel > 1 and self.dtype in ("int8", "int4"):
-            raise ConfigError(
+            yield (
                 f'dtype is "{self.dtype}", whose scales need the whole model, and pipeline_parallel is'
                 f" {self.pipeline_parallel}; allowed with stages: auto, fp32, bf16"
             )
         if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
-            raise ConfigError(
+            yield (
                 f"pipeline_parallel is {self.pipeline_parallel} and tensor_parallel is {self.tensor_parallel};"
                 " one of them must be 1"
             )
         if 0 < self.max_step_tokens < self.max_running_sequences:
-            raise ConfigError(
+            yield (
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
                 f" {self.max_running_sequences} running sequences (max_running_sequences)"
             )
@@ -454,15 +464,27 @@ class EngineConfig:
             parameters: string_value by key, as in the server's JSON form.
 
         Raises:
-            ConfigError: a key is unknown or a value is not allowed; the message names the key, the
+            ConfigError: keys are unknown or values are not allowed; the message names each key, each
                 value and what is allowed.
         """
         ours = {key: text for key, text in parameters.items() if key not in SERVER_PARAMETERS}
-        for key in ours:
-            if key not in SETTINGS:
-                raise ConfigError(unknown_parameter(key, SETTINGS))
-        values = {key: SETTINGS[key].from_text(text) for key, text in ours.items()}
-        return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks every value
+        unknown = sorted(key for key in ours if key not in SETTINGS)
+        problems = [unknown_parameter(*unknown, allowed=SETTINGS)] if unknown else []
+        values = {key: SETTINGS[key].from_text(ours[key]) for key in ours if key in SETTINGS}
+        with collect_problems(problems):
+            config = cls(**values)  # type: ignore[arg-type]  # __post_init__ checks every value
+        if problems:
+            raise ConfigError(*problems)
+        return config
+
+
+@contextmanager
+def collect_problems(problems: list[str]) -> Iterator[None]:
+    """Add the problems of a ConfigError to a list, and go on after the block."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 SETTINGS = parameters_of(EngineConfig)

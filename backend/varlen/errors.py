@@ -65,7 +65,18 @@ class ModelFaultError(EngineError):
 
 
 class ConfigError(VarlenError):
-    """A setting in config.pbtxt or of `Encoder.from_pretrained` is unknown or not allowed."""
+    """Settings in config.pbtxt or of `Encoder.from_pretrained` are unknown or not allowed.
+
+    Attributes:
+        problems: a message for each of them.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        numbered = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
+        super().__init__(
+            *(problems if len(problems) == 1 else [f"{len(problems)} problems: {numbered}"])
+        )
 
 
 class CheckpointError(VarlenError):

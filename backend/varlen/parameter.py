@@ -264,12 +264,15 @@ def refuse(
     raise error(f"{name} is {shorten(shown)}; allowed: {allowed}")
 
 
-def unknown_parameter(name: str, allowed: Iterable[str]) -> str:
-    """Return the message of an unknown name, with the closest one that is allowed."""
+def unknown_parameter(*unknown: str, allowed: Iterable[str]) -> str:
+    """Return the message of unknown names, each with the closest one that is allowed."""
     names = list(allowed)
-    close = get_close_matches(name, names, n=1) if len(name) <= LONGEST_NEAR_MISS else []
-    hint = f' Did you mean "{close[0]}"?' if close else ""
-    return f'unknown parameter "{shorten(name)}".{hint} Allowed: {", ".join(names)}'
+    messages = []
+    for name in unknown:
+        close = get_close_matches(name, names, n=1) if len(name) <= LONGEST_NEAR_MISS else []
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        messages.append(f'unknown parameter "{shorten(name)}".{hint}')
+    return f"{' '.join(messages)} Allowed: {', '.join(names)}"
 
 
 def _check_depth(name: str, value: object) -> None:

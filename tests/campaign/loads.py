@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -141,31 +141,19 @@ def _load(folder: str, parameters: dict[str, str]) -> Load:
 def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
     from varlen import Encoder, Generator
     from varlen.models.checkpoint_folder import Checkpoint
-    from varlen.server.config import (
-        check_server_settings,
-        check_tensors,
-        engine_config,
-        tensor_entry,
-        tensors_of,
-    )
+    from varlen.server.config import read_model
     from varlen.service.generation import GenerationService
     from varlen.service.service import Service
     from varlen.tasks import ITERATIVE_TASKS
     from varlen.telemetry.metrics import Stats
 
     entries = {key: {"string_value": value} for key, value in parameters.items()}
-    config = engine_config({"parameters": entries})
-    checkpoint = Checkpoint.open(folder)
-    task = config.task or checkpoint.task
-    inputs, outputs = tensors_of(task, checkpoint)
-    model_config: dict[str, Any] = {
-        "max_batch_size": 0 if task in ITERATIVE_TASKS else 64,
-        "input": [tensor_entry(spec) | {"optional": spec.optional} for spec in inputs],
-        "output": [tensor_entry(spec) for spec in outputs],
-    }
-    check_server_settings(model_config, task)
-    checkpoint.check_task(task)
-    check_tensors(model_config, checkpoint, task)
+    model = read_model(
+        {"parameters": entries, "max_batch_size": 0, "input": [], "output": []},
+        lambda _: Checkpoint.open(folder),
+        is_complete=False,
+    )
+    config, task = model.config, model.task
     if task in ITERATIVE_TASKS:
         with Generator(GenerationService.load(folder, config, Stats())) as generator:
             generator.generate(["the cat"], max_tokens=3)

@@ -256,7 +256,7 @@ class GenerationOptions:
         given_as: dict[str, str] = {}
         for given, value in parameters.items():
             if given not in PARAMETER_NAMES:
-                raise RequestError(unknown_parameter(given, _SERVED))
+                raise RequestError(unknown_parameter(given, allowed=_SERVED))
             if value is None or given == "best_of":
                 continue
             foreign = FOREIGN_OPTIONS.get(given, ForeignOption(option=given))

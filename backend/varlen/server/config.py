@@ -1,20 +1,23 @@
 """Settings and checks of a config.pbtxt.
 
-Fields that only tune the server or that no python backend reads (optimization, metric_tags, model_warmup,
-version_policy, ...) pass. Fields that would change answers, or that have no effect although the operator relies on
-them, are refused.
+Fields that only tune the server or that no python backend reads (optimization, metric_tags, version_policy, ...) pass.
+Fields of files that are kept from another backend are served as far as answers stay right, and a line of the log says
+what happens instead. Fields that would change answers are refused, all in one error.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from varlen.config import EngineConfig
-from varlen.errors import ConfigError, shorten
+from varlen.config import EngineConfig, collect_problems
+from varlen.errors import CheckpointError, ConfigError, shorten
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.wire import generate as wire_generate
 from varlen.wire.outputs import ModelOutputs
+from varlen.wire.rows import DEFAULT_MAX_ROWS
 from varlen.wire.specs import TensorSpec, input_specs, output_specs
 
 Specs: TypeAlias = tuple[TensorSpec, ...]
@@ -22,7 +25,6 @@ Specs: TypeAlias = tuple[TensorSpec, ...]
 # Sections of config.pbtxt that are refused whenever they are present, with the reason.
 _REFUSED = {
     "sequence_batching": "its state per client has no meaning here, and requests of several rows would fail",
-    "dynamic_batching": "varlen forms batches itself, from its own queue",
     "batch_input": "varlen does not read it",
     "batch_output": "varlen does not write it",
 }
@@ -31,18 +33,76 @@ _REFUSED = {
 _ROW_KINDS = (("text", "text_pair"), ("input_ids", "attention_mask", "token_type_ids"))
 _PROMPT_KINDS = tuple((name,) for name in wire_generate.PROMPTS)
 _ON_CPU = "FORCE_CPU_ONLY_INPUT_TENSORS"
+# Settings that decide what a checkpoint is read as.
+_OF_CHECKPOINT = ("task", "ignore_config_fields")
+# Size of our response cache for a model with `response_cache { enable: true }` and no size.
+RESPONSE_CACHE_BYTES = 67_108_864
 
 
-def engine_config(model_config: dict[str, Any]) -> EngineConfig:
-    """Return the engine's settings, from the `parameters` of a config.pbtxt in its JSON form.
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a config.pbtxt and its checkpoint say about a model.
+
+    Attributes:
+        config: settings of the engine.
+        checkpoint: the files of the model.
+        task: task that it serves.
+        notes: what happens instead of what fields of config.pbtxt ask for, a line of the log for each field.
+    """
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    task: Task
+    notes: tuple[str, ...]
+
+
+def read_model(
+    model_config: dict[str, Any],
+    open_checkpoint: Callable[[EngineConfig], Checkpoint],
+    *,
+    is_complete: bool = True,
+    server_caches: bool = False,
+) -> ServedModel:
+    """Return what a config.pbtxt and its checkpoint say about a model.
+
+    Args:
+        model_config: the config.pbtxt in the server's JSON form.
+        open_checkpoint: opens the checkpoint, given settings.
+        is_complete: whether absent inputs, outputs and `max_batch_size` stay absent.
+        server_caches: whether the server has a response cache.
 
     Raises:
-        ConfigError: see `EngineConfig.from_parameters`.
+        ConfigError: names all problems, those of the checkpoint too.
     """
-    parameters = model_config.get("parameters") or {}
-    return EngineConfig.from_parameters(
-        {key: value["string_value"] for key, value in parameters.items()}
-    )
+    # the names of all settings follow an unknown one: last
+    problems = [*_server_problems(model_config, server_caches=server_caches)]
+    of_settings: list[str] = []
+    texts = _parameter_texts(model_config)
+    config, checkpoint, task = EngineConfig(), None, None
+    with collect_problems(of_settings):
+        config = EngineConfig.from_parameters(texts)
+    # wrong ones are among the problems: what the checkpoint is read as is then unknown
+    with suppress(ConfigError):
+        known = EngineConfig.from_parameters(
+            {key: texts[key] for key in _OF_CHECKPOINT if key in texts}
+        )
+        try:
+            checkpoint = open_checkpoint(known)
+            task = known.task or checkpoint.task
+            checkpoint.check_task(task)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if checkpoint is not None and task is not None:
+        problems += _task_problems(model_config, task)
+        problems += _tensor_problems(model_config, checkpoint, task)
+        if is_complete:
+            problems += _missing_fields(model_config, checkpoint, task)
+    problems += of_settings
+    if problems or checkpoint is None or task is None:
+        raise ConfigError(*problems)
+    if _caches(model_config) and "response_cache_bytes" not in texts:
+        config = replace(config, response_cache_bytes=RESPONSE_CACHE_BYTES)
+    return ServedModel(config, checkpoint, task, tuple(_notes(model_config, config, task)))
 
 
 def gpu_of_instance(args: dict[str, str]) -> int:
@@ -59,62 +119,12 @@ def is_decoupled(model_config: dict[str, Any]) -> bool:
     return bool((model_config.get("model_transaction_policy") or {}).get("decoupled"))
 
 
-def check_server_settings(model_config: dict[str, Any], task: Task) -> None:
-    """Refuse settings of config.pbtxt that lead to wrong answers or none.
-
-    Raises:
-        ConfigError: one is set; the message gives the reason.
-    """
-    if (model_config.get("response_cache") or {}).get("enable"):
-        raise ConfigError(
-            "response_cache is enabled; the server's cache ignores shapes and parameters and keeps errors: remove it"
-        )
-    if is_decoupled(model_config) and task not in ITERATIVE_TASKS:
-        raise ConfigError(
-            "model_transaction_policy is decoupled; this model sends one response per request: remove it"
-        )
-    rows = model_config["max_batch_size"]
-    if not rows and task not in ITERATIVE_TASKS:
-        raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
-    if rows and task in ITERATIVE_TASKS:
-        raise ConfigError(
-            f"max_batch_size is {rows}; a request of the task {task} holds one prompt: remove it"
-        )
-    for section, reason in _REFUSED.items():
-        # a message without fields is set too: `dynamic_batching { }`; an empty list is not
-        if section in model_config and model_config[section] != []:
-            raise ConfigError(f"{section} is set; {reason}: remove it")
-    _check_inputs_on_cpu(model_config.get("parameters") or {})
-    _check_instances(model_config.get("instance_group") or [])
-
-
-def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Task) -> None:
-    """Refuse a config.pbtxt whose tensors do not fit the task.
-
-    Raises:
-        ConfigError: a tensor is unknown, has another type or shape, or is reshaped by the server; or no request can
-            have the inputs that are there or required.
-    """
-    inputs, outputs = tensors_of(task, checkpoint)
-    for section, specs in (("input", inputs), ("output", outputs)):
-        allowed = {spec.name: tensor_entry(spec) for spec in specs}
-        for entry in model_config[section]:
-            name = shorten(entry["name"])
-            expected = allowed.get(entry["name"])
-            if expected is None:
-                raise ConfigError(
-                    f'{section} "{name}" is not a tensor of the task {task}; allowed: {", ".join(allowed)}'
-                )
-            came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
-            wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}
-            if came != wanted:
-                raise ConfigError(f'{section} "{name}" is {came}; the model has {wanted}')
-            if "reshape" in entry:
-                raise ConfigError(
-                    f'{section} "{name}" has a reshape; allowed: none, with dims {wanted["dims"]}'
-                )
-    kinds = _PROMPT_KINDS if task in ITERATIVE_TASKS else _ROW_KINDS
-    _check_input_kinds(model_config["input"], kinds)
+def num_warmup_requests(model_config: dict[str, Any]) -> int:
+    """Return how many requests of `model_warmup` the server sends before it serves any other."""
+    return sum(
+        max(1, int(sample.get("count", 0))) * max(1, int(sample.get("batch_size", 0)))
+        for sample in model_config.get("model_warmup") or []
+    )
 
 
 def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
@@ -129,8 +139,108 @@ def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
 
 
-def _check_input_kinds(entries: list[dict[str, Any]], kinds: Collection[tuple[str, ...]]) -> None:
-    """Refuse inputs that no request can have together.
+def _parameter_texts(model_config: dict[str, Any]) -> dict[str, str]:
+    parameters = model_config.get("parameters") or {}
+    return {key: value["string_value"] for key, value in parameters.items()}
+
+
+def _caches(model_config: dict[str, Any]) -> bool:
+    return bool((model_config.get("response_cache") or {}).get("enable"))
+
+
+def _server_problems(model_config: dict[str, Any], *, server_caches: bool) -> Iterator[str]:
+    """Yield settings of the server that lead to wrong answers or none, whatever the task."""
+    if server_caches and _caches(model_config):
+        yield (
+            "response_cache is enabled, and this server has a cache (--cache-config), which ignores shapes and"
+            " parameters and keeps errors: remove it, and set response_cache_bytes for varlen's own"
+        )
+    for section, reason in _REFUSED.items():
+        # a message without fields is set too: `sequence_batching { }`; an empty list is not
+        if section in model_config and model_config[section] != []:
+            yield f"{section} is set; {reason}: remove it"
+    value = _parameter_texts(model_config).get(_ON_CPU, "yes")
+    if value != "yes":
+        yield f'{_ON_CPU} is "{shorten(value)}"; allowed: yes. Inputs are read on the CPU: remove it'
+    yield from _instance_problems(model_config.get("instance_group") or [])
+
+
+def _task_problems(model_config: dict[str, Any], task: Task) -> Iterator[str]:
+    """Yield settings of the server that do not fit the task."""
+    if is_decoupled(model_config) and task not in ITERATIVE_TASKS:
+        yield "model_transaction_policy is decoupled; this model sends one response per request: remove it"
+    rows = model_config["max_batch_size"]
+    if rows and task in ITERATIVE_TASKS:
+        yield f"max_batch_size is {rows}; a request of the task {task} holds one prompt: remove it"
+
+
+def _tensor_problems(
+    model_config: dict[str, Any], checkpoint: Checkpoint, task: Task
+) -> Iterator[str]:
+    """Yield tensors that do not fit the task.
+
+    They are unknown, have another type or shape, or are reshaped by the server; or no request can have the inputs that
+    are there or required.
+    """
+    inputs, outputs = tensors_of(task, checkpoint)
+    for section, specs in (("input", inputs), ("output", outputs)):
+        allowed = {spec.name: tensor_entry(spec) for spec in specs}
+        for entry in model_config[section]:
+            yield from _entry_problems(section, entry, allowed, task)
+    entries = model_config["input"]
+    known = {spec.name for spec in inputs}
+    # an unknown name is a problem already
+    if entries and all(entry["name"] in known for entry in entries):
+        kinds = _PROMPT_KINDS if task in ITERATIVE_TASKS else _ROW_KINDS
+        yield from _kind_problems(entries, kinds)
+
+
+def _missing_fields(
+    model_config: dict[str, Any], checkpoint: Checkpoint, task: Task
+) -> Iterator[str]:
+    """Yield the fields that are absent where the server completes none, with the lines to add."""
+    inputs, outputs = tensors_of(task, checkpoint)
+    missing: dict[str, str] = {}
+    if not model_config["max_batch_size"] and task not in ITERATIVE_TASKS:
+        missing["max_batch_size"] = f"max_batch_size: {DEFAULT_MAX_ROWS}"
+    for section, specs in (("input", inputs), ("output", outputs)):
+        if not model_config[section]:
+            missing[section] = f"{section} [ {', '.join(map(_entry_text, specs))} ]"
+    if missing:
+        yield (
+            f"config.pbtxt has no {', no '.join(missing)}, and the server completes nothing"
+            f" (--disable-auto-complete-config): add {' '.join(missing.values())}"
+        )
+
+
+def _entry_text(spec: TensorSpec) -> str:
+    """Return a tensor as an entry of config.pbtxt."""
+    dims = ", ".join(map(str, spec.dims))
+    optional = " optional: true" if spec.optional else ""
+    return f'{{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {dims} ]{optional} }}'
+
+
+def _entry_problems(
+    section: str, entry: dict[str, Any], allowed: dict[str, dict[str, Any]], task: Task
+) -> Iterator[str]:
+    """Yield what is wrong with an input or output of config.pbtxt."""
+    name = shorten(entry["name"])
+    expected = allowed.get(entry["name"])
+    if expected is None:
+        yield f'{section} "{name}" is not a tensor of the task {task}; allowed: {", ".join(allowed)}'
+        return
+    came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
+    wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}
+    if came != wanted:
+        yield f'{section} "{name}" is {came}; the model has {wanted}'
+    if "reshape" in entry:
+        yield f'{section} "{name}" has a reshape; allowed: none, with dims {wanted["dims"]}'
+
+
+def _kind_problems(
+    entries: list[dict[str, Any]], kinds: Collection[tuple[str, ...]]
+) -> Iterator[str]:
+    """Yield why no request can have these inputs together.
 
     Args:
         entries: the inputs of config.pbtxt.
@@ -139,46 +249,30 @@ def _check_input_kinds(entries: list[dict[str, Any]], kinds: Collection[tuple[st
     names = {entry["name"] for entry in entries}
     leading = [kind[0] for kind in kinds]
     if names.isdisjoint(leading):
-        raise ConfigError(
-            f"input has {', '.join(sorted(names))}; a request needs one of: {', '.join(leading)}"
-        )
+        yield f"input has {', '.join(sorted(names))}; a request needs one of: {', '.join(leading)}"
+        return
     needed = [entry["name"] for entry in entries if not entry.get("optional")]
     needed_kinds = [kind for kind in kinds if not set(kind).isdisjoint(needed)]
     if len(needed_kinds) > 1:
-        raise ConfigError(
+        yield (
             f"the inputs {', '.join(needed)} are required; a request has only one of: {', '.join(leading)}."
             " Set optional: true"
         )
+        return
     for kind in needed_kinds:
         if kind[0] not in names:
             [name, *_] = [name for name in needed if name in kind]
-            raise ConfigError(
-                f'input "{name}" is required without "{kind[0]}": add that or set optional: true'
-            )
+            yield f'input "{name}" is required without "{kind[0]}": add that or set optional: true'
 
 
-def _check_inputs_on_cpu(parameters: dict[str, Any]) -> None:
-    """Refuse inputs in GPU memory, which `execute` cannot read."""
-    value = parameters.get(_ON_CPU, {}).get("string_value", "yes")
-    if value != "yes":
-        raise ConfigError(
-            f'{_ON_CPU} is "{shorten(value)}"; allowed: yes. Inputs are read on the CPU: remove it'
-        )
-
-
-def _check_instances(groups: list[dict[str, Any]]) -> None:
-    """Refuse two instances on one device, and instances that cannot run or be limited."""
+def _instance_problems(groups: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield instances that cannot run, and two instances on one device."""
     instances: Counter[str] = Counter()
     for group in groups:
         if group.get("passive"):
-            raise ConfigError(
+            yield (
                 "instance_group is passive; the first request to a model without another instance ends the server:"
                 " remove it"
-            )
-        if group.get("rate_limiter"):
-            raise ConfigError(
-                "instance_group has a rate_limiter; the server ends its turn when a request enters the queue of"
-                " varlen, so it limits nothing: remove it"
             )
         gpus = group.get("gpus") or []
         devices = [f"GPU {gpu}" for gpu in gpus] if group.get("kind") == "KIND_GPU" else ["the CPU"]
@@ -186,7 +280,47 @@ def _check_instances(groups: list[dict[str, Any]]) -> None:
             instances[device] += int(group.get("count", 1))
     for device, count in instances.items():
         if count > 1:
-            raise ConfigError(
+            yield (
                 f"instance_group has {count} instances on {device}; allowed: 1. Each would load the weights"
                 " again and have a queue of its own, and one instance uses the whole device: set count to 1"
             )
+
+
+def _notes(model_config: dict[str, Any], config: EngineConfig, task: Task) -> Iterator[str]:
+    """Yield what happens instead of what fields ask for."""
+    if "dynamic_batching" in model_config:
+        yield _batching_note(model_config["dynamic_batching"] or {})
+    if any(group.get("rate_limiter") for group in model_config.get("instance_group") or []):
+        yield (
+            "rate_limiter limits nothing: the server ends the turn of a request when it enters varlen's queue, which"
+            " max_queued_requests and max_queued_tokens limit"
+        )
+    if _caches(model_config):
+        yield (
+            "response_cache has no effect: answers of generation are not cached"
+            if task in ITERATIVE_TASKS
+            else f"response_cache: varlen's own cache keeps answers, in up to {config.response_cache_bytes} bytes"
+            " (response_cache_bytes)"
+        )
+    if num_warmup_requests(model_config):
+        yield (
+            "model_warmup is not needed: varlen warms up by itself. The server waits for its rows, and those that this"
+            " model refuses are skipped"
+        )
+
+
+def _batching_note(section: dict[str, Any]) -> str:
+    note = (
+        "dynamic_batching has no use: varlen forms batches itself, from the rows of all requests."
+    )
+    if delay := int(section.get("max_queue_delay_microseconds", 0)):
+        note += (
+            f" The server still holds a request back for up to {delay} microseconds: remove"
+            " max_queue_delay_microseconds."
+        )
+    if any(section.get(key) for key in ("default_queue_policy", "priority_levels")):
+        note += (
+            " Its priorities and queue policies rule the server's queue alone, which is nearly always empty: use"
+            " request_priority, deadline_ms and max_queued_requests."
+        )
+    return note

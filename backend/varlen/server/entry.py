@@ -33,11 +33,10 @@ from varlen.request.draft import Draft
 from varlen.request.probe import check_probe
 from varlen.request.request import Request
 from varlen.server.config import (
-    check_server_settings,
-    check_tensors,
-    engine_config,
     gpu_of_instance,
     is_decoupled,
+    num_warmup_requests,
+    read_model,
     tensor_entry,
     tensors_of,
 )
@@ -48,6 +47,7 @@ from varlen.server.process import (
     close_inherited_sockets,
     end_process_soon,
     log_to_server,
+    server_caches,
     start_exporter,
     start_watchdog,
 )
@@ -136,8 +136,10 @@ class TritonPythonModel:
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Enqueue the requests, or answer at once with an error. Never raises."""
         for request in requests:
+            is_warmup = self._warmup_requests > 0
+            self._warmup_requests -= is_warmup
             try:
-                reply = self._outbox.reply_to(request)
+                reply = self._outbox.reply_to(request, is_warmup=is_warmup)
             except Exception:
                 # without a sender there is no way to answer
                 _log.exception("a request has no response sender")
@@ -168,17 +170,16 @@ class TritonPythonModel:
         log_to_server(args["model_name"], args["model_version"])
         return_large_memory()
         model_config = json.loads(args["model_config"])
-        config = engine_config(model_config)
-        log_to_server(args["model_name"], args["model_version"], config.log_level)
         # before the engine's thread starts: an error after that would leave the thread running
-        checkpoint = _open_checkpoint(config)
-        task = config.task or checkpoint.task
-        check_server_settings(model_config, task)
-        checkpoint.check_task(task)
-        check_tensors(model_config, checkpoint, task)
+        model = read_model(model_config, _open_checkpoint, server_caches=server_caches())
+        config, checkpoint, task = model.config, model.checkpoint, model.task
+        log_to_server(args["model_name"], args["model_version"], config.log_level)
+        for note in model.notes:
+            _log.warning("%s", note)
         check_numpy()
 
         self._is_decoupled = is_decoupled(model_config)
+        self._warmup_requests = num_warmup_requests(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
         # imported while the model loads
@@ -309,12 +310,10 @@ def _open_checkpoint(config: EngineConfig) -> Checkpoint:
 def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     given = config.as_dict()
     log_to_server(given["name"], Path(pb_utils.get_model_dir()).name)
-    settings = engine_config(given)
-    checkpoint = _open_checkpoint(settings)
-    task = settings.task or checkpoint.task
-    checkpoint.check_task(task)
-    inputs, outputs = tensors_of(task, checkpoint)
-    # what the user wrote stays; initialize checks it
+    model = read_model(given, _open_checkpoint, is_complete=False, server_caches=server_caches())
+    task = model.task
+    inputs, outputs = tensors_of(task, model.checkpoint)
+    # what the user wrote stays
     if not given["input"]:
         for spec in inputs:
             config.add_input(tensor_entry(spec) | {"optional": spec.optional})

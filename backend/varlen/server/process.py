@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
 from varlen.memory.heap import trim_heap
+from varlen.processes import log_by, set_log_level
 from varlen.server.shared_memory import pool_file
 from varlen.telemetry.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 
@@ -102,6 +103,15 @@ def close_inherited_sockets() -> None:
             is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
             if descriptor > _STDERR and is_socket and os.get_inheritable(descriptor):
                 os.close(descriptor)
+
+
+def server_caches() -> bool:
+    """Return whether the server of this process has a response cache: it has loaded the library of one."""
+    try:
+        return "libtritoncache_" in Path(f"/proc/{os.getppid()}/maps").read_text()
+    except OSError:
+        # unknown: answers out of a cache could be wrong
+        return True
 
 
 class MemoryTrimmer:
@@ -212,13 +222,11 @@ class _ServerLog(logging.Handler):
 
 
 def log_to_server(name: str, version: str, level: LogLevel = "info") -> None:
-    """Send records of the logger `varlen`, from this level on, to the server's log.
+    """Send records of varlen and its kernels, from this level on, to the server's log.
 
     Args:
         name, version: name and version of the model that this process runs; each line begins with them.
         level: lowest level that is logged.
     """
-    logger = logging.getLogger("varlen")
-    logger.setLevel(level.upper())
-    logger.propagate = False
-    logger.handlers[:] = [_ServerLog(f"{name} v{version}")]
+    set_log_level(level)
+    log_by(_ServerLog(f"{name} v{version}"))

@@ -106,11 +106,13 @@ class ServerReply:
         stats: Stats,
         *,
         names_codes: bool = False,
+        is_warmup: bool = False,
     ) -> None:
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
         self._names_codes = names_codes
+        self._is_warmup = is_warmup
         self._arrival = time.monotonic()
         self._answer: Answer | None = None
         self._times: dict[int, _TokenTimes] = {}
@@ -252,6 +254,11 @@ class ServerReply:
 
     def _send_error(self, failure: _Failure) -> None:
         code, message = failure.code, failure.message
+        if self._is_warmup and failure.outcome == "invalid":
+            # an error would end the load: rows of zeros are texts without characters
+            self._outbox.log_skipped(message)
+            self._send_final(_response({}), failure.outcome, error=message)
+            return
         if self._names_codes:
             message = f"{code}: {message}"
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
@@ -326,6 +333,7 @@ class Outbox:
         self._tracer = tracer
         self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
         self._open = 0
+        self._has_skipped = False
         self._counting = Lock()
         self._threads = [
             Thread(target=self._loop, name=f"varlen-sender-{i}", daemon=True)
@@ -345,10 +353,19 @@ class Outbox:
         with self._counting:
             self._open += change
 
-    def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
-        """Return the reply to a request, which must be answered."""
+    def reply_to(
+        self, request: pb_utils.InferenceRequest, *, is_warmup: bool = False
+    ) -> ServerReply:
+        """Return the reply to a request, which must be answered.
+
+        Args:
+            request: the request.
+            is_warmup: whether the server made it from `model_warmup`. If it is invalid, its response is empty.
+        """
         sender = request.get_response_sender()
-        reply = ServerReply(sender, self, self._stats, names_codes=self._names_codes)
+        reply = ServerReply(
+            sender, self, self._stats, names_codes=self._names_codes, is_warmup=is_warmup
+        )
         if self._tracer is not None:
             try:
                 reply.begin_trace(self._tracer, request.trace().get_context())
@@ -357,6 +374,12 @@ class Outbox:
                 _log.exception("requests cannot be traced")
                 self._tracer = None
         return reply
+
+    def log_skipped(self, reason: str) -> None:
+        """Log why a row of `model_warmup` did not run, once for all of them."""
+        if not self._has_skipped:
+            self._has_skipped = True
+            _log.warning("rows of model_warmup that this model refuses are skipped: %s", reason)
 
     def put(self, reply: ServerReply) -> None:
         """Enqueue a reply that has something to send."""

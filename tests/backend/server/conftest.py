@@ -28,8 +28,8 @@ OUR_THREADS = (
 @pytest.fixture
 def server_model(pb_utils, monkeypatch):
     """Return a fresh import of the entry point over `server_api`; its watchdog ends immediately."""
-    logger = logging.getLogger("varlen")
-    kept = logger.level, logger.propagate, list(logger.handlers)
+    loggers = [logging.getLogger(name) for name in ("varlen", "varlen_kernels")]
+    kept = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
     for name in SERVER_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("varlen.server.entry")
@@ -39,9 +39,10 @@ def server_model(pb_utils, monkeypatch):
     for name in ("execute", "auto_complete_config"):
         monkeypatch.setattr(entry, name, seen_by_backend(entry.__dict__[name], restricted))
     yield module
-    logger.setLevel(kept[0])
-    logger.propagate = kept[1]
-    logger.handlers[:] = kept[2]
+    for logger, (level, propagates, handlers) in zip(loggers, kept, strict=True):
+        logger.setLevel(level)
+        logger.propagate = propagates
+        logger.handlers[:] = handlers
     for name in SERVER_MODULES:
         sys.modules.pop(name, None)
 

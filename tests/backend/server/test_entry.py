@@ -739,7 +739,7 @@ def test_lifecycle_lines_reach_the_server_s_log(load, pb_utils):
     "changes, word",
     [
         ({"parameters": {"batch_tokens": "3"}}, "batch_tokens"),
-        ({"response_cache": {"enable": True}}, "response_cache"),
+        ({"sequence_batching": {}}, "sequence_batching"),
         ({"parameters": {"task": "classify"}}, "BertForSequenceClassification"),
         ({"input": [{"name": "TEXT", "data_type": "TYPE_STRING", "dims": [1]}]}, "TEXT"),
         ({"parameters": {"max_sequence_tokens": "65"}}, "max_sequence_tokens"),
@@ -750,6 +750,44 @@ def test_refuses_to_load_what_it_could_not_serve(load, pb_utils, our_threads, ch
     with pytest.raises(pb_utils.TritonModelException, match=word):
         load(given=model_config(**changes))
     assert our_threads() == []
+
+
+def test_a_kept_config_loads_with_a_warning_for_each_field_that_acts_otherwise(load, pb_utils):
+    given = model_config(
+        dynamic_batching={"max_queue_delay_microseconds": "100"},
+        response_cache={"enable": True},
+        parameters={"threads": "1", "warmup_seconds": "0"},
+    )
+
+    assert load(given=given).is_ready()
+
+    warnings = [line for level, line in pb_utils.logged if level == "warn"]
+    starts = ("dynamic_batching has no use", "response_cache: varlen's own cache keeps answers")
+    assert len(warnings) == len(starts)
+    assert all(map(str.startswith, warnings, [f"varlen: m v3: {start}" for start in starts]))
+
+
+def test_warmup_rows_that_are_refused_are_skipped_and_others_run(load, ask, pb_utils):
+    sample = {"name": "first", "batch_size": 1, "count": 3}
+    model = load(given=model_config(model_warmup=[sample], parameters={"threads": "1"}))
+    no_tokens = {"input_ids": ids([5, 5]), "attention_mask": ids([0, 0])}
+    refused, also, right = ask(**no_tokens), ask(**no_tokens), ask(text=text("the cat"))
+
+    for request in (refused, also, right):
+        model.execute([request])
+        wait_for(request)
+
+    # an error would end the load
+    for request in (refused, also):
+        assert request.response.error() is None
+        assert request.response.output_tensors() == []
+    assert result(right).as_numpy().shape == (1, 24)
+    skipped = [line for level, line in pb_utils.logged if "are skipped: row 0" in line]
+    assert len(skipped) == 1
+    # the rows of clients follow
+    later = ask(**no_tokens)
+    model.execute([later])
+    assert failure(later) == (pb_utils.TritonError.INVALID_ARG, failure(later)[1])
 
 
 def test_a_load_error_names_no_path(load, pb_utils, tmp_path):
