@@ -1,10 +1,12 @@
-"""Hooks of mkdocs: pages outside of docs/, list and rank of decisions, tables, checks.
+"""Hooks of mkdocs: pages outside of docs/, the list of decisions, tables, the ranking of the search, checks.
 
-CHANGELOG.md and CONTRIBUTING.md stay where code hosts expect them. The site loads nothing from other hosts, so it
+The files of `ROOT_FILES` stay where code hosts expect them. The site loads nothing from other hosts, so it
 works without a network.
 """
 
+import json
 import re
+from html import unescape
 from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +17,31 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 # Page of the site by file of the project's root.
-ROOT_FILES = {"CHANGELOG.md": "project/changelog.md", "CONTRIBUTING.md": "project/contributing.md"}
+ROOT_FILES = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+}
 
-# Factor of a decision's scores in the search. A title counts 1000 times: even a decision's title ranks below a text.
-DECISION_BOOST = 1e-6
+# Factor of the scores of a folder's pages in the search; 1 for others.
+BOOSTS = {
+    "start": 1.5,
+    "tasks": 2,
+    "operating": 1.5,
+    "concepts": 0.3,
+    "benchmarks": 0.03,
+    "project": 0.01,
+    # even a title there ranks below a text elsewhere
+    "decisions": 1e-6,
+}
+# Folder of the pages that list messages. The search finds each message by itself: first if it is pasted, and behind
+# pages for one of its words.
+MESSAGES = "reference/errors"
+MESSAGE_BOOST = 0.7
 # A table with a longer cell, in characters, is stacked on phones, where its columns would be as narrow as a word.
 _LONGEST_COLUMN = 40
+# The longest anchor of a message, in characters.
+_ANCHOR_LENGTH = 80
 
 _LOADS = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\s(?:src|href|srcset)=["']?((?:https?:)?//[^"'\s>]+)"""
@@ -45,19 +66,50 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 def from_docs(text: str) -> str:
     """Return Markdown of the project's root with links as a page in docs/project has them."""
+    for name, page in ROOT_FILES.items():
+        text = text.replace(f"]({name}", f"]({Path(page).name}")
     return text.replace("](docs/", "](../")
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Rank decisions last in the search."""
-    if page.file.src_uri.startswith("decisions/"):
-        page.meta["search"] = {"boost": DECISION_BOOST}
-    return markdown
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Return a page whose tables can be stacked on phones, and whose messages have anchors."""
+    html = re.sub("<table>.*?</table>", lambda found: stackable(found[0]), html, flags=re.DOTALL)
+    if page.file.src_uri.startswith(MESSAGES):
+        html = re.sub(
+            r"<tr>(?=\s*<td.*?>(.*?)</td>)", lambda row: f'<tr id="{_anchor(row[1])}">', html
+        )
+    return html
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Return a page whose tables can be stacked on phones; see `stackable`."""
-    return re.sub("<table>.*?</table>", lambda found: stackable(found[0]), html, flags=re.DOTALL)
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Rank what the search finds: by folder, by the words in `extra.search_words`, messages by themselves."""
+    site = Path(config.site_dir)
+    path = site / "search/search_index.json"
+    index = json.loads(path.read_text())
+    entries = {entry["location"]: entry for entry in index["docs"]}
+    for location, words in config.extra["search_words"].items():
+        if _address(location) not in entries:
+            raise PluginError(f"search_words has {location}, which is no page and no heading")
+        entries[_address(location)]["tags"] = words
+    for entry in index["docs"]:
+        entry["boost"] = BOOSTS.get(entry["location"].partition("/")[0], 1)
+    for page in sorted((site / MESSAGES).glob("*.html")):
+        index["docs"] += message_entries(page.relative_to(site).as_posix(), page.read_text())
+    path.write_text(json.dumps(index, separators=(",", ":")))
+
+
+def message_entries(location: str, html: str) -> list[dict[str, Any]]:
+    """Return an entry of the search for each message on a page: the message is its title."""
+    rows = re.findall(r'<tr id="(.*?)">\s*<td.*?>(.*?)</td>\s*<td.*?>(.*?)</td>', html, re.DOTALL)
+    return [
+        {
+            "location": f"{location}#{name}",
+            "title": message,
+            "text": remedy,
+            "boost": MESSAGE_BOOST,
+        }
+        for name, message, remedy in rows
+    ]
 
 
 def stackable(table: str) -> str:
@@ -90,6 +142,17 @@ def loaded_elsewhere(html: str) -> list[str]:
 def _text(cell: str) -> str:
     """Return the text of a cell without its tags, as the value of an attribute."""
     return re.sub("<.*?>", "", cell).replace('"', "&quot;").strip()
+
+
+def _anchor(message: str) -> str:
+    """Return the anchor of a message: its first words, the same after another edit of the page."""
+    return re.sub("[^a-z0-9]+", "-", unescape(_text(message)).lower()).strip("-")[:_ANCHOR_LENGTH]
+
+
+def _address(location: str) -> str:
+    """Return the address on the site of a page of docs/, with or without an anchor."""
+    page, hash_sign, anchor = location.partition("#")
+    return page.replace("README.md", "index.md").replace(".md", ".html") + hash_sign + anchor
 
 
 def _section(nav: Any, title: str) -> list[Any]:

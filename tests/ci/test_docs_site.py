@@ -14,7 +14,27 @@ from pymdownx import slugs
 
 from tests.ci.scripts import PROJECT, load_script
 
+from .site_search import SiteSearch
+
 docs_site = load_script("docs_site")
+# First result of what people type into the search.
+FIRST_RESULTS = {
+    "timeout": "operating/timeouts.html",
+    "api key": "tasks/gateway.html#limits-and-safety",
+    "quantize": "operating/int8.html",
+    "GPU": "operating/gpu.html",
+    "LoRA": "start/not_supported.html",
+    "truncate": "tasks/embeddings.html#long-texts",
+    "install": "start/install.html",
+    "docker": "start/install.html",
+    "rerank": "tasks/reranking.html",
+    "embeddings": "tasks/embeddings.html",
+    "streaming": "tasks/generation.html",
+    "out of memory": "reference/troubleshooting.html#out-of-memory",
+    "int8": "operating/int8.html",
+    "function calling": "tasks/gateway.html#tools",
+    "max_batch_tokens": "reference/configuration.html#max_batch_tokens",
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +69,70 @@ def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(build: tuple[Pat
     assert "'reference/wire.md#no-heading'" in said
 
 
+@pytest.fixture(scope="module")
+def search(build: tuple[Path, str]) -> SiteSearch:
+    site, _ = build
+    return SiteSearch(site)
+
+
+@pytest.mark.parametrize("query, page", FIRST_RESULTS.items(), ids=FIRST_RESULTS)
+def test_a_search_finds_first_the_page_that_answers(
+    query: str, page: str, search: SiteSearch
+) -> None:
+    assert search.first_results(query)[0] == page
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "the queue is full: 130017 tokens wait, the request has 512, at most 131072 may wait",
+        "row 3: text has 1034 tokens; this model takes at most 256 (truncate=true cuts it)",
+        '"unexpected inference input"',
+        "Stub process 'e5_0' is not healthy.",
+        "config.json has model_type gemma3; this version serves: bert",
+    ],
+)
+def test_a_message_that_is_pasted_finds_its_row(message: str, search: SiteSearch) -> None:
+    words = re.findall("[a-z]{4,}", message)[:2]
+
+    found = [each.partition("#") for each in search.first_results(message)[:2]]
+
+    anchors = [anchor for page, _, anchor in found if page.startswith(docs_site.MESSAGES)]
+    assert any(all(word in anchor for word in words) for anchor in anchors)
+
+
+def test_every_row_of_a_page_of_messages_has_its_own_anchor(build: tuple[Path, str]) -> None:
+    site, _ = build
+    index = json.loads((site / "search/search_index.json").read_text())
+
+    found = [entry["location"] for entry in index["docs"]]
+
+    assert len([each for each in found if each.startswith(docs_site.MESSAGES)]) > 300
+    assert len(set(found)) == len(found)
+    assert docs_site.message_entries("a.html", "<tr><td>1</td><td>2</td></tr>") == []
+
+
 def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str]) -> None:
     site, _ = build
     index = json.loads((site / "search/search_index.json").read_text())
 
-    boosts = {each["location"].partition("#")[0]: each.get("boost", 1) for each in index["docs"]}
+    boosts = {entry["location"]: entry["boost"] for entry in index["docs"]}
 
-    decisions = {page: boost for page, boost in boosts.items() if page.startswith("decisions/")}
-    assert len(decisions) > 30
-    assert set(decisions.values()) == {docs_site.DECISION_BOOST}
-    assert {boosts[page] for page in boosts.keys() - decisions.keys()} == {1}
+    decisions = {boost for page, boost in boosts.items() if page.startswith("decisions/")}
+    others = {boost for page, boost in boosts.items() if not page.startswith("decisions/")}
     # the boost of a page multiplies the boost of a field: a match in the title of a decision and in a text
     fields = index["config"]["fields"]
-    assert fields["title"]["boost"] * docs_site.DECISION_BOOST < fields["text"]["boost"] / 100
+    assert fields["title"]["boost"] * max(decisions) < fields["text"]["boost"] * min(others) / 100
+
+
+def test_words_of_the_search_lead_to_a_page_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search/search_index.json").write_text('{"docs": [{"location": "a.html"}]}')
+    extra = {"search_words": {"a.md": ["one"], "b.md#two": ["two"]}}
+    config = SimpleNamespace(site_dir=str(tmp_path), extra=extra)
+
+    with pytest.raises(PluginError, match="search_words has b.md#two, which is no page"):
+        docs_site.on_post_build(config)
 
 
 def test_tables_with_long_cells_name_the_column_of_each_cell(build: tuple[Path, str]) -> None:
@@ -78,8 +149,11 @@ def test_a_table_of_short_cells_stays_as_it_is() -> None:
     head = "<table>\n<thead>\n<tr>\n<th>load</th>\n<th>p99</th>\n</tr>\n</thead>"
     table = f"{head}\n<tbody>\n<tr>\n<td>0.6</td>\n<td>12 ms</td>\n</tr>\n</tbody>\n</table>"
 
-    assert docs_site.on_page_content(f"<p></p>{table}") == f"<p></p>{table}"
-    assert 'data-label="p99"' in docs_site.on_page_content(table.replace("12 ms", "slow " * 20))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+
+    assert docs_site.on_page_content(f"<p></p>{table}", page=page) == f"<p></p>{table}"
+    stacked = docs_site.on_page_content(table.replace("12 ms", "slow " * 20), page=page)
+    assert 'data-label="p99"' in stacked
 
 
 @pytest.mark.parametrize(
@@ -108,7 +182,9 @@ def test_links_of_the_roots_files_lead_to_pages_of_the_site() -> None:
         text = docs_site.from_docs((PROJECT / name).read_text())
         links = re.findall(r"\]\(([^)#:]+)[^):]*\)", text)
 
-        assert [link for link in links if not (PROJECT / "docs/project" / link).is_file()] == []
+        pages = {Path(page).name for page in docs_site.ROOT_FILES.values()}
+        found = [(PROJECT / "docs/project" / link).is_file() or link in pages for link in links]
+        assert all(found), links
 
 
 def test_links_of_the_readme_lead_to_files_and_headings() -> None:
