@@ -21,10 +21,25 @@ def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
     result = run_varlen("quantize", checkpoint, "--texts", texts)
 
     assert result.exit_code == 0, result.output
+    # no bars in a pipe
+    assert result.stderr == ""
     quality = Calibration.load(checkpoint).quality
     assert quality.texts == 5
     assert f"{quality.cosine_mean:.4f}" in result.output
     assert "8 of 8" in result.output
+
+
+STAGES = ["loading", "running texts", "choosing codes", "measuring errors", "measuring the quality"]
+
+
+def test_a_terminal_shows_each_stage(checkpoint, monkeypatch):
+    # as a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    result = run_varlen("quantize", checkpoint)
+
+    assert [stage for stage in STAGES if stage in result.stderr] == STAGES
+    assert not any(stage in result.stdout for stage in STAGES)
 
 
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "MarianMTModel"])

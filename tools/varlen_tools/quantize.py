@@ -1,12 +1,11 @@
-"""Calibrate a checkpoint for `dtype: int8`: `python -m varlen_tools.quantize model_repository/minilm`.
+"""The command `varlen quantize`: calibrates a checkpoint for `dtype: int8`.
 
 Writes int8.json into the checkpoint's folder and prints the quality. A model that is loaded without this file is
 calibrated then, on built-in texts; the file saves that time, and may come from texts of your own.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -17,13 +16,20 @@ from varlen.execution.cpu.calibration import Calibration
 from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.cpu.int8_encoder import CalibratedEncoder
-from varlen.execution.cpu.int8_model import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
-from varlen.execution.cpu.quantization import BITS, WeightBits
+from varlen.execution.cpu.int8_model import (
+    LEAST_TEXTS,
+    MAX_LAYER_ERROR,
+    CalibratedModel,
+    calibrate,
+    check_int8,
+)
+from varlen.execution.cpu.quantization import BITS
 from varlen.execution.device import check_task_dtype
 from varlen.execution.step_program import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
 from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen_client.cli.options import show_stage, show_stages
 from varlen_tools.model_source import SourceArgument, find_source
 from varlen_tools.tables import Table
 
@@ -53,7 +59,10 @@ def main(
         checkpoint = model.open_checkpoint()
         task = model.config.task or checkpoint.task
         check_task_dtype(dtype, task)
-        calibration = _calibrate(checkpoint, task, lines, bits)
+        with show_stage("loading"):
+            loaded = _load(checkpoint, task)
+        with show_stages() as on_progress:
+            calibration = calibrate(loaded, lines, bits, on_progress)
         path = calibration.save(checkpoint.folder)
     except (VarlenError, OSError) as error:
         typer.secho(f"quantize: {error}", err=True, fg="red")
@@ -79,18 +88,16 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _calibrate(
-    checkpoint: Checkpoint, task: Task, texts: Sequence[str], bits: WeightBits
-) -> Calibration:
-    """Return the calibration of a checkpoint for a task that generates, or for the others."""
+def _load(checkpoint: Checkpoint, task: Task) -> CalibratedModel[Any]:
+    """Return the model of a checkpoint for a task that generates, or for the others."""
     parts = checkpoint, torch.float32, torch.device("cpu")
     if task not in ITERATIVE_TASKS:
         checkpoint.check_task("embed")
-        return calibrate(CalibratedEncoder(load_encoder(*parts), checkpoint), texts)
+        return CalibratedEncoder(load_encoder(*parts), checkpoint)
     checkpoint.check_task(task)
     load = load_decoder if task == "generate" else load_encoder_decoder
     programs = record_steps(load(*parts), CALIBRATION_KV)
-    return calibrate(CalibratedDecoder(programs, checkpoint), texts, bits)
+    return CalibratedDecoder(programs, checkpoint)
 
 
 def _table(calibration: Calibration) -> Table:

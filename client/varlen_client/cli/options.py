@@ -46,6 +46,25 @@ DEFAULT_URLS = cast("list[str]", ("grpc://127.0.0.1:8001",))
 @contextmanager
 def show_progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Show a progress bar if stderr is a terminal; yield its update function."""
+    with show_stages(shown=shown) as update:
+        update(what, 0, total)
+        yield lambda done: update(what, done, total)
+
+
+def with_progress(what: str, items: Sequence[_Item]) -> Iterator[_Item]:
+    """Yield items, with a progress bar if stderr is a terminal."""
+    with show_progress(what, len(items)) as on_progress:
+        for done, item in enumerate(items):
+            on_progress(done)
+            yield item
+
+
+@contextmanager
+def show_stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar for each stage of some work, if stderr is a terminal.
+
+    Yields a function that gets the name of a stage, and how much of it is done, of how much in all.
+    """
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -55,16 +74,15 @@ def show_progress(what: str, total: int, *, shown: bool = True) -> Iterator[Call
         TimeRemainingColumn(),
     )
     with _bar(*columns, shown=shown) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task("", total=None, visible=False)
 
+        def update(stage: str, done: int, total: int) -> None:
+            if bar.tasks[0].description != stage or bar.tasks[0].total != total:
+                # the time left is that of the stage
+                bar.reset(task, description=stage, total=total, visible=True)
+            bar.update(task, completed=done)
 
-def with_progress(what: str, items: Sequence[_Item]) -> Iterator[_Item]:
-    """Yield items, with a progress bar if stderr is a terminal."""
-    with show_progress(what, len(items)) as on_progress:
-        for done, item in enumerate(items):
-            on_progress(done)
-            yield item
+        yield update
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A model in int8: calibrated at load, or earlier by `varlen_tools.quantize`."""
+"""A model in int8: calibrated at load, or earlier by `varlen quantize`."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ from varlen.execution.cpu.calibration import (
     weights_hash,
 )
 from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.layer_inputs import choose_codes, measure_errors
+from varlen.execution.cpu.layer_inputs import OnProgress, choose_codes, measure_errors
 from varlen.execution.cpu.quality import Quality
 from varlen.execution.cpu.quantization import (
     LayerCodes,
@@ -54,6 +54,8 @@ MAX_LAYER_ERROR: Mapping[WeightBits, float] = {8: 0.05, 4: 0.25}
 LEAST_TEXTS = 8
 # Open files as paths: safetensors takes nothing else.
 _DESCRIPTORS = Path("/proc/self/fd")
+# Pause between lines of progress.
+_LOG_SECONDS = 10.0
 # Lengths of prompts of random tokens, which reach columns that texts of one language do not.
 _RANDOM_TOKENS = (32, 64, 128, 256) * 2
 
@@ -135,7 +137,10 @@ def to_int8(
 
 @torch.inference_mode()
 def calibrate(
-    model: CalibratedModel[_Answer], texts: Sequence[str], bits: WeightBits = 8
+    model: CalibratedModel[_Answer],
+    texts: Sequence[str],
+    bits: WeightBits = 8,
+    on_progress: OnProgress = lambda *_: None,
 ) -> Calibration:
     """Return the calibration of a model on this CPU.
 
@@ -143,6 +148,7 @@ def calibrate(
         model: model in fp32 on the CPU.
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
         bits: number of bits of a code of a weight.
+        on_progress: function to call after each text and each layer.
     """
     known, random = _token_ids(model, texts), _random_ids(model)
     # a tokenizer that knows few tokens of the texts leaves random ones
@@ -150,14 +156,21 @@ def calibrate(
     seen = model.prompts([*known[::2], *random])
     held_out = model.prompts(known[1::2] if has_texts else random)
 
-    def run_seen(kernels: object) -> None:
-        deque(model.run(model.programs, kernels, seen), 0)
+    def run(
+        stage: str, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+    ) -> Iterator[_Answer]:
+        for done, answer in enumerate(model.run(programs, kernels, prompts), 1):
+            on_progress(stage, done, len(prompts))
+            yield answer
 
-    codes = choose_codes(model.programs, run_seen, bits)
+    def run_seen(stage: str, kernels: object) -> None:
+        deque(run(stage, model.programs, kernels, seen), 0)
+
+    codes = choose_codes(model.programs, partial(run_seen, "running texts"), bits, on_progress)
     layers = quantize_layers(model.programs, codes, bits)
-    errors = measure_errors(layers, run_seen)
+    errors = measure_errors(layers, partial(run_seen, "measuring errors of layers"))
     used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR[bits]}
-    answers = partial(model.run, kernels=cpu, prompts=held_out)
+    answers = partial(run, "measuring the quality", kernels=cpu, prompts=held_out)
     return Calibration(
         checkpoint_hash(model.checkpoint.folder),
         weights_hash(model.programs),
@@ -186,6 +199,18 @@ def check_int8(bits: WeightBits = 8) -> None:
         raise ConfigError(
             f'dtype is "int{bits}", which cannot be used here: {error}; allowed: auto, fp32, bf16'
         ) from None
+
+
+class _LoggedProgress:
+    """Logs now and then how far a calibration is: that of a large model takes minutes of a load."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _LOG_SECONDS
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            _log.info("calibrating: %s, %d of %d", stage, done, total)
+            self._next = time.monotonic() + _LOG_SECONDS
 
 
 def _token_ids(model: CalibratedModel[_Answer], texts: Sequence[str]) -> list[Int32Array]:
@@ -225,7 +250,7 @@ def _calibration(
         if cached is not None and _fits(cached, model, bits):
             return cached, "from the cache"
     began = time.monotonic()
-    measured = calibrate(model, TEXTS, bits)
+    measured = calibrate(model, TEXTS, bits, _LoggedProgress())
     if cache is not None:
         try:
             with CacheFolder(cache).writing(name) as path:

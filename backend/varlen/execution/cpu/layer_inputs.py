@@ -26,6 +26,8 @@ from varlen_kernels.reference.linear_int8 import OUTLIERS
 Observe = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 # Runs the model with these kernels.
 Run = Callable[[object], None]
+# Gets a stage of the work, and how much of it is done, of how much in all.
+OnProgress = Callable[[str, int, int], object]
 
 # Sums of products of columns that are held at a time, in elements of fp32: 256 MiB.
 _MOST_SUMS = 2**26
@@ -50,7 +52,10 @@ class ObservingKernels:
 
 
 def choose_codes(
-    programs: Sequence[Program], run: Run, bits: WeightBits = 8
+    programs: Sequence[Program],
+    run: Run,
+    bits: WeightBits = 8,
+    on_progress: OnProgress = lambda *_: None,
 ) -> dict[LayerKey, LayerCodes]:
     """Return the outliers and the codes of each layer, for inputs of these texts.
 
@@ -60,6 +65,7 @@ def choose_codes(
         programs: programs in fp32 on the CPU.
         run: runs them over texts.
         bits: number of bits of a code.
+        on_progress: function to call after each layer.
     """
     weights = linear_weights(programs)
     chosen: dict[LayerKey, LayerCodes] = {}
@@ -68,6 +74,7 @@ def choose_codes(
             weight, _ = weights[key]
             outliers = largest.topk(OUTLIERS).indices.sort().values
             chosen[key] = LayerCodes(outliers, rounded_codes(weight, outliers, grams, bits))
+            on_progress("choosing codes of layers", len(chosen), len(weights))
     return {key: chosen[key] for key in weights}
 
 
