@@ -40,9 +40,16 @@ MESSAGES = "reference/errors"
 MESSAGE_BOOST = 0.7
 # A table with a longer cell, in characters, is stacked on phones, where its columns would be as narrow as a word.
 _LONGEST_COLUMN = 40
+# A wider picture, in its own pixels, is not shrunk on phones, where its text would be too small.
+_WIDEST_PICTURE = 600
 # The longest anchor of a message, in characters.
 _ANCHOR_LENGTH = 80
 
+# A picture of the site, with its tag or tags and its path.
+_PICTURE = re.compile(
+    r'(?:<picture>(?:(?!</picture>).)*?)?<img [^>]*src="([^":]+\.svg)"[^>]*>(?:\s*</picture>)?',
+    re.DOTALL,
+)
 _LOADS = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\s(?:src|href|srcset)=["']?((?:https?:)?//[^"'\s>]+)"""
 )
@@ -71,9 +78,11 @@ def from_docs(text: str) -> str:
     return text.replace("](docs/", "](../")
 
 
-def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Return a page whose tables can be stacked on phones, and whose messages have anchors."""
+def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Return a page whose tables and pictures fit on phones, and whose messages have anchors."""
     html = re.sub("<table>.*?</table>", lambda found: stackable(found[0]), html, flags=re.DOTALL)
+    folder = Path(config.docs_dir, page.file.src_uri).parent
+    html = _PICTURE.sub(lambda found: scrollable(found[0], folder / found[1]), html)
     if page.file.src_uri.startswith(MESSAGES):
         html = re.sub(
             r"<tr>(?=\s*<td.*?>(.*?)</td>)", lambda row: f'<tr id="{_anchor(row[1])}">', html
@@ -125,6 +134,20 @@ def stackable(table: str) -> str:
     labels = cycle(names)
     body = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', body)
     return f"{head}</thead>{body}".replace("<table>", "<table data-stacked>", 1)
+
+
+def scrollable(html: str, path: Path) -> str:
+    """Return a picture in a frame that scrolls on phones, if it is wide.
+
+    Args:
+        html: its tags.
+        path: its file.
+    """
+    found = re.search(r'viewBox="0 0 ([0-9.]+)', path.read_text())
+    width = float(found[1]) if found else 0
+    if width <= _WIDEST_PICTURE:
+        return html
+    return f'<span class="picture" style="--width: {width:.0f}px">{html}</span>'
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:

@@ -150,10 +150,33 @@ def test_a_table_of_short_cells_stays_as_it_is() -> None:
     table = f"{head}\n<tbody>\n<tr>\n<td>0.6</td>\n<td>12 ms</td>\n</tr>\n</tbody>\n</table>"
 
     page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    config = SimpleNamespace(docs_dir="docs")
+    long_cell = table.replace("12 ms", "slow " * 20)
 
-    assert docs_site.on_page_content(f"<p></p>{table}", page=page) == f"<p></p>{table}"
-    stacked = docs_site.on_page_content(table.replace("12 ms", "slow " * 20), page=page)
+    assert docs_site.on_page_content(table, page=page, config=config) == table
+    stacked = docs_site.on_page_content(long_cell, page=page, config=config)
     assert 'data-label="p99"' in stacked
+
+
+@pytest.mark.parametrize(
+    "width, html, scrolls",
+    [
+        (520, '<img alt="a" src="a.svg" />', False),
+        (1000, '<img alt="a" src="a.svg" />', True),
+        (1000, '<picture>\n<source srcset="b.svg">\n<img src="a.svg">\n</picture>', True),
+    ],
+)
+def test_a_wide_picture_scrolls_on_phones(
+    width: int, html: str, scrolls: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.svg").write_text(f'<svg viewBox="0 0 {width} 400"></svg>')
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    config = SimpleNamespace(docs_dir=str(tmp_path))
+
+    actual = docs_site.on_page_content(html, page=page, config=config)
+
+    framed = f'<span class="picture" style="--width: {width}px">{html}</span>'
+    assert actual == (framed if scrolls else html)
 
 
 @pytest.mark.parametrize(
