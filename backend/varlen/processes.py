@@ -1,6 +1,7 @@
-"""Starts Python processes of this package, from any program that embeds Python."""
+"""Starts Python processes of this package, from any program that embeds Python; the log of a process."""
 
 import gc
+import logging
 import os
 import shutil
 import socket
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from varlen.errors import EngineError
+
+_LOGGERS = ("varlen", "varlen_kernels")
 
 
 def start_module(
@@ -33,13 +36,26 @@ def start_module(
         EngineError: there is no Python command of this version.
     """
     return subprocess.Popen(
-        [_python(), "-m", name, str(connection.fileno())],
+        [python_command(), "-m", name, str(connection.fileno())],
         # a signal for the server's group is not for it: it ends with its connection
         start_new_session=new_session,
         stdin=stdin,
         pass_fds=[connection.fileno()],
         env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
+
+
+def log_by(handler: logging.Handler) -> None:
+    """Send log records of varlen and its kernels to a handler, and to no other."""
+    for name in _LOGGERS:
+        logging.getLogger(name).propagate = False
+        logging.getLogger(name).handlers[:] = [handler]
+
+
+def set_log_level(level: str) -> None:
+    """Set the lowest level of log records of varlen and its kernels."""
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(level.upper())
 
 
 def freeze_objects() -> None:
@@ -52,7 +68,7 @@ def freeze_objects() -> None:
     gc.freeze()
 
 
-def _python() -> str:
+def python_command() -> str:
     """Return the path of this Python's command.
 
     A program that embeds Python, such as the server, reports the first `python3` of PATH as its own.

@@ -45,7 +45,10 @@ class Serving:
 
 @contextmanager
 def serving(
-    *words: str, cache: Path, environment: Mapping[str, str] | None = None
+    *words: str,
+    cache: Path,
+    environment: Mapping[str, str] | None = None,
+    stderr: int = subprocess.STDOUT,
 ) -> Iterator[Serving]:
     """Run `varlen serve` on free ports, and end it.
 
@@ -53,12 +56,13 @@ def serving(
         words: its arguments.
         cache: the user's folder for caches.
         environment: further variables.
+        stderr: where its messages go.
     """
     command = [sys.executable, "-m", "varlen_client.cli.main", "serve", *words]
     command += ["--port", str(free_port()), "--server-port", str(free_port())]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)} | dict(environment or {})
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
     )
     try:
         yield Serving(process)

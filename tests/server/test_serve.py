@@ -2,9 +2,13 @@
 
 import json
 import os
+import pty
 import shlex
 import signal
+import threading
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import openai
@@ -36,10 +40,37 @@ def send(line: str) -> bytes:
         return bytes(answer.read())
 
 
+@contextmanager
+def terminal() -> Iterator[tuple[int, Callable[[], str]]]:
+    """Yield a terminal for a process, and a function that returns what was drawn on it."""
+    ours, theirs = pty.openpty()
+    drawn: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):
+            while part := os.read(ours, 1 << 16):
+                drawn.append(part)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+
+    def shown() -> str:
+        os.close(theirs)
+        reader.join(TIMEOUT_SECONDS)
+        return b"".join(drawn).decode()
+
+    yield theirs, shown
+    os.close(ours)
+
+
 def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
     minilm: Path, tmp_path: Path
 ) -> None:
-    with serving(str(minilm), "--name", "it", "--api-key", "KEY", cache=tmp_path) as it:
+    words = ("--name", "it", "--api-key", "KEY")
+    with (
+        terminal() as (screen, shown),
+        serving(str(minilm), *words, cache=tmp_path, stderr=screen) as it,
+    ):
         [line] = [each for each in it.lines if each.startswith("  curl")]
         [first, second] = json.loads(send(line))["data"]
         assert len(first["embedding"]) == len(second["embedding"]) == 384
@@ -57,6 +88,11 @@ def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
 
         assert it.process.wait(TIMEOUT_SECONDS) == 0
         assert is_gone(server)
+        stages = shown()
+    for stage in ("starting", "fetching", "loading it", "ending the server"):
+        assert stage in stages
+    # only the line of the fetch stays
+    assert "\x1b" not in "".join(it.lines)
 
 
 def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
@@ -80,9 +116,14 @@ def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
 
 def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_path: Path) -> None:
     with serving(str(minilm), cache=tmp_path) as it:
+        words = [line.partition(" ")[0] for line in it.lines]
+        assert [*dict.fromkeys(words)][:3] == ["fetching", "loading", "ready"]
         os.kill(it.server_pid, signal.SIGKILL)
 
         output, _ = it.process.communicate(timeout=TIMEOUT_SECONDS)
+    # nothing is drawn where messages are no terminal
+    assert "\x1b" not in "".join(it.lines) + output
+    assert "\r" not in "".join(it.lines) + output
 
     assert it.process.returncode == 1
     assert "error: the server has ended\n" in output

@@ -58,11 +58,21 @@ def test_a_signal_while_it_starts_leaves_no_process(repository, tmp_path):
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
-def test_a_model_that_does_not_load_is_told_with_the_log(repository, backends):
+def test_a_model_that_does_not_load_is_told_with_its_reason(repository, backends):
     (backends / "identity/model.py").write_text("raise RuntimeError('no luck today')\n")
 
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
-        with pytest.raises(ServerError, match=r"ended with exit code 1\n(.*\n)*.*no luck today"):
+        with pytest.raises(ServerError) as error:
+            server.wait_ready()
+
+    assert str(error.value) == "echo cannot be loaded: RuntimeError: no luck today"
+
+
+def test_another_end_of_the_server_is_told_with_its_log(repository, backends):
+    arguments = [f"--backend-directory={backends}", "--unheard-of=1"]
+
+    with LocalServer(repository, arguments=arguments) as server:
+        with pytest.raises(ServerError, match=r"ended with exit code 1\n(.*\n)*.*--trace"):
             server.wait_ready()
 
 

@@ -21,6 +21,7 @@ from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import (
     Fetching,
     ServeError,
+    fetch_models,
     find_models,
     model_folders,
 )
@@ -47,7 +48,8 @@ def fetching(name: str | None = None, *, force: bool = False, **settings: str) -
 def find(sources, how: Fetching) -> tuple[list[Path], list[str]]:
     """Return the models, and what is reported meanwhile."""
     said: list[str] = []
-    return find_models([str(source) for source in sources], how, report=said.append), said
+    found = find_models([str(source) for source in sources], how, report=said.append)
+    return fetch_models(found, how, report=said.append), said
 
 
 def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, cache):

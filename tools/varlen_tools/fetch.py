@@ -144,7 +144,7 @@ def _check_source(source: str) -> None:
     if folder.is_file():
         with _refusing(CheckpointError):
             check_is_folder(folder)
-    if _HUB.fullmatch(source) and not source.startswith("."):
+    if is_hub_name(source):
         return
     allowed = (
         "give a checkpoint folder, a hub id org/name[@revision] of letters, digits, '.', '_' and '-',"
@@ -153,6 +153,12 @@ def _check_source(source: str) -> None:
     if page := _HUB_PAGE.match(source):
         allowed = f"give the hub id: {page[1]}"
     raise FetchError(f"there is no folder {source!r}; {allowed}")
+
+
+def is_hub_name(source: str) -> bool:
+    """Return whether a source is a model of the hub: it has such a form, and there is no such folder."""
+    is_name = _HUB.fullmatch(source) and not source.startswith(".")
+    return bool(is_name) and not Path(source).is_dir()
 
 
 def _read_settings(settings: Mapping[str, str]) -> tuple[int | None, EngineConfig]:
@@ -435,7 +441,10 @@ def main(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
-    """Put a checkpoint into a model repository and write its config.pbtxt."""
+    """Put a checkpoint into a model repository, ready to serve.
+
+    Writes a complete config.pbtxt, and says what it found.
+    """
     # the folder of an unfinished copy is removed
     end_on_sigterm()
     try:

