@@ -52,3 +52,22 @@ def test_a_container_is_not_root_and_is_watched(instructions: list[str]) -> None
     assert any(line.startswith("HEALTHCHECK ") for line in last_stage)
     # versions of base images are arguments with a default, and no stage has the tag latest
     assert all("${" in line for line in instructions if line.startswith("FROM "))
+
+
+def test_images_and_pages_name_the_release_that_the_page_of_versions_says_to_take() -> None:
+    [advised] = re.findall(r"\*\*Take (\S+) or newer\*\*", page("docs/operating/versions.md"))
+
+    dockerfile = page("deploy/Dockerfile")
+    installation = page("docs/start/install.md")
+    tags = re.findall(r"tritonserver:(\d\d\.\d\d)", dockerfile + installation)
+    stated = re.findall(r"TRITON_VERSION` is (\S+)", installation)
+    [default] = re.findall(r"^ARG TRITON_VERSION=(\S+)", dockerfile, re.MULTILINE)
+
+    assert tags
+    assert stated
+    assert {default, *tags, *stated} == {advised}
+
+
+def page(name: str) -> str:
+    """Return a file of the project."""
+    return (PROJECT / name).read_text()

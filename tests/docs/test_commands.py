@@ -42,7 +42,7 @@ OTHERS = {
     ),
     *("text-embeddings-router", "genai-perf", "aiperf"),
 }
-# Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, of TEI, and of load generators.
+# Options of tritonserver, Docker, pytest, TEI, load generators, and of the frontends of vLLM, the server and Dynamo.
 OTHER_OPTIONS = {
     *(
         "--exit-timeout-secs",
@@ -64,6 +64,8 @@ OTHER_OPTIONS = {
     *("--max-concurrent-requests", "--auto-truncate", "--hostname", "--url-prefix"),
     *("--tokenization-workers", "--payload-limit", "--cors-allow-origin", "--served-model-name"),
     *("--otlp-endpoint", "--prometheus-port", "--default-prompt", "--default-prompt-name"),
+    # of Dynamo
+    *("--classify-input-name", "--classify-output-name"),
     # of perf_analyzer, genai-perf and aiperf
     *("--async", "--streaming", "--shape", "--input-data", "--string-data", "--request-parameter"),
     "--shared-memory",
