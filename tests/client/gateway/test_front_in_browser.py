@@ -126,7 +126,7 @@ def test_the_page_asks_for_the_key_and_keeps_it_nowhere(open_page, locked_addres
 
     page.call("Input.insertText", text="wrong")
     page.press("Enter", 13)
-    page.wait("document.querySelector('.failed') && !document.getElementById('key').hidden")
+    page.wait("document.body.innerText.includes('does not accept this key')")
     page.call("Input.insertText", text=KEY)
     page.press("Enter", 13)
     send_all(page)
@@ -154,6 +154,11 @@ def test_the_reference_has_each_route_and_sends_its_example(open_page, address):
     assert page.run("document.querySelectorAll('details').length") > 28
     page.run("document.querySelector('details form').requestSubmit()")
     page.wait("document.querySelector('output').innerText.endsWith('ms')")
+    for path in ("/", "/health", "/v1/models", "/v1/models/{name}", "/metrics"):
+        route = "each.querySelector('b').innerText + each.querySelector('code').innerText"
+        card = f"[...document.querySelectorAll('details')].find(each => {route} == 'GET{path}')"
+        page.run(f"{card}.querySelector('form').requestSubmit()")
+        page.wait(f"{card}.querySelector('output').innerText.endsWith('ms')")
 
     first = page.run("document.querySelector('details').innerText")
     assert '"embedding": [' in first
