@@ -90,7 +90,7 @@ parameters { key: "max_batch_tokens" value: { string_value: "8192" } }
 While a model is fetched; this also sets `max_batch_size`:
 
 ```sh
-python -m varlen_tools.fetch intfloat/e5-small-v2 --name e5 --set max_batch_tokens=8192 --set dtype=fp32
+varlen fetch intfloat/e5-small-v2 --name e5 --set max_batch_tokens=8192 --set dtype=fp32
 ```
 
 In process, without a server:

@@ -427,7 +427,7 @@ def test_speed_of_other_tasks(words, monkeypatch, task, lengths):
     "folder, arguments, message",
     [
         ("Tiny-Encoder", ("--set", "dtype=fp8"), 'dtype is "fp8"; allowed'),
-        ("nowhere", (), "nowhere is not a folder; `fetch` downloads models of the hub"),
+        ("nowhere", (), "nowhere is not a folder; `varlen fetch` downloads models of the hub"),
     ],
     ids=["a wrong setting", "no folder"],
 )

@@ -393,7 +393,7 @@ def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, 
     write_file(encoder, "2_Dense/config.json", sizes)
     torch.save({"linear.weight": torch.ones(4, 16)}, encoder / "2_Dense/pytorch_model.bin")
 
-    command = f"python -m varlen_tools.convert_pickle {encoder}/2_Dense"
+    command = f"varlen convert-pickle {encoder}/2_Dense"
     with pytest.raises(FetchError, match=f"a pickle may run code; .*: {command}$"):
         fetch(str(encoder), repository=repository)
     convert_pickle.convert(encoder / "2_Dense")
@@ -680,7 +680,7 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_t
     assert str(refusal.value).endswith(
         "org/tiny has pickled weights (pytorch_model.bin), which are not read: a pickle may run code; convert them,"
         " which reads only tensors: hf download org/tiny --revision v1 --local-dir DIR"
-        " && python -m varlen_tools.convert_pickle DIR, then fetch DIR"
+        " && varlen convert-pickle DIR, then fetch DIR"
     )
     nothing_is_left_over(repository)
 
@@ -704,7 +704,7 @@ def test_a_pickled_module_on_the_hub_is_refused_too(encoder, hub, repository):
         "pytorch_model.bin",
     ]
 
-    command = "python -m varlen_tools.convert_pickle DIR/2_Dense, then fetch DIR$"
+    command = "varlen convert-pickle DIR/2_Dense, then fetch DIR$"
     with pytest.raises(FetchError, match=f"weights \\(2_Dense/pytorch_model.bin\\), .*{command}"):
         fetch("org/tiny", repository=repository)
 

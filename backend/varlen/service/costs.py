@@ -205,7 +205,7 @@ def _measure(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> 
     if measurement.spread > _BUSY_SPREAD:
         _log.warning(
             "the reference batch took %.1f times as long in slow moments as in fast ones: the machine was busy,"
-            " and costs may be too high; `python -m varlen_tools.profile_costs --again` measures again",
+            " and costs may be too high; `varlen costs --again` measures again",
             measurement.spread,
         )
     return measurement

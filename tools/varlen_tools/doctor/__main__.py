@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.doctor FOLDER`, the same as `varlen doctor`."""
+"""`python -m varlen_tools.doctor FOLDER` is `varlen doctor FOLDER`."""
 
 import typer
 

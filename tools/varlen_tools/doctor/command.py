@@ -47,7 +47,7 @@ def doctor(
         if folder.is_file():
             check_is_folder(folder)
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder; `fetch` downloads models of the hub")
+            raise ConfigError(f"{folder} is not a folder; `varlen fetch` downloads models of the hub")
         source = find_source(folder, parse_settings(settings))
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)

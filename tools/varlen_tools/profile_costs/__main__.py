@@ -1,9 +1,10 @@
-"""The command: `python -m varlen_tools.profile_costs model_repository/minilm --output costs.html`.
+"""The command `varlen costs model_repository/minilm --output costs.html`.
 
 What it measures goes into the cache that the server reads, so that a model's first start measures nothing.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -16,6 +17,7 @@ from varlen.errors import VarlenError
 from varlen.execution.workers.workers import load_workers
 from varlen.service.costs import measured_costs, warm_up
 from varlen.telemetry.metrics import Stats
+from varlen_client.cli.options import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,
@@ -50,10 +52,12 @@ def main(
 
     Costs in the cache are not measured again.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         found = find_source(source, parse_settings(settings))
-        costs = _costs(found, seconds, gpu=gpu, again=again)
+        with show_stage(f"loading {found.name}") as on_stage:
+            # lines of the log go above the stage
+            logging.basicConfig(level=logging.INFO, format="%(message)s")
+            costs = _costs(found, seconds, on_stage, gpu=gpu, again=again)
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     profile = Profile.of(found.name, costs)
@@ -61,7 +65,14 @@ def main(
     pictures.write_outputs(output, partial(draw, profile), partial(render, profile))
 
 
-def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
+def _costs(
+    source: ModelSource,
+    seconds: int | None,
+    on_stage: Callable[[str], object],
+    *,
+    gpu: int,
+    again: bool,
+) -> StoredCosts:
     """Return the costs of batches, measured as the server measures them."""
     allowed = seconds or source.config.warmup_seconds or _DEFAULT_SECONDS
     config = replace(source.config, warmup_seconds=allowed)
@@ -70,6 +81,7 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
     executor = workers.new_executor()
     try:
         warm_up(workers.info, executor, config)
+        on_stage(f"measuring batches, at most {allowed} s")
         return measured_costs(workers.info, executor, checkpoint, config, again=again)
     finally:
         if executor.close():

@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.profile_ops model_repository/tiny_gpt2 --output ops.html`.
+"""The command `varlen profile model_repository/tiny_gpt2 --output ops.html`.
 
 The recorded program runs with timed kernels, one op after another. On a CPU a server runs most of these ops in one call
 of compiled code, without Python between them.
@@ -16,6 +16,8 @@ from rich.console import Console
 from varlen.errors import VarlenError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import MAX_BEAMS
+from varlen.tasks import ITERATIVE_TASKS
+from varlen_client.cli.options import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,
@@ -59,13 +61,14 @@ def main(
         checkpoint = found.open_checkpoint()
         # a GPU runs whole graphs, in which no op can be timed by itself
         found = replace(found, config=replace(found.config, device="cpu"))
-        if (found.config.task or checkpoint.task) in {"generate", "translate"}:
-            breakdowns = profile_steps(
-                checkpoint, found.config, running, context=context, beams=beams, rounds=rounds
-            )
-        else:
-            lengths = (shortest, longest)
-            breakdowns = [_profile_encoder(checkpoint, found, sequences, lengths, rounds)]
+        with show_stage(f"measuring {rounds} rounds of {found.name}"):
+            if (found.config.task or checkpoint.task) in ITERATIVE_TASKS:
+                breakdowns = profile_steps(
+                    checkpoint, found.config, running, context=context, beams=beams, rounds=rounds
+                )
+            else:
+                lengths = (shortest, longest)
+                breakdowns = [_profile_encoder(checkpoint, found, sequences, lengths, rounds)]
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     _print(breakdowns)

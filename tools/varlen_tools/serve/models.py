@@ -286,5 +286,5 @@ def _check_names(sources: Sequence[Source]) -> None:
             if other != folder:
                 raise ServeError(
                     f"{theirs} and {source.name} both have a model {folder.name}; give one of them another name:"
-                    " python -m varlen_tools.fetch SOURCE --name NAME"
+                    " varlen fetch SOURCE --name NAME"
                 )

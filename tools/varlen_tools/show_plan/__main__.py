@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.show_plan model_repository/minilm/1 --lengths 200 --lengths 240`."""
+"""The command `varlen plan model_repository/minilm/1 --lengths 200 --lengths 240`."""
 
 from functools import partial
 from pathlib import Path
@@ -8,6 +8,7 @@ import typer
 
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
+from varlen_client.cli.options import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import find_source
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map
@@ -63,7 +64,8 @@ def _model_maps(folder: Path, batches: list[list[int]]) -> tuple[str, list[Map]]
     """Return the name of a model, and a map of each batch."""
     try:
         source = find_source(folder, {"device": "cpu"})
-        runner = Runner(source.open_checkpoint(), source.config)
+        with show_stage(f"loading {source.name}"):
+            runner = Runner(source.open_checkpoint(), source.config)
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     runner.close()

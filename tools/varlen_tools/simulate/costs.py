@@ -76,7 +76,7 @@ def _latest(stored: Iterable[StoredCosts], execution: Execution) -> StoredCosts:
     matching = [costs for costs in stored if costs.key["execution"] == execution]
     if not matching:
         raise ValueError(
-            f"the cache has no costs of {execution} batches; python -m varlen_tools.profile_costs measures them"
+            f"the cache has no costs of {execution} batches; `varlen costs` measures them"
         )
     return max(matching, key=lambda costs: costs.measured_at)
 

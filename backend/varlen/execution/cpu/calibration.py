@@ -153,7 +153,7 @@ class Calibration:
         ) as error:
             raise CheckpointError(
                 f"{name} cannot be read: {error!r}; remove it, or write it again with"
-                " `python -m varlen_tools.quantize`"
+                " `varlen quantize`"
             ) from None
 
 

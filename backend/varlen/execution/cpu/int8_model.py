@@ -306,7 +306,7 @@ def _stored(
     if not _fits(stored, model, bits):
         raise CheckpointError(
             f"{name} does not fit the checkpoint's layers; remove it, or write it again with"
-            " `python -m varlen_tools.quantize`"
+            " `varlen quantize`"
         )
     return stored
 

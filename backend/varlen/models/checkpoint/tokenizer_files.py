@@ -91,7 +91,7 @@ def read_tokenizer_settings(
     if not has_file(folder, TOKENIZER):
         raise CheckpointError(
             f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer, or let"
-            " varlen_tools.fetch make it of older files"
+            " `varlen fetch` make it of older files"
         )
     tokenizer = read_object(folder, TOKENIZER)
     check_rules(tokenizer)

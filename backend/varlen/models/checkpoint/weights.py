@@ -281,7 +281,7 @@ def check_no_pickles(folder: Path) -> None:
     if names and not list(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} has pickled weights ({names[0]}), which are not read: a pickle may run code;"
-            f" convert them, which reads only tensors: python -m varlen_tools.convert_pickle {folder}"
+            f" convert them, which reads only tensors: varlen convert-pickle {folder}"
         )
 
 
