@@ -99,8 +99,8 @@ def table_rows(padded: Figure, packed: Figure) -> list[str]:
             [fastest_of_equal_quality(run) for run in ENGINES],
             "tokens/s",
         ),
-        f"a request of 3 tokens alone on the server, fp32 | {cell([lone])} ms | {cell([lone_other])} | "
-        f"{lone_other.value / lone.value:.2f} |",
+        f"a request of 3 tokens alone on the server, fp32 | {lone_other.value / lone.value:.2f}"
+        f" | {cell([lone])} ms | {cell([lone_other])} |",
     ]
 
 
@@ -109,7 +109,7 @@ def row(
 ) -> str:
     """Return a row of the README's table."""
     times = quotients(a.value / b.value for a, b in zip(ours, others, strict=True))
-    return f"{beside} | {cell(ours)} {unit} | {cell(others)} | **{times}** |"
+    return f"{beside} | **{times}** | {cell(ours)} {unit} | {cell(others)} |"
 
 
 def cell(figures: Sequence[Figure]) -> str:
