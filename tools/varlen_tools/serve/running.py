@@ -180,7 +180,7 @@ def _print_ready(
     """Print the addresses and a request for each model to stdout."""
     at = Addresses(ports.host, server.http_url.removeprefix("http://"), has_keys)
     print(f"ready after {seconds:.1f} s")
-    print(f"  http://{ports.host}   a page to try the models; OpenAI, Text Embeddings Inference, Cohere: /docs")
+    print(f"  http://{ports.host}   a page to try the models; OpenAI, TEI, Cohere: /docs")
     print(f"  {server.grpc_url}, {server.http_url}   KServe v2: tritonclient, perf_analyzer")
     print(f"  {server.metrics_url}   metrics; log of the server: {server.log_file}")
     for model in filter(None, models):
