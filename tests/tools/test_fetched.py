@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.filesize import decimal
 
-from varlen_tools.serve.models import SOURCE_FILE, Fetching, find_models
+from varlen_tools.serve.models import SOURCE_FILE, Fetching, fetch_models, find_models
 
 from .commands import run_varlen
 from .conftest import save_encoder
@@ -34,7 +34,9 @@ def fetched(source: Path, name: str) -> Path:
 
 def in_use(source: Path, name: str) -> Path:
     """Fetch a checkpoint as `varlen serve`, in this process, which uses it from then on."""
-    [folder] = find_models([str(source)], Fetching(name, {}), report=lambda _: None)
+    how = Fetching(name, {})
+    found = find_models([str(source)], how, report=lambda _: None)
+    [folder] = fetch_models(found, how, report=lambda _: None)
     return folder
 
 
