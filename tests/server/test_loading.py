@@ -1,7 +1,10 @@
 """Loading and unloading while the server runs, and refused configurations."""
 
+import contextlib
+import json
 import shutil
 import socket
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +16,7 @@ import pytest
 
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
-from varlen_tools.local_server import LOOPBACK, LocalServer
+from varlen_tools.local_server import LOOPBACK, LocalServer, find_command
 
 from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
 from .serving import add_model, http_call, load, model_state, unload, wait_until
@@ -30,6 +33,7 @@ COMPLETE: dict[str, Any] = {
     "instance_group": [{"count": 1, "kind": "KIND_CPU"}],
     "parameters": {"dtype": {"string_value": "fp32"}, "threads": {"string_value": "1"}},
 }
+UNKNOWN = {"model_name": {"string_value": "minilm"}}
 
 
 def _spare(**fields: Any) -> dict[str, Any]:
@@ -61,14 +65,18 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
     [
         (_with_parameters(task="classify"), "classify"),
         (_with_parameters(max_queued_tokens="-1"), "max_queued_tokens"),
-        (_spare(response_cache={"enable": True}), "response_cache"),
         (_spare(model_transaction_policy={"decoupled": True}), "decoupled"),
         (_spare(sequence_batching={}), "sequence_batching"),
-        (_spare(dynamic_batching={}), "dynamic_batching"),
         (_spare(instance_group=[{"count": 2, "kind": "KIND_CPU"}]), "2 instances"),
         (_spare(instance_group=[{"count": 1, "kind": "KIND_CPU", "passive": True}]), "passive"),
         (_spare(input=[{**TEXT, "reshape": {"shape": []}}]), "reshape"),
         (_spare(input=[TEXT, IDS]), "required"),
+        (
+            _spare(sequence_batching={}, input=[{**TEXT, "name": "TEXT"}], parameters=UNKNOWN),
+            "3 problems: (1) sequence_batching is set; its state per client has no meaning here, and requests of"
+            ' several rows would fail: remove it; (2) input "TEXT" is not a tensor of the task embed; allowed: text,'
+            ' input_ids, attention_mask, token_type_ids; (3) unknown parameter "model_name". Allowed: task, ',
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -228,14 +236,39 @@ def test_requests_during_unload_and_reload_are_answered_or_refused(
     unload(server, "spare")
 
 
+CACHE = "caches/local/libtritoncache_local.so"
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the traces of `bare_server` begin with this name, and end with numbers."""
+    return tmp_path_factory.mktemp("traces") / "trace"
+
+
 @pytest.fixture(scope="module")
 def bare_server(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path], traces: Path
 ) -> Iterator[LocalServer]:
-    """A server that completes no configuration and keeps no metrics, as hardened deployments run it."""
+    """A server that completes no configuration and keeps no metrics, as hardened deployments run it.
+
+    It has a response cache, and traces every request.
+    """
     folder = tmp_path_factory.mktemp("bare")
     add_model(folder, "spare", checkpoints["encoder"])
-    arguments = ["--disable-auto-complete-config", "--allow-metrics=false"]
+    cache = tmp_path_factory.mktemp("cache")
+    kit = Path(find_command("tritonserver")).resolve().parents[1] / "share/varlen/server"
+    [wheel] = kit.glob("wheels/nvidia_pytriton-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        library = cache / CACHE
+        library.parent.mkdir(parents=True)
+        library.write_bytes(packed.read(f"pytriton/tritonserver/{CACHE}"))
+    arguments = [
+        *("--disable-auto-complete-config", "--allow-metrics=false"),
+        *(f"--cache-directory={cache}/caches", "--cache-config=local,size=1048576"),
+        *("--trace-config=mode=triton", f"--trace-config=triton,file={traces}"),
+        *("--trace-config=rate=1", "--trace-config=level=TIMESTAMPS"),
+        "--trace-config=triton,log-frequency=1",
+    ]
     with LocalServer(folder, arguments=arguments, is_managed=True) as running:
         running.wait_ready()
         yield running
@@ -263,13 +296,59 @@ def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"max_batch_size": 0}, "has no max_batch_size, and the server completes nothing"),
         ({"output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [32]}]}, "embedding"),
         ({"input": [{"name": "text", "data_type": "TYPE_INT64", "dims": [1]}]}, "TYPE_INT64"),
+        ({"response_cache": {"enable": True}}, "this server has a cache (--cache-config)"),
     ],
-    ids=["max_batch_size", "output name", "input type"],
+    ids=["max_batch_size", "output name", "input type", "cache of the server"],
 )
 def test_a_complete_config_is_checked_as_well(
     bare_server: LocalServer, change: dict[str, Any], word: str
 ) -> None:
     assert word in (load(bare_server, "spare", COMPLETE | change) or "")
+
+
+def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
+    bare_server: LocalServer,
+) -> None:
+    config = bare_server.model_repository / "spare/config.pbtxt"
+    before = config.read_text()
+    reason = load(bare_server, "spare")
+
+    assert reason is not None
+    lines = reason.partition("(--disable-auto-complete-config): add ")[2].partition("\n")[0]
+    config.write_text(f"{before}\n{lines}")
+    try:
+        assert load(bare_server, "spare") is None
+        with GrpcClient(bare_server) as client:
+            assert client.infer("spare", texts("word1")).shape == (1, 32)
+    finally:
+        config.write_text(before)
+        unload(bare_server, "spare")
+
+
+def test_a_traced_request_is_answered_and_its_trace_is_written(
+    bare_server: LocalServer, traces: Path
+) -> None:
+    before = set(traces.parent.iterdir())
+    assert load(bare_server, "spare", COMPLETE) is None
+    with GrpcClient(bare_server) as client, HttpClient(bare_server) as http:
+        for asking in (client, http):
+            assert asking.infer("spare", texts("word1")).shape == (1, 32)
+    unload(bare_server, "spare")
+
+    def stages() -> Counter[str]:
+        """Return the stages in the files of these requests, by name."""
+        found = Counter[str]()
+        for file in set(traces.parent.iterdir()) - before:
+            # a file may be written in this moment
+            with contextlib.suppress(ValueError):
+                for entry in json.loads(file.read_text()):
+                    found.update(each["name"] for each in entry.get("timestamps", ()))
+        return found
+
+    expected = ("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_END", "REQUEST_END")
+    wait_until(
+        lambda: all(stages()[stage] == 2 for stage in expected), "both requests are in the files"
+    )
