@@ -1,18 +1,21 @@
-"""Compiles every op ahead, on all cores: `python -m varlen_kernels.cpu.compile_all [--all | LEVEL ...]`.
+"""Compiles ops ahead, on all cores: `python -m varlen_kernels.cpu.compile_all [--all | LEVEL ...]`.
 
-Otherwise the first start of each kind of model compiles what it needs, on one core. By default code is for the level of
-this CPU (`target_cpu`). Code for all levels, which any x86-64 machine can compile, goes into wheels and images.
-`machine_code` says where it is stored.
+By default code is for the level of this CPU (`target_cpu`). Code for all levels, which any x86-64 machine can compile,
+goes into the wheels and images of a release. `machine_code` says where it is stored. The first start of a kind of model
+compiles what it needs in the same way (`compile_missing`).
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing import get_context
 from platform import machine
 
@@ -20,27 +23,141 @@ from varlen_kernels import CPU_LEVEL_VARIABLE
 from varlen_kernels.cpu.target_cpu import LEVELS, target_cpu
 from varlen_kernels.cpu.threads import usable_cores
 
+_log = logging.getLogger(__name__)
+
 # The functions that take longest: they begin first, so that cores end at about the same time.
 _LONGEST = ("attend_distances", "attend", "attend_chunks", "multiply")
+# Functions of models that generate, besides those of their programs.
+OF_DECODERS = (
+    "advance_searches",
+    "copy_blocks",
+    "edit_logits",
+    "follow_beams",
+    "sample",
+    "step_beams",
+)
+_LONGEST_REASON = 300
 
 
-def compile_all(level: str) -> None:
-    """Compile all ops for a level of CPUs, and print how long it takes.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The work for one level.
+
+    Attributes:
+        level: its name.
+        place: which of the levels it is, such as "1 of 4".
+        cores: number of processes.
+        ops: names of the functions; None for all.
+    """
+
+    level: str
+    place: str
+    cores: int
+    ops: tuple[str, ...] | None
+
+
+def compile_all(levels: Sequence[str], ops: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Compile ops for levels of CPUs, print how far it is, and return the names of the functions.
+
+    Args:
+        levels: names of levels. They are compiled at the same time if each has a core, else one after another.
+        ops: names of functions; None for all.
 
     Raises:
-        RuntimeError: an op cannot be compiled or stored here.
+        RuntimeError: a function does not exist, or cannot be compiled or stored here.
     """
     began = time.perf_counter()
-    processes = ProcessPoolExecutor(usable_cores(), get_context("spawn"), _choose, (level,))
+    cores = usable_cores()
+    at_once = len(levels) if len(levels) <= cores else 1
+    parts = [
+        _Part(
+            level,
+            f"{i + 1} of {len(levels)}",
+            cores // at_once + (i % at_once < cores % at_once),
+            None if ops is None else tuple(ops),
+        )
+        for i, level in enumerate(levels)
+    ]
+    with ThreadPoolExecutor(at_once) as threads:
+        *_, names = threads.map(_compile_level, parts)
+    seconds = time.perf_counter() - began
+    _show(f"compiled {len(names)} ops for {', '.join(levels)} in {seconds:.0f} s", is_last=True)
+    return names
+
+
+def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
+    """Compile the functions that are not stored for this CPU, on all cores.
+
+    Nothing is raised: what it has not stored is compiled by whoever needs it, one function after another.
+
+    Args:
+        names: names of functions of `entries`.
+        python: returns the command of this Python, which starts other processes.
+    """
+    missing, cores = _missing(names), usable_cores()
+    if len(missing) < 2 or cores < 2:
+        return
+    _log.info("compiling %d ops, which later starts read: %s", len(missing), ", ".join(missing))
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        # as many processes as this one may use cores
+        "OMP_NUM_THREADS": str(cores),
+    }
+    try:
+        subprocess.run(
+            [python(), "-m", __name__, target_cpu().level, "--ops", ",".join(missing)],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    except Exception as error:
+        said = getattr(error, "stderr", None) or repr(error)
+        _log.warning("ops are compiled on one core: %s", said.strip()[-_LONGEST_REASON:])
+
+
+def _missing(names: Iterable[str]) -> list[str]:
+    """Return the functions without a file for this CPU; none where no file can be kept."""
+    from varlen_kernels.cpu.machine_code import BESIDE, code_folder, file_name
+
+    try:
+        folders = (BESIDE, code_folder())
+    except OSError:
+        return []
+    files = {name: file_name(name, target_cpu().level) for name in names}
+    return [
+        name for name, file in files.items() if not any((each / file).exists() for each in folders)
+    ]
+
+
+def _compile_level(part: _Part) -> tuple[str, ...]:
+    """Compile the ops of a level; return the names of the functions."""
+    processes = ProcessPoolExecutor(part.cores, get_context("spawn"), _choose, (part.level,))
     try:
         with processes:
-            names = processes.submit(_names).result()
-            for done in as_completed([processes.submit(_compile, name) for name in names]):
+            names = processes.submit(_names, part.ops).result()
+            _show_op(part, 0, len(names), "")
+            works = as_completed([processes.submit(_compile, name) for name in names])
+            for i, done in enumerate(works):
                 name, seconds = done.result()
-                print(f"compiled {name} in {seconds:.1f} s", flush=True)
+                _show_op(part, i + 1, len(names), f": {name} in {seconds:.1f} s")
     except Exception as error:
-        raise RuntimeError(f"the ops cannot be compiled for {level}: {error!r}") from error
-    print(f"compiled all ops for {level} in {time.perf_counter() - began:.0f} s")
+        raise RuntimeError(f"the ops cannot be compiled for {part.level}: {error!r}") from error
+    return names
+
+
+def _show_op(part: _Part, number: int, count: int, what: str) -> None:
+    _show(f"level {part.place} ({part.level}), op {number} of {count}{what}")
+
+
+def _show(line: str, *, is_last: bool = False) -> None:
+    """Print a line; on a terminal it takes the place of the one before."""
+    if sys.stdout.isatty():
+        print(f"\r\x1b[K{line}", end="\n" if is_last else "", flush=True)
+    else:
+        print(line, flush=True)
 
 
 def _choose(level: str) -> None:
@@ -48,10 +165,12 @@ def _choose(level: str) -> None:
     os.environ[CPU_LEVEL_VARIABLE] = level
 
 
-def _names() -> list[str]:
+def _names(ops: tuple[str, ...] | None) -> tuple[str, ...]:
     from varlen_kernels.cpu.entries import MAKERS
 
-    return sorted(MAKERS, key=lambda name: not name.startswith(_LONGEST))
+    if unknown := sorted({*(ops or ())} - {*MAKERS}):
+        raise ValueError(f"there is no op {unknown[0]}; allowed: {', '.join(sorted(MAKERS))}")
+    return tuple(sorted(ops or MAKERS, key=lambda name: not name.startswith(_LONGEST)))
 
 
 def _compile(name: str) -> tuple[str, float]:
@@ -62,30 +181,48 @@ def _compile(name: str) -> tuple[str, float]:
     return name, time.perf_counter() - began
 
 
+def _remove_others(levels: Sequence[str], names: Sequence[str]) -> None:
+    """Remove what is beside the package and is not the code of these functions for these levels."""
+    from varlen_kernels.cpu.machine_code import BESIDE, file_name
+
+    wanted = {file_name(name, level) for name in names for level in levels}
+    for path in BESIDE.iterdir() if BESIDE.exists() else ():
+        if path.name not in wanted:
+            path.unlink(missing_ok=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile all ops for the levels of a command line."""
+    """Compile ops for the levels of a command line."""
     parser = argparse.ArgumentParser(prog="compile_all", description=__doc__.splitlines()[0])
     names = [each.level for each in LEVELS]
     parser.add_argument("levels", nargs="*", metavar="LEVEL", help=", ".join(names))
     parser.add_argument("--all", action="store_true", help="all levels")
+    parser.add_argument("--ops", metavar="OP,OP", help="only these ops")
+    parser.add_argument(
+        "--only",
+        action="store_true",
+        help="remove all other code beside the package, as for a wheel",
+    )
     options = parser.parse_args(arguments)
     if unknown := sorted({*options.levels} - {*names}):
         parser.error(f"there is no level {unknown[0]}; allowed: {', '.join(names)}")
     try:
         levels = options.levels or (names if options.all else [target_cpu().level])
     except RuntimeError as error:
+        levels = []
         print(f"nothing is compiled: {error}")
-        return
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     if machine() != "x86_64":
+        levels = []
         print(f"nothing is compiled: {machine()} has none of the levels")
-        return
+    ops = options.ops.split(",") if options.ops else None
     try:
-        for level in levels:
-            compile_all(level)
+        done = compile_all(levels, ops) if levels else ()
     except RuntimeError as error:
         sys.exit(f"error: {error}")
+    if options.only:
+        _remove_others(levels, done)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 from varlen.execution.cpu.all_cores import LoneCores
 from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size
+from varlen.processes import python_command
 from varlen.program.program import PackedBatch, Program, State, Value
 from varlen_kernels import cpu
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
@@ -94,7 +95,7 @@ class CompiledProgram:
         """
         self._program = program
         self._states = states
-        self._calls = list(_calls_of(program))
+        self._calls = _calls_of(program)
         # inputs and states, then buffers of the region, then outputs
         bound: tuple[Value | State, ...] = (*program.inputs, *program.states)
         self._slots = {each.name: i for i, each in enumerate(bound)}
@@ -238,10 +239,12 @@ def compile_program(
     return compiled if compiled.has_products or not needs_products else None
 
 
-def _calls_of(program: Program) -> Iterator[_Call]:
+def _calls_of(program: Program) -> list[_Call]:
     from varlen_kernels.cpu.call_rules import flat, rules_of, shape_of
+    from varlen_kernels.cpu.compile_all import OF_DECODERS, compile_missing
     from varlen_kernels.cpu.machine_code import address_of
 
+    found = []
     for number, op in enumerate(program.ops):
         operands = [*flat(op.operands), *op.results]
         rules = rules_of(op.kernel, op.operands)
@@ -256,7 +259,15 @@ def _calls_of(program: Program) -> Iterator[_Call]:
         for rule, entry, tensors in zip(rules, entries, given, strict=True):
             assert entry is not None
             constants = tuple(rule.constants(op.attributes, shapes))
-            yield _Call(number, rule, address_of(entry), tuple(tensors), constants)
+            found.append((number, rule, entry, tuple(tensors), constants))
+    compile_missing(
+        [*(entry for _, _, entry, _, _ in found), *(OF_DECODERS if program.states else ())],
+        python_command,
+    )
+    return [
+        _Call(number, rule, address_of(entry), tensors, constants)
+        for number, rule, entry, tensors, constants in found
+    ]
 
 
 def _given(rule: CallRule, operands: Sequence[Any]) -> list[Tensor | Value | State | None]:

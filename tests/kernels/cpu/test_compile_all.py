@@ -1,0 +1,86 @@
+"""Ops are compiled ahead for the levels that were asked for, and a first start compiles what is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.ci.scripts import PROJECT
+from varlen_kernels.cpu import entries, machine_code
+from varlen_kernels.cpu.compile_all import OF_DECODERS, compile_missing
+from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
+_OPS = ("run_alone", "run_shared")
+
+
+def compile_all(kernels, *arguments):
+    """Return the finished command, run with a copy of the kernels."""
+    return subprocess.run(
+        [sys.executable, "-m", "varlen_kernels.cpu.compile_all", *arguments],
+        env=os.environ | {"PYTHONPATH": str(kernels)},
+        cwd=kernels,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_levels_of_a_wheel_are_compiled_with_progress_and_other_code_is_removed(tmp_path):
+    shutil.copytree(
+        PROJECT / "kernels", tmp_path, ignore=lambda *_: ["code", "__pycache__"], dirs_exist_ok=True
+    )
+    code = tmp_path / "varlen_kernels/cpu/code"
+    code.mkdir()
+    (code / "attend-avx2-of_other_sources.o").touch()
+
+    done = compile_all(tmp_path, "avx2", "avx512", "--ops", ",".join(_OPS), "--only")
+
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    begins = {line.partition(":")[0] for line in lines}
+    assert begins == {
+        f"level {place} of 2 ({level}), op {number} of 2"
+        for place, level in ((1, "avx2"), (2, "avx512"))
+        for number in (0, 1, 2)
+    }
+    assert last.startswith("compiled 2 ops for avx2, avx512 in ")
+    names = {path.name.rpartition("-")[0] for path in code.iterdir()}
+    assert names == {f"{op}-{level}" for op in _OPS for level in ("avx2", "avx512")}
+
+
+def test_an_op_that_does_not_exist_is_named(tmp_path):
+    done = compile_all(PROJECT / "kernels", "avx2", "--ops", "attention")
+
+    assert done.returncode == 1
+    assert "there is no op attention; allowed: activate, " in done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of code."""
+    monkeypatch.setattr(machine_code, "BESIDE", tmp_path)
+    monkeypatch.setattr(machine_code, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr("varlen_kernels.cpu.compile_all.usable_cores", lambda: 2)
+    return tmp_path
+
+
+def test_what_is_stored_is_not_compiled_again(folder):
+    for name in _OPS[1:]:
+        level = machine_code.target_cpu().level
+        (folder / machine_code.file_name(name, level)).touch()
+
+    # one function is compiled as fast here
+    compile_missing(_OPS, lambda: pytest.fail("another process"))
+
+
+def test_a_first_start_goes_on_where_no_process_can_be_started(folder, caplog):
+    compile_missing(_OPS, lambda: str(folder / "no_python"))
+
+    assert "ops are compiled on one core: " in caplog.text
+
+
+def test_functions_of_decoders_exist():
+    assert entries.MAKERS.keys() >= {*OF_DECODERS}
