@@ -11,7 +11,7 @@ from typer.main import get_command
 from tests.ci.scripts import PROJECT, load_script
 from varlen.config import SETTINGS
 from varlen.telemetry.metrics import METRICS
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app
 
 write_reference = load_script("write_reference")
 
@@ -58,7 +58,7 @@ def test_every_command_has_a_part_with_its_options() -> None:
     parts = re.split(r"^##+ ", write_reference.pages()["commands.md"], flags=re.MULTILINE)
     parts_by_name = {text.partition("\n")[0]: text for text in parts}
 
-    for name in get_command(program()).commands:
+    for name in get_command(app).commands:
         assert f"varlen {name}" in parts_by_name
     rerank = parts_by_name["varlen rerank"]
     assert "| `QUERY` | required | What the documents are compared with. |" in rerank

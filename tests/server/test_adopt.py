@@ -11,7 +11,7 @@ from tests.checkpoints import WORDS, save_checkpoint
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.adopt.stock_ensemble import write_stock_ensemble
 from varlen_bench.peers.exports import export_onnx
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app
 
 TEXT_MODEL = """
 import numpy as np
@@ -81,7 +81,7 @@ def adopt(repository: Path, texts: Path, *words: str):
     options = ["--texts", str(texts), "--seconds", "1", "--concurrency", "4", *words]
     settings = ["--set", "dtype=fp32", "--set", "warmup_seconds=0", "--set", "threads=1"]
     command = ["adopt", str(repository), *options, *settings]
-    return CliRunner(env={"COLUMNS": "120"}).invoke(program(), command)
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, command)
 
 
 def test_a_python_model_with_texts_becomes_an_embedding_model(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import WORDS, save_checkpoint
 from varlen.config import EngineConfig
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app
 from varlen_tools.adopt import adoption, view
 from varlen_tools.adopt.checkpoint import find_checkpoint
 from varlen_tools.adopt.errors import AdoptError
@@ -331,7 +331,7 @@ def adopt(repository: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, *words
     monkeypatch.setattr(adoption, "open_session", FakeSession)
     settings = ["--set", "dtype=bf16", "--set", "device=cpu", "--set", "threads=1"]
     command = ["adopt", str(repository), "--texts", str(texts), *settings, *words]
-    return CliRunner(env={"COLUMNS": "120"}).invoke(program(), command)
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, command)
 
 
 class FakeSession:

@@ -19,7 +19,7 @@ from tests.checkpoints import (
     write_file,
 )
 from varlen.models.checkpoint import tokenizer_files
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app
 from varlen_tools.doctor import examine as examine_module
 from varlen_tools.doctor import originals
 from varlen_tools.doctor.comparison import compare_ids, compare_scores, compare_values
@@ -29,7 +29,7 @@ from varlen_tools.fetch import fetch
 
 def doctor(folder, *arguments):
     return CliRunner(env={"COLUMNS": "160"}).invoke(
-        program(), ["doctor", str(folder), "--no-speed", *arguments]
+        app, ["doctor", str(folder), "--no-speed", *arguments]
     )
 
 
@@ -405,7 +405,7 @@ def test_a_model_of_a_repository_has_its_settings(classifier, tmp_path):
 def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
-    result = CliRunner().invoke(program(), ["doctor", str(encoder), "--json"])
+    result = CliRunner().invoke(app, ["doctor", str(encoder), "--json"])
 
     speeds = json.loads(result.stdout)["examination"]["speeds"]
     assert [each["what"] for each in speeds] == ["texts of 16 tokens", "texts of 40 tokens"]
@@ -417,7 +417,7 @@ def test_speed_of_other_tasks(words, monkeypatch, task, lengths):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
     result = CliRunner().invoke(
-        program(), ["doctor", str(words), "--json", "--set", f"task={task}"]
+        app, ["doctor", str(words), "--json", "--set", f"task={task}"]
     )
 
     assert len(json.loads(result.stdout)["examination"]["speeds"]) == lengths

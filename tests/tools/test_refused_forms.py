@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import WEIGHTS, drop_field, leave_only_a_pickle, write_file
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app
 from varlen_tools.fetch import FetchError, fetch
 from varlen_tools.serve.models import Fetching, ServeError, find_models
 
@@ -69,7 +69,7 @@ def fetched(folder, scratch):
 
 
 def examined(folder, _scratch):
-    result = CliRunner(env={"COLUMNS": "1000"}).invoke(program(), ["doctor", str(folder)])
+    result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["doctor", str(folder)])
     assert result.exit_code in (1, 2)
     return result.output
 

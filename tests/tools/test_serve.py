@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import write_file
 from tests.server.serving import add_model, wait_until
-from varlen_client.cli.main import program
+from varlen_client.cli.main import app
 from varlen_tools.fetch import fetch
 from varlen_tools.local_server import ServerError, free_port
 from varlen_tools.serve import server as server_module
@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_told_with_its_variable(
     # no user can make a folder there
     monkeypatch.setenv(variable, "/proc/none")
 
-    result = CliRunner().invoke(program(), ["serve", str(encoder), *free_ports()])
+    result = CliRunner().invoke(app, ["serve", str(encoder), *free_ports()])
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: /proc/none/")
@@ -309,7 +309,7 @@ def test_a_mistake_is_refused_before_anything_is_fetched(
     source, *options = source.split(" --")
 
     result = CliRunner().invoke(
-        program(), ["serve", source, *(f"--{each}" for each in options), *free_ports()]
+        app, ["serve", source, *(f"--{each}" for each in options), *free_ports()]
     )
 
     assert result.exit_code == 2

@@ -207,11 +207,6 @@ def _options(
     """Options of the program itself."""
 
 
-def program() -> typer.Typer:
-    """Return the program with the commands of all installed distributions."""
-    return app
-
-
 def main() -> None:
     """Run the command line."""
     app()
