@@ -8,7 +8,7 @@ from varlen.errors import CheckpointError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_client.cli.main import app
 from varlen_tools.fetch import FetchError, fetch
-from varlen_tools.serve.models import Fetching, ServeError, find_models
+from varlen_tools.serve.models import Fetching, ServeError, fetch_models, find_models
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
 
@@ -64,7 +64,7 @@ def loaded(folder, _scratch):
 def fetched(folder, scratch):
     with pytest.raises(FetchError) as error:
         fetch(str(folder), repository=scratch / "repository")
-    assert not list((scratch / "repository").iterdir())
+    assert not list((scratch / "repository").glob("*"))
     return str(error.value)
 
 
@@ -76,7 +76,8 @@ def examined(folder, _scratch):
 
 def served(folder, _scratch):
     with pytest.raises(ServeError) as error:
-        find_models([str(folder)], Fetching(None, {}), report=print)
+        how = Fetching(None, {})
+        fetch_models(find_models([str(folder)], how, report=print), how, report=print)
     return str(error.value)
 
 
