@@ -28,7 +28,7 @@ ONE_KIND = ("only_ids", "only_prompts", "only_sources")
 # Options by model, beside its protocols. Random texts hold no mask, and random integers are no token ids.
 DATA = {
     "bert": ("--string-data", "the [MASK]"),
-    "only_ids": ("--shape", "input_ids:16", "--input-data", "zero"),
+    "only_ids": ("--input-data", "ids.json"),
     # options and messages are inputs, for which there is no random data
     "tiny_gpt2": PROMPTS,
     "tiny_dates": PROMPTS,
@@ -65,6 +65,9 @@ def test_a_model_of_each_task_answers_what_perf_analyzer_makes(
 ) -> None:
     prompts = [{"text_input": ["the cat"]}, {"text_input": ["a river"]}]
     (tmp_path / "prompts.json").write_text(json.dumps({"data": prompts}))
+    ids = {"content": [1] * 16, "shape": [16]}
+    rows = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}]
+    (tmp_path / "ids.json").write_text(json.dumps({"data": rows}))
     names = (*TASK_MODELS, *ONE_KIND)
     calls = [
         (name, protocol)

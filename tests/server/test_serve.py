@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import openai
 
 from tests.processes import is_gone
@@ -134,6 +135,14 @@ def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
         fetch_task_model(save_task_model(tmp_path, name), tmp_path / "repository", name, task)
         for name, task in TASK_MODELS.items()
     ]
+    # a classifier of one label ranks, and one of several labels may be served for pairs
+    folders += [
+        fetch_task_model(tmp_path / source, tmp_path / "repository", name, task)
+        for name, source, task in (
+            ("ranks", "reranker", "classify"),
+            ("pairs", "sentiment", "rerank"),
+        )
+    ]
     # others take token ids alone
     folders += [
         fetch_task_model(tmp_path / name, tmp_path / "repository", f"{name}_ids", task, Inputs.ids)
@@ -150,4 +159,10 @@ def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
             for model in models:
                 assert model is not None
                 assert model.has_whole_config
-                assert json.loads(send(curl_line(model, at)))
+                line = curl_line(model, at)
+                assert json.loads(send(line))
+                assert ("/v1/rerank" in line) == (model.name in ("reranker", "ranks"))
+        # rows of several lengths are sent with a mask
+        rows = [[1, 2, 3], [1, 2]]
+        with Client(server.grpc_url, model="embedder_ids") as client:
+            assert np.allclose(client.embed(rows)[1], client.embed(rows[1:])[0], atol=1e-3)

@@ -147,11 +147,11 @@ def test_the_config_is_complete(encoder, repository):
     [
         ("embed", None, ["text"], []),
         ("embed", "text", ["text"], []),
-        ("embed", "ids", ["input_ids"], []),
+        ("embed", "ids", ["input_ids"], ["attention_mask", "token_type_ids"]),
         ("hidden", None, ["text"], ["text_pair"]),
         ("classify", None, ["text"], ["text_pair"]),
         ("rerank", None, ["text", "text_pair"], []),
-        ("rerank", "ids", ["input_ids"], []),
+        ("rerank", "ids", ["input_ids"], ["attention_mask", "token_type_ids"]),
         ("embed", "all", [], ["text", "input_ids", "attention_mask", "token_type_ids"]),
     ],
 )

@@ -30,7 +30,7 @@ class Inputs(str, Enum):
 _NOTES: Mapping[Inputs, str] = {
     Inputs.all: "# Texts or token ids: a request has one of them. perf_analyzer needs --input-data.",
     Inputs.text: "# Texts. `fetch --inputs all` writes the other inputs too; perf_analyzer then needs --input-data.",
-    Inputs.ids: "# Token ids. perf_analyzer needs --shape input_ids:LENGTH --input-data zero.",
+    Inputs.ids: "# Token ids; clients of ONNX models send the others too. perf_analyzer needs --input-data.",
 }
 
 
@@ -126,16 +126,18 @@ def _once_per_request(task: Task, max_batch_size: int | None) -> list[str]:
 def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Sequence[TensorSpec]:
     """Return the inputs of config.pbtxt.
 
-    An input of one kind is required, except the second text of a pair where the task takes single texts too.
+    The first input of one kind is required, and so is the second text of a pair where the task takes no single texts.
     """
     if inputs == Inputs.all:
         return specs
-    texts = ("text_input",) if task in ITERATIVE_TASKS else ("text", "text_pair")
-    names = texts if inputs == Inputs.text else ("input_ids",)
+    if task in ITERATIVE_TASKS:
+        name = "text_input" if inputs == Inputs.text else "input_ids"
+        return [replace(spec, optional=False) for spec in specs if spec.name == name]
+    needed = {"text", "input_ids", *(["text_pair"] if task == "rerank" else [])}
     return [
-        replace(spec, optional=spec.name == "text_pair" and task != "rerank")
+        replace(spec, optional=spec.name not in needed)
         for spec in specs
-        if spec.name in names
+        if (spec.name in ("text", "text_pair")) == (inputs == Inputs.text)
     ]
 
 

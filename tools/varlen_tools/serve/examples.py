@@ -13,7 +13,7 @@ from urllib.parse import quote
 from tritonclient.grpc import model_config_pb2
 
 from varlen.errors import CheckpointError, ConfigError
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.models import SOURCE_FILE, ServeError
 
@@ -31,6 +31,7 @@ class Model:
         name: name of the model on the server.
         task: its task.
         has_chat: whether it answers chats.
+        ranks: whether it has one label, the score of a pair of texts.
         mask: the text that stands for a masked token.
         has_whole_config: whether its config.pbtxt loads without auto-completion.
         ids: data type of `input_ids`, if its config.pbtxt has this input and no texts; else empty.
@@ -39,6 +40,7 @@ class Model:
     name: str
     task: Task
     has_chat: bool = False
+    ranks: bool = False
     mask: str = "[MASK]"
     has_whole_config: bool = False
     ids: str = ""
@@ -63,11 +65,14 @@ def read_model(folder: Path) -> Model | None:
     except (CheckpointError, ConfigError) as error:
         hint = "; --force fetches it again" if (folder / SOURCE_FILE).exists() else ""
         raise ServeError(f"{folder.name} cannot be served: {error}{hint}") from None
+    inputs = {each.name for each in config.input}
+    takes_pairs = TASKS[task].has_labels and (not inputs or "text_pair" in inputs)
     has_rows = config.max_batch_size > 0 or task in ITERATIVE_TASKS
     return Model(
         folder.name,
         task,
         has_chat=checkpoint.chat_template is not None,
+        ranks=takes_pairs and task != "token_classify" and checkpoint.num_labels == 1,
         mask=checkpoint.special_tokens.get("mask_token", "[MASK]"),
         has_whole_config=bool(config.input and config.output) and has_rows,
         ids=_ids_alone(config),
@@ -121,7 +126,6 @@ def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
     texts = ["a cat sits on the mat", "a kitten rests on a rug"]
     requests: dict[Task, tuple[str, dict[str, Any]]] = {
         "embed": ("/v1/embeddings", {"input": texts}),
-        "rerank": ("/v1/rerank", {"query": "what is a cat", "documents": texts}),
         "classify": ("/predict", {"inputs": texts[0]}),
         "sparse_embed": ("/embed_sparse", {"inputs": texts[0]}),
         "token_embed": ("/embed_all", {"inputs": texts[0]}),
@@ -131,9 +135,12 @@ def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
     if model.has_chat:
         messages = [{"role": "user", "content": "Name three colours."}]
         requests["generate"] = "/v1/chat/completions", {"messages": messages, "max_tokens": 40}
-    if model.task not in requests:
+    request = requests.get(model.task)
+    if model.ranks:
+        request = "/v1/rerank", {"query": "what is a cat", "documents": texts}
+    if request is None:
         return None
-    path, body = requests[model.task]
+    path, body = request
     return path, {"model": model.name} | body
 
 
@@ -150,5 +157,11 @@ def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
     text = "Ada lives in London."
     if model.task == "fill_mask":
         text = f"Paris is the {model.mask} of France."
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": [text]}
-    return f"{path}/infer", {"inputs": [tensor]}
+    texts = {"text": text}
+    if model.task == "rerank":
+        texts["text_pair"] = "Where does Ada live?"
+    tensors = [
+        {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [value]}
+        for name, value in texts.items()
+    ]
+    return f"{path}/infer", {"inputs": tensors}
