@@ -15,6 +15,8 @@ from varlen_tools.install_backend import InstallError, install, main
 from varlen_tools.local_server import LocalServer
 from varlen_tools.run_server import library_path
 
+from .commands import run_varlen
+
 
 @pytest.fixture
 def backends(tmp_path):
@@ -83,6 +85,16 @@ def test_a_folder_without_a_python_backend_is_not_a_backends_folder(tmp_path, ca
             main([str(folder)])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+        refused = run_varlen("install-backend", folder)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
+
+
+def test_the_command_makes_the_folder_of_the_backend(backends):
+    made = run_varlen("install-backend", backends)
+
+    assert made.stdout.startswith(f"install-backend: {backends}/varlen is ready\n")
+    assert (backends / "varlen/varlen_kernels").is_dir()
 
 
 @pytest.mark.server

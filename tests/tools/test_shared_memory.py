@@ -10,8 +10,9 @@ from uuid import uuid4
 import pytest
 
 from tests.processes import is_gone
-from varlen_tools.clean_shared_memory import main
 from varlen_tools.shared_memory import FOLDER, remove_unused, unused_regions
+
+from .commands import run_varlen
 
 # Maps a file, closes its descriptor, and waits for the end of its input.
 _MAPS = """
@@ -90,15 +91,15 @@ def test_a_folder_that_is_missing_has_no_regions(folder: Path) -> None:
     assert unused_regions(folder / "missing") == []
 
 
-def test_the_command_lists_and_removes(folder, monkeypatch, capsys) -> None:
+def test_the_command_lists_and_removes(folder, monkeypatch) -> None:
     left = region(folder, 2000)
     monkeypatch.setattr("varlen_tools.shared_memory.unused_regions.__defaults__", (folder,))
     monkeypatch.setattr("varlen_tools.shared_memory.remove_unused.__defaults__", (folder,))
 
-    main(remove=False)
-    main(remove=True)
+    before, after = run_varlen("clean"), run_varlen("clean", "--remove")
 
     listed = f"       2,000  {left}\n1 regions, 2,000 bytes"
-    assert capsys.readouterr().out == f"{listed}\n{listed} removed\n"
+    assert before.stdout == f"{listed}\n"
+    assert after.stdout == f"{listed} removed\n"
     assert not left.exists()
     assert Path("/dev/shm") == FOLDER
