@@ -112,7 +112,7 @@ def code_problems(wheel: Path, *, all_levels: bool = False) -> list[str]:
 
     Args:
         wheel: the built file.
-        all_levels: whether a level of which it has nothing is missing too.
+        all_levels: whether each level has to be there.
     """
     # only this check needs what compiles them
     from varlen_kernels.cpu.entries import MAKERS

@@ -6,6 +6,7 @@ works without a network.
 
 import json
 import re
+import time
 from html import unescape
 from itertools import cycle
 from pathlib import Path
@@ -23,21 +24,24 @@ ROOT_FILES = {
     "SECURITY.md": "project/security.md",
 }
 
-# Factor of the scores of a folder's pages in the search; 1 for others.
+# Factor of the scores of pages in the search by the beginning of their addresses, longer ones first; 1 for others.
 BOOSTS = {
-    "start": 1.5,
-    "tasks": 2,
-    "operating": 1.5,
-    "concepts": 0.3,
-    "benchmarks": 0.03,
-    "project": 0.01,
+    # a setting is a heading there
+    "reference/configuration": 2,
+    "reference/errors": 0.5,
+    "start/": 1.2,
+    "tasks/": 1.2,
+    "operating/": 1.1,
+    "concepts/": 0.3,
+    "benchmarks/": 0.03,
+    "project/": 0.01,
     # even a title there ranks below a text elsewhere
-    "decisions": 1e-6,
+    "decisions/": 1e-6,
 }
 # Folder of the pages that list messages. The search finds each message by itself: first if it is pasted, and behind
 # pages for one of its words.
 MESSAGES = "reference/errors"
-MESSAGE_BOOST = 0.7
+MESSAGE_BOOST = 1.3
 # A table with a longer cell, in characters, is stacked on phones, where its columns would be as narrow as a word.
 _LONGEST_COLUMN = 40
 # A wider picture, in its own pixels, is not shrunk on phones, where its text would be too small.
@@ -50,6 +54,10 @@ _PICTURE = re.compile(
     r'(?:<picture>(?:(?!</picture>).)*?)?<img [^>]*src="([^":]+\.svg)"[^>]*>(?:\s*</picture>)?',
     re.DOTALL,
 )
+_PROGRESS_SECONDS = 3
+# Pages that have been read, and the time of the next line.
+_progress: dict[str, float] = {"pages": 0, "next": time.monotonic() + _PROGRESS_SECONDS}
+
 _LOADS = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\s(?:src|href|srcset)=["']?((?:https?:)?//[^"'\s>]+)"""
 )
@@ -78,6 +86,14 @@ def from_docs(text: str) -> str:
     return text.replace("](docs/", "](../")
 
 
+def on_page_markdown(*_: Any, files: Files, **__: Any) -> None:
+    """Print every few seconds how many pages have been read."""
+    _progress["pages"] += 1
+    if time.monotonic() >= _progress["next"]:
+        _progress["next"] = time.monotonic() + _PROGRESS_SECONDS
+        print(f"docs: page {_progress['pages']} of {len(files.documentation_pages())}", flush=True)
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Return a page whose tables and pictures fit on phones, and whose messages have anchors."""
     html = re.sub("<table>.*?</table>", lambda found: stackable(found[0]), html, flags=re.DOTALL)
@@ -101,7 +117,8 @@ def on_post_build(config: MkDocsConfig, **_: Any) -> None:
             raise PluginError(f"search_words has {location}, which is no page and no heading")
         entries[_address(location)]["tags"] = words
     for entry in index["docs"]:
-        entry["boost"] = BOOSTS.get(entry["location"].partition("/")[0], 1)
+        location = entry["location"]
+        entry["boost"] = next((BOOSTS[each] for each in BOOSTS if location.startswith(each)), 1)
     for page in sorted((site / MESSAGES).glob("*.html")):
         index["docs"] += message_entries(page.relative_to(site).as_posix(), page.read_text())
     path.write_text(json.dumps(index, separators=(",", ":")))

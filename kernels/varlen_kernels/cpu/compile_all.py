@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 # The functions that take longest: they begin first, so that cores end at about the same time.
 _LONGEST = ("attend_distances", "attend", "attend_chunks", "multiply")
-# Functions of models that generate, besides those of their programs.
+# Functions that a model which generates needs besides its programs.
 OF_DECODERS = (
     "advance_searches",
     "copy_blocks",
@@ -45,7 +45,7 @@ class _Part:
 
     Attributes:
         level: its name.
-        place: which of the levels it is, such as "1 of 4".
+        place: number of the level and of all levels, such as "1 of 4".
         cores: number of processes.
         ops: names of the functions; None for all.
     """
@@ -57,7 +57,7 @@ class _Part:
 
 
 def compile_all(levels: Sequence[str], ops: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Compile ops for levels of CPUs, print how far it is, and return the names of the functions.
+    """Compile ops for levels of CPUs, with progress; return the names of the functions.
 
     Args:
         levels: names of levels. They are compiled at the same time if each has a core, else one after another.
@@ -119,7 +119,7 @@ def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
 
 
 def _missing(names: Iterable[str]) -> list[str]:
-    """Return the functions without a file for this CPU; none where no file can be kept."""
+    """Return the functions without a file; none where no file can be kept."""
     from varlen_kernels.cpu.machine_code import BESIDE, code_folder, file_name
 
     try:
@@ -182,7 +182,7 @@ def _compile(name: str) -> tuple[str, float]:
 
 
 def _remove_others(levels: Sequence[str], names: Sequence[str]) -> None:
-    """Remove what is beside the package and is not the code of these functions for these levels."""
+    """Remove all other code than of these levels and functions beside the package."""
     from varlen_kernels.cpu.machine_code import BESIDE, file_name
 
     wanted = {file_name(name, level) for name in names for level in levels}

@@ -1,4 +1,4 @@
-"""Ops are compiled ahead for the levels that were asked for, and a first start compiles what is missing."""
+"""Ops are compiled ahead for chosen levels; a first start compiles what is missing."""
 
 import os
 import shutil
