@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from statistics import fmean
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.config import EngineConfig
+from varlen.config import EngineConfig, PolicyName
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
@@ -29,7 +30,7 @@ from .commands import run_varlen
 MIX, SHORT = range(5, 501), range(2, 101)
 SEQUENCES = 64
 NO_CAP = 10**9
-POLICIES = ["none", "fifo", "token_budget", "dp"]
+POLICIES = get_args(PolicyName)
 # seconds since the last arrival, tokens, rows, priority, deadline
 ARRIVAL = st.tuples(
     st.floats(0, 0.2),

@@ -8,6 +8,7 @@ import gc
 import time
 import weakref
 from threading import Event, Lock, Thread
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.backend.fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from tests.backend.requests import request_of
+from varlen.config import PolicyName
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -563,7 +565,7 @@ def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(start
 
 
 ROWS = st.lists(st.lists(st.integers(0, 13), min_size=1, max_size=9), min_size=1, max_size=4)
-POLICIES = st.sampled_from(["none", "fifo", "token_budget", "dp"])
+POLICIES = st.sampled_from(get_args(PolicyName))
 SLOTS = st.sampled_from([1, 2, 4])
 ACTIONS = st.lists(
     st.one_of(

@@ -3,9 +3,11 @@
 import math
 import random
 from itertools import chain
+from typing import get_args
 
 import pytest
 
+from varlen.config import PolicyName
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import DeadlineError
 from varlen.scheduling.batch import BatchResult
@@ -86,7 +88,7 @@ def test_no_batch_passes_the_token_bound_whatever_the_policy():
 
 @pytest.mark.parametrize("execution", ["packed", "padded"])
 @pytest.mark.parametrize("trigger", ["hungry", "lazy"])
-@pytest.mark.parametrize("policy", ["none", "fifo", "token_budget", "dp"])
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_a_sequence_that_is_longer_than_a_batch_runs_by_itself(policy, trigger, execution):
     scheduler = make_scheduler(
         policy=policy, trigger=trigger, execution=execution, max_batch_tokens=512
@@ -125,7 +127,7 @@ def test_priority_goes_ahead_of_requests_that_came_a_little_before():
 
 
 def test_deadlines_are_served_first_in_time_by_every_policy():
-    for policy in ("none", "fifo", "token_budget", "dp"):
+    for policy in get_args(PolicyName):
         scheduler = make_scheduler(policy=policy, max_batch_tokens=512)
         add(scheduler, *[300] * 5)
         add(scheduler, 301, deadline=0.1)

@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from varlen.config import NO_LIMIT, EngineConfig
+from varlen.config import NO_LIMIT, EngineConfig, PolicyName
 from varlen.errors import ConfigError
 from varlen_client.cli.options import with_progress
 from varlen_tools import workloads
@@ -72,7 +72,7 @@ def main(
     context: typer.Context,
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution such as fifo/padded.")
-    ] = "none,fifo,token_budget,dp",
+    ] = ",".join(get_args(PolicyName)),
     loads: Annotated[
         str, typer.Option(help="By comma; 1 is full batches of the mean length, without padding.")
     ] = "0.2,0.4,0.6,0.8,0.9,1.0,1.2",
