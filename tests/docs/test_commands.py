@@ -52,6 +52,7 @@ OTHER_OPTIONS = {
         "--exit-on-error",
     ),
     *("--http-max-input-size", "--allow-client-shm", "--backend-config", "--model-control-mode"),
+    "--cache-config",
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
     *(
         "--model-id",
@@ -118,7 +119,7 @@ def check_arguments(command: Any, arguments: list[str]) -> None:
     """Parse arguments as the command does, without running it."""
     if command is None:
         return
-    # those of `varlen` are imported when they are called
+    # a command of `varlen` is imported when it is called
     command = command.load() if hasattr(command, "load") else command
     below = getattr(command, "commands", {})
     if below and (arguments[0] in below or not command.invoke_without_command):

@@ -75,8 +75,8 @@ def examined(folder, _scratch):
 
 
 def served(folder, _scratch):
+    how = Fetching(None, {})
     with pytest.raises(ServeError) as error:
-        how = Fetching(None, {})
         fetch_models(find_models([str(folder)], how, report=print), how, report=print)
     return str(error.value)
 

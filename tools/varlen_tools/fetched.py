@@ -1,7 +1,7 @@
-"""The commands `varlen list` and `varlen rm`: the models that `varlen serve` has fetched into the user's cache folder.
+"""The commands `varlen list` and `varlen rm`, for models in the user's cache folder.
 
-`varlen_tools.serve.models` writes them: a folder for each source, with the model and a file of its own beside
-config.pbtxt. Whatever lacks that file is neither listed nor removed.
+`varlen serve` fetches them there: a folder for each source, with the model and a file of its own beside config.pbtxt.
+Whatever lacks that file is neither listed nor removed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def remove_models(
 
 
 def _fetched_models() -> list[FetchedModel]:
-    """Return the models in the cache, the last used first; exit with a message if it is not safe to use."""
+    """Return the models in the cache, the last used first.
+
+    The command exits with a message if others can write to the cache.
+    """
     try:
         # checks who can write to it
         names = CacheFolder(models_folder()).names()
@@ -113,7 +116,7 @@ def _fetched_models() -> list[FetchedModel]:
 
 
 def _models_in(folder: Path) -> Iterator[FetchedModel]:
-    """Yield the models of the folder of a source. Links and what `fetch` has not made are left out."""
+    """Yield the models of a source's folder, without links and folders of others."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for model in folder.iterdir():
@@ -136,13 +139,16 @@ def _task(model: Path) -> str:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Return the disk space of a folder; files of other links stay, and are not counted."""
+    """Return the disk space that a folder frees: without files that have other links."""
     files = [Path(at, name).lstat() for at, _, names in os.walk(folder) for name in names]
     return sum(each.st_blocks * _BLOCK_BYTES for each in files if each.st_nlink == 1)
 
 
 def _find(name: str, models: Sequence[FetchedModel]) -> FetchedModel:
-    """Return the model of this name or source; exit with a message if there is not exactly one."""
+    """Return the model of this name or source.
+
+    The command exits with a message if there are none or several.
+    """
     found = [each for each in models if name in (each.name, each.source)]
     if len(found) > 1:
         sources = ", ".join(each.source for each in found)

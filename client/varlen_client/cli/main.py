@@ -101,7 +101,10 @@ _MEANT = {word: name for name, words in _ELSEWHERE.items() for word in words.spl
 
 
 class Command(TyperCommand):
-    """A command that is imported when it is called; its name, panel and summary are known before."""
+    """A command that is imported when it is called.
+
+    Its name, panel and summary are known before.
+    """
 
     def __init__(self, entry: EntryPoint) -> None:
         panel = _PANEL_OF.get(entry.name)
@@ -122,7 +125,7 @@ class Command(TyperCommand):
             own.command(self.name)(found)
         command: Any = typer.main.get_command(own)
         for each in (command, *getattr(command, "commands", {}).values()):
-            # lines of code are longer than those of many terminals
+            # a line of code is longer than a line of many terminals
             each.help = "\n\n".join(" ".join(text.split()) for text in each.help.split("\n\n"))
         return command
 
@@ -143,7 +146,7 @@ class Program(TyperGroup):
             self.epilog = f"pip install {_OTHERS} adds {', '.join(absent)}."
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of a name; another name is an error that says which one is meant."""
+        """Return the command of a name; an unknown name is an error that suggests one."""
         name = args[0]
         if name not in self.commands and not name.startswith("-"):
             ctx.fail(_advice(name, self.commands))

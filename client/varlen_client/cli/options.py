@@ -78,7 +78,7 @@ def show_stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], Non
 
         def update(stage: str, done: int, total: int) -> None:
             if bar.tasks[0].description != stage or bar.tasks[0].total != total:
-                # the time left is that of the stage
+                # the time left counts from the start of a stage
                 bar.reset(task, description=stage, total=total, visible=True)
             bar.update(task, completed=done)
 
@@ -87,7 +87,10 @@ def show_stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], Non
 
 @contextmanager
 def show_stage(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what runs, and for how long, if stderr is a terminal; yield a function for the next stage."""
+    """Show what runs, and for how long, if stderr is a terminal.
+
+    Yields a function that gets the name of the next stage.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with _bar(*columns) as bar:
         task = bar.add_task(what, total=None)

@@ -1,4 +1,4 @@
-"""The program: its list of commands, how they are imported, and names that it does not have."""
+"""The program: its list of commands, their imports, and unknown names."""
 
 import re
 import subprocess

@@ -216,7 +216,7 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
 
 def _use(stamp: Path) -> None:
     """Note the time of use, and keep the model from `varlen rm` until this process ends."""
-    # a file system without times or locks keeps it from nobody
+    # a file system may lack times or locks
     with suppress(OSError):
         os.utime(stamp)
         # stays open

@@ -202,7 +202,7 @@ def check_int8(bits: WeightBits = 8) -> None:
 
 
 class _LoggedProgress:
-    """Logs now and then how far a calibration is: that of a large model takes minutes of a load."""
+    """Logs the progress of a calibration, which takes minutes for a large model."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _LOG_SECONDS
