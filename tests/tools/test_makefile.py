@@ -30,9 +30,7 @@ def test_help_prints_every_target_from_its_own_comment() -> None:
 
 
 def test_setup_refuses_a_python_that_is_not_supported(tmp_path: Path) -> None:
-    (tmp_path / "client").mkdir()
-    for name in ("Makefile", "pyproject.toml", "client/pyproject.toml", "constraints.txt"):
-        shutil.copy(PROJECT / name, tmp_path / name)
+    copy_project(tmp_path)
     too_new = tmp_path / "python3.13"
     # Runs what it is given after `-c`, as a Python of another version would see itself.
     too_new.write_text(
@@ -55,6 +53,72 @@ def test_every_target_can_be_planned(target: str) -> None:
     run = make("--dry-run", target, folder=PROJECT)
 
     assert run.returncode == 0, run.stderr
+
+
+# A Python of an environment that has no torch and does not reach an index of torch.
+NO_INDEX = """\
+#!/bin/sh
+echo "$@" >> {log}
+case "$*" in *"import torch"* | *--index-url*) exit 1 ;; esac
+"""
+
+
+def test_without_the_index_of_torch_for_cpus_pip_takes_its_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    copy_project(tmp_path)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(NO_INDEX.format(log=log))
+    python.chmod(0o755)
+
+    stamp = ".venv/serve.stamp"
+    run = make(stamp, f"PYTHON={sys.executable}", "TORCH_INDEX=https://torch", folder=tmp_path)
+
+    assert run.returncode == 0, run.stderr
+    assert "there is none in https://torch: pip takes its own" in run.stdout
+    _, of_torch, of_varlen = log.read_text().splitlines()
+    assert "--index-url https://torch" in of_torch
+    assert of_torch.endswith(" torch")
+    assert "--index-url" not in of_varlen
+    assert of_varlen.endswith(" --editable ./client --editable .[serve]")
+
+
+def test_an_empty_index_leaves_torch_to_pip(tmp_path: Path) -> None:
+    copy_project(tmp_path)
+
+    planned = make("--dry-run", "demo", "TORCH_INDEX=", folder=tmp_path).stdout
+    for_cpus = make("--dry-run", "demo", "TORCH_INDEX=https://torch", folder=tmp_path).stdout
+
+    assert "test -z ''" in planned
+    assert "--index-url 'https://torch'" in for_cpus
+
+
+@pytest.mark.parametrize(
+    "levels, compiled, checked",
+    [("", "--only", ""), ("all", "--only --all", "--all-levels"), ("avx2", "--only avx2", "")],
+)
+def test_wheels_have_the_code_of_this_cpu_or_of_chosen_levels(
+    levels: str, compiled: str, checked: str
+) -> None:
+    planned = make("--dry-run", "wheels", f"LEVELS={levels}", folder=PROJECT).stdout
+
+    assert re.search(rf"-m varlen_kernels.cpu.compile_all {compiled} *$", planned, re.MULTILINE)
+    assert re.search(rf"check_wheel.py {checked} *dist/varlen-", planned)
+
+
+def test_a_release_is_built_of_all_levels_and_of_what_the_tests_compiled() -> None:
+    release = (PROJECT / ".github/workflows/release.yml").read_text()
+    tests = (PROJECT / ".github/workflows/ci.yml").read_text()
+
+    assert "make wheels LEVELS=all" in release
+    assert all("name: compiled-ops" in workflow for workflow in (release, tests))
+
+
+def copy_project(folder: Path) -> None:
+    """Copy what `make` reads."""
+    (folder / "client").mkdir()
+    for name in ("Makefile", "pyproject.toml", "client/pyproject.toml", "constraints.txt"):
+        shutil.copy(PROJECT / name, folder / name)
 
 
 def make(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
