@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages outside of docs/, the list of decisions, tables, the ranking of the search, checks.
+"""Hooks of mkdocs: pages outside of docs/, decisions, tables, pictures, the search, checks.
 
 The files of `ROOT_FILES` stay where code hosts expect them. The site loads nothing from other hosts, so it
 works without a network.
@@ -107,7 +107,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> st
 
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
-    """Rank what the search finds: by folder, by the words in `extra.search_words`, messages by themselves."""
+    """Rank the results of the search: by folder, by `extra.search_words`, by message."""
     site = Path(config.site_dir)
     path = site / "search/search_index.json"
     index = json.loads(path.read_text())
@@ -185,12 +185,12 @@ def _text(cell: str) -> str:
 
 
 def _anchor(message: str) -> str:
-    """Return the anchor of a message: its first words, the same after another edit of the page."""
+    """Return the anchor of a message: its beginning, so that other edits keep it."""
     return re.sub("[^a-z0-9]+", "-", unescape(_text(message)).lower()).strip("-")[:_ANCHOR_LENGTH]
 
 
 def _address(location: str) -> str:
-    """Return the address on the site of a page of docs/, with or without an anchor."""
+    """Return the address on the site of a page of docs/, or of its heading."""
     page, hash_sign, anchor = location.partition("#")
     return page.replace("README.md", "index.md").replace(".md", ".html") + hash_sign + anchor
 
