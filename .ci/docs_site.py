@@ -125,7 +125,7 @@ def on_post_build(config: MkDocsConfig, **_: Any) -> None:
 
 
 def message_entries(location: str, html: str) -> list[dict[str, Any]]:
-    """Return an entry of the search for each message on a page: the message is its title."""
+    """Return an entry of the search for each message, which is its title."""
     rows = re.findall(r'<tr id="(.*?)">\s*<td.*?>(.*?)</td>\s*<td.*?>(.*?)</td>', html, re.DOTALL)
     return [
         {

@@ -31,7 +31,7 @@ class SiteSearch:
         self._post(_SETUP, {**index, "options": {}})
 
     def first_results(self, query: str) -> list[str]:
-        """Return the address of the best result of each page, in the order of the site."""
+        """Return the best result of each page, in the order of the site."""
         found = self._post(_QUERY, query)["data"]["items"]
         return [results[0]["location"] for results in found]
 
