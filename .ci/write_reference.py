@@ -121,17 +121,28 @@ _SERVER_FIELDS = [
     ),
     (
         "`input`, `output`",
-        "If absent, they are completed from the task. If present, they are checked.",
+        "If absent, they are completed from the task. If present, they are checked."
+        " With `--disable-auto-complete-config` they and `max_batch_size` are needed; the error has the lines to add.",
     ),
     (
         "`instance_group`",
-        "One instance per device. `kind: KIND_GPU gpus: [ 1 ]` gives it the second GPU."
-        " With another kind, `cuda` is the first GPU.",
+        "One instance per device; more are refused. `kind: KIND_GPU gpus: [ 1 ]` gives it the second GPU."
+        " With another kind, `cuda` is the first GPU. A `rate_limiter` limits nothing.",
     ),
-    ("`dynamic_batching`, `sequence_batching`", "Refused: varlen forms batches itself."),
+    (
+        "`dynamic_batching`",
+        "Has no use: varlen forms batches itself. The server still waits for `max_queue_delay_microseconds`.",
+    ),
     (
         "`response_cache`",
-        "Refused: the server's cache ignores shapes and parameters. Use `response_cache_bytes`.",
+        "varlen's own cache, of 64 MiB unless `response_cache_bytes` is set. Refused on a server with a cache"
+        " (`--cache-config`), which ignores shapes and parameters.",
+    ),
+    ("`model_warmup`", "Its rows run once; those that the model refuses are skipped."),
+    ("`sequence_batching`, `batch_input`, `batch_output`", "Refused."),
+    (
+        "`version_policy`, `optimization`, `metric_tags`, `label_filename`, ...",
+        "Are the server's own, or have no effect.",
     ),
 ]
 

@@ -404,11 +404,11 @@ class EngineConfig:
             with collect_problems(problems):
                 setting.check(name, getattr(self, name), ConfigError)
         # limits of two settings hold for allowed values
-        problems += () if problems else self._conflicts()
+        problems += () if problems else self._pair_problems()
         if problems:
             raise ConfigError(*problems)
 
-    def _conflicts(self) -> Iterator[str]:
+    def _pair_problems(self) -> Iterator[str]:
         """Yield what settings that are allowed alone exclude together."""
         if self.tensor_parallel > 1 and self.dtype in ("int8", "int4"):
             yield (

@@ -22,7 +22,10 @@ def text_patterns(folder: Path) -> list[re.Pattern[str]]:
 
 
 def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield place and pattern of each message of these errors."""
+    """Yield place and pattern of each message of these errors.
+
+    Functions named `..._problems` yield the messages of one ConfigError.
+    """
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())
         constants = {
@@ -33,13 +36,7 @@ def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str
             if isinstance(target, ast.Name)
         }
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in classes
-                and node.args
-            ):
-                argument = node.args[0]
+            for argument in _messages_of(node, classes):
                 ends = (
                     [argument.body, argument.orelse]
                     if isinstance(argument, ast.IfExp)
@@ -48,6 +45,17 @@ def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str
                 for each in ends:
                     if (pattern := _pattern(each, constants)) is not None:
                         yield f"{path.relative_to(folder)}:{node.lineno}", pattern
+
+
+def _messages_of(node: ast.AST, classes: frozenset[str]) -> list[ast.expr]:
+    """Return the messages that a call of one of these classes, or a function of problems, has."""
+    if isinstance(node, ast.FunctionDef) and node.name.endswith("_problems"):
+        yields = [each.value for each in ast.walk(node) if isinstance(each, ast.Yield)]
+        return [value for value in yields if value is not None and "ConfigError" in classes]
+    is_error = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if is_error and node.func.id in classes and node.args:
+        return node.args[:1]
+    return []
 
 
 def _pattern(node: ast.AST, constants: dict[str, ast.expr]) -> re.Pattern[str] | None:

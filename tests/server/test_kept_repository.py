@@ -1,4 +1,4 @@
-"""A repository that was written for other backends: kept fields, and the server's features around our models."""
+"""A repository for other backends: kept fields, and the server's features around our models."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,8 @@
 """Settings and checks of a config.pbtxt.
 
 Fields that only tune the server or that no python backend reads (optimization, metric_tags, version_policy, ...) pass.
-Fields of files that are kept from another backend are served as far as answers stay right, and a line of the log says
-what happens instead. Fields that would change answers are refused, all in one error.
+Fields of files that are kept from another backend are served where answers stay right, and a line of the log says what
+happens instead. Fields that would change answers are refused, all in one error.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ class ServedModel:
         config: settings of the engine.
         checkpoint: the files of the model.
         task: task that it serves.
-        notes: what happens instead of what fields of config.pbtxt ask for, a line of the log for each field.
+        notes: lines of the log, one for each field of config.pbtxt that acts otherwise than its name says.
     """
 
     config: EngineConfig
@@ -72,7 +72,7 @@ def read_model(
         server_caches: whether the server has a response cache.
 
     Raises:
-        ConfigError: names all problems, those of the checkpoint too.
+        ConfigError: names all problems, also of the checkpoint.
     """
     # the names of all settings follow an unknown one: last
     problems = [*_server_problems(model_config, server_caches=server_caches)]
@@ -96,7 +96,7 @@ def read_model(
         problems += _task_problems(model_config, task)
         problems += _tensor_problems(model_config, checkpoint, task)
         if is_complete:
-            problems += _missing_fields(model_config, checkpoint, task)
+            problems += _absence_problems(model_config, checkpoint, task)
     problems += of_settings
     if problems or checkpoint is None or task is None:
         raise ConfigError(*problems)
@@ -195,10 +195,10 @@ def _tensor_problems(
         yield from _kind_problems(entries, kinds)
 
 
-def _missing_fields(
+def _absence_problems(
     model_config: dict[str, Any], checkpoint: Checkpoint, task: Task
 ) -> Iterator[str]:
-    """Yield the fields that are absent where the server completes none, with the lines to add."""
+    """Yield the absent fields that the server does not complete, with the lines to add."""
     inputs, outputs = tensors_of(task, checkpoint)
     missing: dict[str, str] = {}
     if not model_config["max_batch_size"] and task not in ITERATIVE_TASKS:

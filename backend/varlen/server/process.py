@@ -106,7 +106,10 @@ def close_inherited_sockets() -> None:
 
 
 def server_caches() -> bool:
-    """Return whether the server of this process has a response cache: it has loaded the library of one."""
+    """Return whether the server of this process has a response cache.
+
+    The server loads the library of its cache before its models.
+    """
     try:
         return "libtritoncache_" in Path(f"/proc/{os.getppid()}/maps").read_text()
     except OSError:

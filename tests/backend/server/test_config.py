@@ -1,4 +1,4 @@
-"""A kept config.pbtxt is served, with a note on what happens instead, or refused with all its problems."""
+"""A kept config.pbtxt is served with notes, or refused with all its problems."""
 
 import pytest
 from google.protobuf import json_format, text_format

@@ -1,4 +1,4 @@
-"""Models of others around ours: a step before or after one in an ensemble, and a caller (BLS).
+"""Python models around ours: steps of an ensemble, and callers (BLS).
 
 The tensors in config.pbtxt say which: text in and text out is a step before, scores in are a step after, and a caller
 has the name of a model in its parameters. It needs numpy only.
