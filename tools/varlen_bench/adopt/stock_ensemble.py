@@ -1,4 +1,4 @@
-"""A model repository as people have it: an ensemble of a tokenizer and an ONNX encoder, with batching."""
+"""Writes a stock ensemble: a tokenizer and an ONNX encoder, with dynamic batching."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The first step of a stock ensemble: texts to token ids and mask, padded to the longest text of a batch.
+"""The first step of a stock ensemble: texts to token ids and their mask.
 
+It pads the texts of a batch to the longest one.
 `stock_ensemble` copies this file into a model repository as model.py; only the server imports it.
 """
 

@@ -75,7 +75,7 @@ class Candidate:
     """The new model in one dtype, compared with the old one.
 
     Attributes:
-        side: how it runs.
+        side: its dtype, threads and instances.
         comparison: its answers beside the old model's.
         load: its rate and latencies; None without a load.
     """
@@ -94,7 +94,7 @@ class Adoption:
         new: the new model, asked with the same texts or token ids.
         folder: folder of the new model.
         task: its task.
-        old_sides: how the old model runs, or each step of an ensemble.
+        old_sides: the same of the old model, or of each step of an ensemble.
         old_dtype: dtype of the old model.
         is_assumed: whether that dtype is an assumption.
         old_load: its rate and latencies; None without a load.
@@ -220,9 +220,9 @@ def _old_sides(
 
 
 def _equal_dtype(old: DType, config: EngineConfig) -> DType | None:
-    """Return the setting with which the new model has the dtype of the old one; None if it has it, or cannot.
+    """Return the dtype setting that makes like of like.
 
-    A CPU computes models of fp16 in fp32.
+    None if the new model has that dtype, or cannot have it. A CPU computes models of fp16 in fp32.
     """
     is_on_cpu = choose_device(config.device).type == "cpu"
     dtype: DType = "fp32" if old == "fp16" and is_on_cpu else old

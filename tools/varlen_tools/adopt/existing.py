@@ -132,7 +132,7 @@ def read_existing(
 
 
 def read_tokenizer(name: str, metadata: Mapping[str, Any]) -> Existing | None:
-    """Return how a model is asked for the token ids of a text; None if it is no tokenizer."""
+    """Return how a tokenizer is asked for ids; None for other models."""
     inputs = _tensors(metadata["inputs"])
     ids = [each.name for each in _tensors(metadata["outputs"]) if _role(each) == "ids"]
     if [each.datatype for each in inputs] != ["BYTES"] or not ids:

@@ -46,7 +46,7 @@ class Session:
         return found
 
     def find_tokenizer(self, models: Iterable[str]) -> Existing | None:
-        """Return how the step of an ensemble is asked that makes token ids of a text; None if there is none."""
+        """Return how the tokenizer among models is asked; None if there is none."""
         found = (
             read_tokenizer(model, self.client.get_model_metadata(model, as_json=True))
             for model in models

@@ -109,7 +109,7 @@ def our_dtype(config: EngineConfig) -> DType:
 
 
 def _onnx_dtype(model: Path) -> DType | None:
-    """Return the dtype of most weights of an ONNX model; None if none of its files has weights."""
+    """Return the dtype of most weights of an ONNX model, if it has weights."""
     files = sorted(model.glob("[0-9]*/*.onnx"))
     return weights_dtype(files[-1].read_bytes()) if files else None
 
