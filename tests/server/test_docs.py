@@ -98,7 +98,7 @@ def test_commands_and_requests_are_answered(
             # a random model may end its answer at once
             assert run.output
         elif name == "curl":
-            assert post(words[1], words[words.index("-d") + 1])
+            assert ask(words[1], words[words.index("-d") + 1] if "-d" in words else None)
         else:
             assert words[0] in NOT_RUN or name == "varlen", words
         done += 1
@@ -117,13 +117,14 @@ def test_python_runs(
     exec(compile(code, str(block), "exec"), {})
 
 
-def post(address: str, body: str) -> bytes:
-    """Return the answer to a request, which may be a stream of events."""
+def ask(address: str, body: str | None) -> bytes:
+    """Return the answer to a request, which may be a stream of events; without a body it is a GET."""
     model = MODEL_OF_PATH.get(address[address.index("/") :])
-    if model is not None:
+    if model is not None and body is not None:
         body = json.dumps({"model": model, **json.loads(body)})
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://{address}", body.encode(), headers)
+    data = None if body is None else body.encode()
+    request = urllib.request.Request(f"http://{address}", data, headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
         content: bytes = answer.read()
     return content
