@@ -181,7 +181,7 @@ def wait_until_free(server: LocalServer, model: str) -> dict[str, float]:
 def start_drain(server: LocalServer, *options: str) -> subprocess.Popen[str]:
     """Start `varlen drain` for a server."""
     command = [
-        *(sys.executable, "-m", "varlen_tools.drain", f"--server-pid={server.pid}"),
+        *(sys.executable, "-m", "varlen_client.cli.main", "drain", f"--server-pid={server.pid}"),
         *(f"--metrics-url={server.metrics_url}", *options),
     ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
