@@ -17,6 +17,10 @@ from tests.ci.scripts import PROJECT, load_script
 from .site_search import SiteSearch
 
 docs_site = load_script("docs_site")
+# Pictures with letters; others have outlines of letters, scroll on phones and keep their size.
+DRAWN = [path for path in PROJECT.glob("docs/*/*.svg") if "<text" in path.read_text()]
+# Pixels for text and pictures where the window has 390.
+COLUMN_OF_A_PHONE = 358
 # First result of what people type into the search.
 FIRST_RESULTS = {
     "timeout": "operating/timeouts.html",
@@ -177,6 +181,17 @@ def test_a_wide_picture_scrolls_on_phones(
 
     framed = f'<span class="picture" style="--width: {width}px">{html}</span>'
     assert actual == (framed if scrolls else html)
+
+
+@pytest.mark.parametrize("picture", DRAWN, ids=lambda path: path.name)
+def test_the_text_of_a_drawn_picture_is_readable_on_a_phone(picture: Path) -> None:
+    text = picture.read_text()
+    width = float(re.findall(r'viewBox="0 0 ([0-9.]+)', text)[0])
+
+    sizes = [float(size) for size in re.findall(r'font-size[=:]"? ?([0-9.]+)', text)]
+
+    assert sizes
+    assert min(sizes) * COLUMN_OF_A_PHONE / width >= 10
 
 
 @pytest.mark.parametrize(
