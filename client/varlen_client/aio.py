@@ -413,8 +413,7 @@ class AsyncClient:
         """Return the state of the server and its models, without retries.
 
         Raises:
-            VarlenClientError: see errors.py; ModelNotFound when no model was chosen and the server
-                has several.
+            VarlenClientError: see errors.py.
         """
         return await self._session.status()
 

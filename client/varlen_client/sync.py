@@ -122,6 +122,7 @@ class Client:
     ready = _sync(AsyncClient.ready)
     status = _sync(AsyncClient.status)
     models = _sync(AsyncClient.models)
+    model_info = _sync(AsyncClient.model_info)
     close = _sync(AsyncClient.close)
 
     def stream(

@@ -14,15 +14,22 @@ from typing import Annotated, Any
 
 import typer
 
-from varlen_client.cli.options import DEFAULT_URLS, Model, Urls, exit_on_error
+from varlen_client.cli.model_words import other_task
+from varlen_client.cli.options import DEFAULT_URLS, Model, Urls, exit_on_error, fail
+from varlen_client.errors import InvalidRequest
 from varlen_client.row_options import TruncationSide
 from varlen_client.sync import Client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options of a command that sends requests."""
+    """Options of a command that sends requests.
 
+    Attributes:
+        command: name of the command; not an option.
+    """
+
+    command: str = ""
     urls: Urls = DEFAULT_URLS
     model: Model = None
     deadline_ms: Annotated[
@@ -51,13 +58,20 @@ class RequestOptions:
                 self.urls, self.model, rows_per_request=rows_per_request, concurrency=concurrency
             ) as client,
         ):
-            yield client
+            try:
+                yield client
+            except InvalidRequest:
+                if message := other_task(self.command, client.model_info()):
+                    fail(message)
+                raise
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the client's methods; None is the default of each."""
         return {
-            name: value for name, value in asdict(self).items() if name not in ("urls", "model")
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("command", "urls", "model")
         }
 
 
@@ -80,12 +94,14 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that has, instead of `options`, an option for each of its fields."""
     signature = inspect.signature(command, eval_str=True)
     kind = signature.parameters["options"].annotation
-    shared = inspect.signature(kind, eval_str=True).parameters
+    shared = dict(inspect.signature(kind, eval_str=True).parameters)
+    del shared["command"]
     own = [each for name, each in signature.parameters.items() if name != "options"]
 
     @functools.wraps(command)
     def flat(**arguments: object) -> None:
-        options = kind(**{name: arguments.pop(name) for name in shared})
+        given = {name: arguments.pop(name) for name in shared}
+        options = kind(command=command.__name__, **given)
         command(**arguments, options=options)
 
     flat.__signature__ = signature.replace(parameters=[*own, *shared.values()])  # type: ignore[attr-defined]  # inspect's own hook

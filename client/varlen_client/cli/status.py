@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -11,31 +12,37 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from varlen_client.cli.model_words import task_of
 from varlen_client.cli.options import (
     DEFAULT_URLS,
-    Model,
     Urls,
     exit_on_error,
     fail,
     usage_error,
 )
 from varlen_client.errors import VarlenClientError
-from varlen_client.metrics import MetricsSample, fetch_metrics, rates, read_metrics
+from varlen_client.metrics import MetricsSample, all_series, fetch_metrics, rates, read_metrics
 from varlen_client.sync import Client
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.session import Status
 
 SAMPLE_SECONDS = 1.0
 METRICS_TIMEOUT_SECONDS = 3.0
+_COLUMNS = ("model", "state", "task", "queued", "requests/s", "tokens/s", "requests")
 
 
 def status(
     *,
     metrics_url: Annotated[
-        str | None, typer.Option(help="Default: port 8002 of the server's host, path /metrics.")
+        str | None,
+        typer.Option(
+            help="Default: the port after that of the server's gRPC, else 8002, of the same host, path /metrics."
+        ),
     ] = None,
     urls: Urls = DEFAULT_URLS,
-    model: Model = None,
+    model: Annotated[
+        str | None, typer.Option(envvar="VARLEN_MODEL", help="Default: all models of the server.")
+    ] = None,
 ) -> None:
     """Print whether server and models are ready, and the load.
 
@@ -47,80 +54,135 @@ def status(
     with exit_on_error():
         endpoints = Endpoint.parse_all(urls)
     ready = [
-        _print_replica(url, model, metrics_url or endpoint.default_metrics_url, len(urls) > 1)
+        _print_replica(
+            url, model, [metrics_url] if metrics_url else endpoint.metrics_urls, len(urls) > 1
+        )
         for url, endpoint in zip(urls, endpoints, strict=True)
     ]
     if not any(ready):
         raise typer.Exit(1)
 
 
-def _print_replica(url: str, model: str | None, metrics_url: str, has_others: bool) -> bool:
-    """Print the lines of one replica, and return whether it is ready.
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model of a server.
+
+    Attributes:
+        name: its name.
+        state: state in the server's list of models, such as READY; empty if it is not loaded.
+        task: its task, if it is ready and the task is known.
+    """
+
+    name: str
+    state: str
+    task: str
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it answers requests."""
+        return self.state == "READY"
+
+
+def _print_replica(
+    url: str, model: str | None, metrics_urls: Sequence[str], has_others: bool
+) -> bool:
+    """Print server and models of one replica, and return whether it is ready.
 
     Args:
-        has_others: a replica that does not answer is a line of the table then, not an error.
+        url: address of the replica.
+        model: the only model to show; None shows all.
+        metrics_urls: addresses where its metrics may be.
+        has_others: a replica that does not answer is a line then, not an error.
     """
-    lines: list[tuple[str, str]]
+    console = Console()
     try:
         with Client(url, model) as client:
             found = client.status()
+        models = list(_models(url, model, found))
     except VarlenClientError as error:
         if not has_others:
             fail(str(error))
-        is_ready, lines = False, [("server", f"NOT READY: {url}: {error}")]
-    else:
-        is_ready = found.server_ready and found.model_ready
-        lines = [
-            *_server_lines(url, found),
-            *(_traffic_lines(metrics_url, found.model) if found.model else []),
-        ]
-    table = Table(show_header=False, box=None, pad_edge=False)
+        console.print(f"server   NOT READY: {url}: {error}", markup=False, highlight=False)
+        return False
+    state = "ready" if found.server_ready else "NOT READY"
+    lines = [("server", f"{state}: {found.server.name} {found.server.version} at {url}")]
+    metrics_url = _metrics_url(metrics_urls, {each.name for each in found.models})
+    tried = " or ".join(metrics_urls)
+    lines.append(
+        ("metrics", metrics_url or f"off, or not at {tried} (give their address: --metrics-url)")
+    )
+    if not models:
+        lines.append(("models", "NOT READY: the server has none"))
+    header = Table.grid(padding=(0, 2))
     for name, value in lines:
-        table.add_row(name, escape(value))
-    Console().print(table)
-    return is_ready
+        header.add_row(name, escape(value))
+    console.print(header)
+    if models:
+        loads = _loads(metrics_url, models) if metrics_url else {}
+        console.print(_table(models, loads))
+    return found.server_ready and any(each.is_ready for each in models)
 
 
-def _server_lines(url: str, status: Status) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each line about the server and its models."""
-    state = "ready" if status.server_ready else "NOT READY"
-    yield "server", f"{state}: {status.server.name} {status.server.version} at {url}"
-    if status.model is None:
-        yield "model", "NOT READY: the server has no ready model"
-    else:
-        yield "model", f"{'ready' if status.model_ready else 'NOT READY'}: {status.model}"
-    others = [f"{model.name} ({model.state or 'not loaded'})" for model in status.models]
-    if len(others) > 1 or not status.model_ready:
-        yield "models", ", ".join(others) or "none"
+def _models(url: str, model: str | None, found: Status) -> Iterator[_Model]:
+    """Yield the models of a server by name, or only the chosen one."""
+    # of several versions, the one that answers
+    states = {each.name: each.state for each in sorted(found.models, key=lambda each: each.ready)}
+    for name in sorted(states) if model is None else [model]:
+        task = ""
+        if states.get(name) == "READY":
+            with Client(url, name) as client:
+                task = task_of(client.model_info()) or ""
+        yield _Model(name, states.get(name, ""), task)
 
 
-def _traffic_lines(metrics_url: str, model: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each line about the queue and the requests of `model`."""
-    samples: list[MetricsSample] = []
-    for delay in (0.0, SAMPLE_SECONDS):
-        time.sleep(delay)
-        page = fetch_metrics(metrics_url, timeout=METRICS_TIMEOUT_SECONDS)
-        if page is None:
-            yield "metrics", f"off, or not at {metrics_url} (see --metrics-url)"
-            return
-        sample = read_metrics(page, model)
-        if sample is None:
-            yield "metrics", f"{metrics_url} has no varlen metrics of model {model} yet"
-            return
-        samples.append(sample)
-    before, now = samples
+def _metrics_url(urls: Sequence[str], models: set[str]) -> str | None:
+    """Return the first address whose page has metrics of one of these models.
+
+    A server does not say where its metrics are.
+    """
+    for url in urls:
+        page = fetch_metrics(url, timeout=METRICS_TIMEOUT_SECONDS)
+        if page is not None and any(
+            labels.get("model") in models for _, labels, _ in all_series(page)
+        ):
+            return url
+    return None
+
+
+def _loads(url: str, models: Sequence[_Model]) -> dict[str, list[str]]:
+    """Return the columns of the load of each model that has metrics of varlen."""
+    before = _samples(url, models)
+    time.sleep(SAMPLE_SECONDS)
+    now = _samples(url, models)
+    return {name: _load(before[name], now[name]) for name in before.keys() & now.keys()}
+
+
+def _samples(url: str, models: Sequence[_Model]) -> dict[str, MetricsSample]:
+    page = fetch_metrics(url, timeout=METRICS_TIMEOUT_SECONDS) or ""
+    samples = {each.name: read_metrics(page, each.name) for each in models}
+    return {name: sample for name, sample in samples.items() if sample is not None}
+
+
+def _load(before: MetricsSample, now: MetricsSample) -> list[str]:
     rate = rates(before, now)
-    outcomes = ", ".join(
-        f"{name} {count:.0f}" for name, count in sorted(now.requests.items(), key=_ok_first)
-    )
-    yield "queue", f"{now.queued_requests:.0f} requests, {now.queued_tokens:.0f} tokens"
-    yield (
-        "rates",
-        f"{rate.requests:.1f} requests/s, {rate.sequences:.1f} sequences/s, "
-        f"{rate.tokens:.0f} tokens/s",
-    )
-    yield "requests", outcomes or "none so far"
+    outcomes = sorted(now.requests.items(), key=lambda each: (each[0] != "ok", each[0]))
+    tokens = f" ({now.queued_tokens:.0f} tokens)" if now.queued_tokens else ""
+    return [
+        f"{now.queued_requests:.0f}{tokens}",
+        f"{rate.requests:.1f}",
+        f"{rate.tokens:.0f}",
+        ", ".join(f"{name} {count:.0f}" for name, count in outcomes if count) or "none so far",
+    ]
 
 
-def _ok_first(outcome: tuple[str, float]) -> tuple[bool, str]:
-    return outcome[0] != "ok", outcome[0]
+def _table(models: Sequence[_Model], loads: Mapping[str, list[str]]) -> Table:
+    """Return a row for each model."""
+    columns = _COLUMNS if loads else _COLUMNS[:3]
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in columns:
+        table.add_column(name, no_wrap=name != "requests")
+    for each in models:
+        state = "ready" if each.is_ready else f"NOT READY ({each.state or 'not loaded'})"
+        row = [each.name, state, each.task, *loads.get(each.name, [])]
+        table.add_row(*map(escape, row))
+    return table

@@ -111,6 +111,8 @@ class Endpoint:
         return self.target if self.address is None else f"{self.peer} ({self.target})"
 
     @property
-    def default_metrics_url(self) -> str:
-        """URL of the metrics page of a server with default ports."""
-        return f"http://{self.host}:{METRICS_PORT}/metrics"
+    def metrics_urls(self) -> tuple[str, ...]:
+        """URLs where the metrics page may be: the port after those of HTTP and gRPC, and the default port."""
+        following = self.port + (1 if self.protocol == "grpc" else 2)
+        ports = dict.fromkeys((following, METRICS_PORT))
+        return tuple(f"http://{self.host}:{port}/metrics" for port in ports)

@@ -45,7 +45,7 @@ class Status:
     server_ready: bool
     models: tuple[ModelState, ...]
     model: str | None
-    """The model that this client uses; None when none was chosen and none is ready."""
+    """The model that this client uses; None when none was chosen, and none or several are ready."""
     model_ready: bool
 
 
@@ -200,7 +200,8 @@ class Session:
     async def _read_status(self, replica: Replica) -> Status:
         transport = replica.transport
         models = await transport.models()
-        model = self._model or only_ready_model(models)
+        ready = {each.name for each in models if each.ready}
+        model = self._model or (ready.pop() if len(ready) == 1 else None)
         return Status(
             server=await transport.server_identity(),
             server_ready=await transport.server_ready(),

@@ -1,8 +1,6 @@
 """The command line: its output, its files and its errors."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 
 import numpy as np
@@ -12,7 +10,6 @@ from typer.testing import CliRunner
 from tests.client.conftest import free_port
 from varlen_client import Client
 from varlen_client.cli import main as cli
-from varlen_client.cli import status as cli_status
 
 from .conftest import run
 
@@ -187,25 +184,6 @@ def test_a_command_does_without_a_replica_that_is_gone(varlen, server):
     gone = f"{server.url.partition(':')[0]}://127.0.0.1:{free_port()}"
 
     assert varlen("embed", "a", "--url", gone, "--url", server.url).exit_code == 0
-
-
-def test_status_prints_every_replica_and_fails_when_none_is_ready(varlen, server):
-    gone = f"{server.url.partition(':')[0]}://127.0.0.1:{free_port()}"
-
-    one = varlen("status", "--url", gone, "--url", server.url)
-    none = varlen("status", "--url", gone, "--url", gone)
-
-    assert (one.exit_code, none.exit_code) == (0, 1)
-    assert f"NOT READY: {gone}: no connection" in one.stdout
-    assert f"ready: fake 0.1 at {server.url}" in one.stdout
-    assert none.stdout.count("NOT READY") == 2
-
-
-def test_status_takes_one_metrics_url_for_one_server(varlen, server):
-    result = varlen("status", "--url", server.url, "--url", server.url, "--metrics-url", "http://a")
-
-    assert result.exit_code == 2
-    assert "--metrics-url belongs to one server" in result.stderr
 
 
 def test_lists_the_models_when_one_must_be_chosen(varlen, server):
@@ -394,60 +372,3 @@ def test_a_line_that_cannot_be_translated_is_named_and_nothing_is_written(
     assert result.exit_code == 1
     assert result.stderr == f"error: {lines}, line 3: text has 900 tokens\n"
     assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
-
-
-def test_status_reports_missing_metrics(varlen):
-    result = varlen("status", "--metrics-url", "http://127.0.0.1:9/metrics")
-
-    assert result.exit_code == 0
-    assert "ready: fake 0.1" in result.stdout
-    assert "off, or not at http://127.0.0.1:9/metrics" in result.stdout
-
-
-def test_status_exits_1_when_the_model_is_not_ready(varlen, server):
-    server.model.models = [("fake", "UNAVAILABLE")]
-
-    result = varlen("status")
-
-    assert result.exit_code == 1
-    assert "fake (UNAVAILABLE)" in result.stdout
-
-
-def test_status_shows_queue_rates_and_outcomes(varlen, metrics_page, monkeypatch):
-    monkeypatch.setattr(cli_status, "SAMPLE_SECONDS", 0.2)
-
-    result = varlen("status", "--metrics-url", metrics_page)
-
-    assert result.exit_code == 0
-    assert "7 requests, 300 tokens" in result.stdout
-    assert "ok 20, failed 1" in result.stdout
-    rate = float(result.stdout.split(" requests/s")[0].split()[-1])
-    assert 20 < rate <= 50
-
-
-@pytest.fixture
-def metrics_page():
-    """URL of a metrics page whose `ok` requests grow by 10 with each read."""
-    ok = iter(range(10, 1000, 10))
-
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            labels = 'model="fake",instance="fake_0_0"'
-            self.wfile.write(
-                f"varlen_queued_requests{{{labels}}} 7\n"
-                f"varlen_queued_tokens{{{labels}}} 300\n"
-                f'varlen_requests_total{{{labels},outcome="ok"}} {next(ok)}\n'
-                f'varlen_requests_total{{{labels},outcome="failed"}} 1\n'.encode()
-            )
-
-        def log_message(self, *arguments):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Page) as page:
-        thread = threading.Thread(target=page.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{page.server_address[1]}/metrics"
-        page.shutdown()
-        thread.join()

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from tests.client.fake_model import Fault
+
 
 @pytest.fixture
 def lines(varlen):
@@ -179,3 +181,52 @@ def test_logits_of_tokens_are_written(lines, server, client, tmp_path):
 
     with np.load(tmp_path / "logits.npz") as file:
         np.testing.assert_array_equal(file["0"], client.token_classify(["a b"])[0])
+
+
+@pytest.mark.parametrize(
+    "task, command, message",
+    [
+        (
+            "embed",
+            ("classify", "a"),
+            "fake embeds texts; it has no labels of texts: ask it with `varlen embed`, or serve a classifier",
+        ),
+        (
+            "embed",
+            ("rerank", "a", "b"),
+            "it has no scores of documents: ask it with `varlen embed`",
+        ),
+        ("embed", ("generate", "a"), "or serve a model that generates"),
+        ("embed", ("translate", "a"), "or serve a translation model"),
+        ("embed", ("token-embed", "a"), "it has no vectors of tokens"),
+        ("generate", ("embed", "a"), "fake generates text; it has no vectors of texts: ask"),
+        ("generate", ("fill-mask", "a"), "ask it with `varlen generate`, or serve a masked"),
+        ("classify", ("rerank", "a", "b"), "fake labels texts; it has no scores of documents"),
+        ("classify", ("similarity", "a", "b"), "it has no vectors of texts"),
+        ("classify", ("token-classify", "a"), "ask it with `varlen classify`, or serve a token"),
+        ("token_classify", ("classify", "a"), "fake labels tokens; it has no labels of texts"),
+        ("hidden", ("sparse-embed", "a"), "fake gives hidden states; it has no sparse vectors"),
+        (
+            "sparse_embed",
+            ("embed", "a"),
+            "ask it with `varlen sparse-embed`, or serve an embedding",
+        ),
+    ],
+)
+@pytest.mark.parametrize("shows_task", [True, False], ids=["task", "outputs"])
+def test_a_model_of_another_task_is_told_with_its_own_command(
+    varlen, server, task, command, message, shows_task
+):
+    server.model.task, server.model.shows_task = task, shows_task
+
+    result = varlen(*command)
+
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: fake ")
+    assert message in line
+
+
+def test_a_model_of_the_right_task_keeps_the_words_of_its_server(varlen, server):
+    server.model.faults = [Fault("invalid", "row 0 is too long")]
+    assert "row 0 is too long" in varlen("embed", "a").stderr

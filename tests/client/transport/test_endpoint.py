@@ -41,7 +41,17 @@ def test_refuses_an_invalid_url(url):
         Client(url)
 
 
-def test_metrics_are_expected_on_port_8002_of_the_same_host():
-    url = Endpoint.parse("grpcs://host:443").default_metrics_url
+@pytest.mark.parametrize(
+    "url, ports",
+    [
+        ("grpc://host", [8002]),
+        ("http://host", [8002]),
+        ("grpc://host:18001", [18002, 8002]),
+        ("http://host:18000", [18002, 8002]),
+        ("grpcs://host:443", [444, 8002]),
+    ],
+)
+def test_metrics_are_expected_after_the_ports_of_http_and_grpc_or_on_port_8002(url, ports):
+    expected = tuple(f"http://host:{port}/metrics" for port in ports)
 
-    assert url == "http://host:8002/metrics"
+    assert Endpoint.parse(url).metrics_urls == expected
