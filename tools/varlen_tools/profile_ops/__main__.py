@@ -61,7 +61,7 @@ def main(
         checkpoint = found.open_checkpoint()
         # a GPU runs whole graphs, in which no op can be timed by itself
         found = replace(found, config=replace(found.config, device="cpu"))
-        with show_stage(f"measuring {rounds} rounds of {found.name}"):
+        with show_stage(f"profiling {found.name}"):
             if (found.config.task or checkpoint.task) in ITERATIVE_TASKS:
                 breakdowns = profile_steps(
                     checkpoint, found.config, running, context=context, beams=beams, rounds=rounds
