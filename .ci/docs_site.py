@@ -160,11 +160,13 @@ def scrollable(html: str, path: Path) -> str:
         html: its tags.
         path: its file.
     """
-    found = re.search(r'viewBox="0 0 ([0-9.]+)', path.read_text())
-    width = float(found[1]) if found else 0
-    if width <= _WIDEST_PICTURE:
+    text = path.read_text()
+    width = re.findall(r'viewBox="0 0 ([0-9.]+)', text)[0]
+    if float(width) <= _WIDEST_PICTURE:
         return html
-    return f'<span class="picture" style="--width: {width:.0f}px">{html}</span>'
+    # matplotlib counts in points
+    unit = "pt" if f'width="{width}pt"' in text else "px"
+    return f'<span class="picture" style="--width: {width}{unit}">{html}</span>'
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
