@@ -17,7 +17,7 @@ from tests.ci.scripts import PROJECT, load_script
 from .site_search import SiteSearch
 
 docs_site = load_script("docs_site")
-# Pictures drawn by hand. Those of programs are wide: they scroll on phones and keep their size.
+# Pictures drawn by hand. Pictures of programs are wide: they scroll on phones and keep their size.
 DRAWN = [path for path in PROJECT.glob("docs/*/*.svg") if ' font-size="' in path.read_text()]
 # Pixels for text and pictures where the window has 390.
 COLUMN_OF_A_PHONE = 358

@@ -48,7 +48,7 @@ def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str
 
 
 def _messages_of(node: ast.AST, classes: frozenset[str]) -> list[ast.expr]:
-    """Return the messages that a call of one of these classes, or a function of problems, has."""
+    """Return the messages of a call of these classes, or of a function of problems."""
     if isinstance(node, ast.FunctionDef) and node.name.endswith("_problems"):
         yields = [each.value for each in ast.walk(node) if isinstance(each, ast.Yield)]
         return [value for value in yields if value is not None and "ConfigError" in classes]
