@@ -337,8 +337,10 @@ def adopt(repository: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, *words
 class FakeSession:
     """A server whose models answer with ones, and have 4 tokens in each text.
 
-    The old model answers the first text otherwise, and its tokenizer makes two tokens of each text.
+    The old model answers the first text otherwise, and its tokenizer makes `old_tokens` of each text.
     """
+
+    old_tokens = 2
 
     def __init__(self, command, view, models):
         self.models = models
@@ -363,7 +365,7 @@ class FakeSession:
 
     def ask(self, requests):
         if requests[0].output == "ids":
-            return [np.ones(2, np.float32) for _ in requests]
+            return [np.ones(self.old_tokens, np.float32) for _ in requests]
         if requests[0].output == "num_tokens":
             return [np.full(1, 4, np.float32) for _ in requests]
         answers = [np.ones(32, np.float32) for _ in requests]
@@ -383,7 +385,7 @@ def test_answers_that_differ_and_a_name_that_is_taken_end_it(tmp_path, monkeypat
 
     assert result.exit_code == 1, result.output
     lines = result.stdout.splitlines()
-    assert "  tokens of a text  2 to 2, median 2 in old; 4 to 4, median 4 in old_varlen" in lines
+    assert "  tokens of a text  2 in old; 4 in old_varlen" in lines
     assert (
         "  texts with another number of tokens: 10, first text 0: 2, here 4;"
         " --set max_sequence_tokens=2 cuts texts as old does"
@@ -406,6 +408,12 @@ def test_answers_that_differ_and_a_name_that_is_taken_end_it(tmp_path, monkeypat
     assert like.exit_code == 1
     assert "old_varlen_" not in like.stdout
     assert "texts/s" not in like.stdout
+    monkeypatch.setattr(FakeSession, "old_tokens", 6)
+    padded = adopt(repository, texts, monkeypatch, "--force", "--seconds", "0")
+    assert "10, first text 0: 6, here 4; old pads every text\n" in padded.stdout
+    monkeypatch.setattr(FakeSession, "old_tokens", 4)
+    same = adopt(repository, texts, monkeypatch, "--force", "--seconds", "0")
+    assert "another number of tokens" not in same.stdout
     own = adopt(repository, texts, monkeypatch, "--force", "--name", "old")
     assert "old is a model of another backend; choose another name: --name" in own.stderr
     assert (repository / "old/config.pbtxt").read_text() == 'backend: "python"'

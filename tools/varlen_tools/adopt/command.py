@@ -173,11 +173,11 @@ def _length_lines(done: Adoption) -> Iterator[str]:
         others = [(text, *pair) for text, pair in pairs if pair[0] != pair[1]]
         if others:
             text, there, here = others[0]
-            cause = (
-                f"; --set max_sequence_tokens={max(theirs.lengths)} cuts texts as {theirs.name} does"
-                if there < here
-                else ""
-            )
+            cause = ""
+            if there < here:
+                cause = f"; --set max_sequence_tokens={max(theirs.lengths)} cuts texts as {theirs.name} does"
+            elif min(theirs.lengths) == max(theirs.lengths):
+                cause = f"; {theirs.name} pads every text"
             yield (
                 f"  texts with another number of tokens: {len(others)}, first text {text}:"
                 f" {there}, here {here}{cause}"
@@ -185,7 +185,10 @@ def _length_lines(done: Adoption) -> Iterator[str]:
 
 
 def _summary(lengths: Sequence[int]) -> str:
-    return f"{min(lengths)} to {max(lengths)}, median {median(lengths):g}"
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return f"{longest}"
+    return f"{shortest} to {longest}, median {median(lengths):g}"
 
 
 def _side_cells(side: ModelSide) -> list[str]:
