@@ -7,7 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from varlen_client.cli.main import app
 from varlen_tools import html_page, pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,15 +50,25 @@ def test_a_page_embeds_both_themes_and_shows_names_as_text(tmp_path):
     ]
 
 
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_an_output_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    remedy = r"pictures need matplotlib: pip install 'varlen\[pictures\]'"
 
-    with pytest.raises(typer.Exit) as end:
+    assert pictures.check_outputs(None) is None
+    with pytest.raises(typer.BadParameter, match=remedy):
+        pictures.check_outputs([tmp_path / "x.svg"])
+    with pytest.raises(pictures.PictureError, match=remedy):
         pictures.write_outputs([tmp_path / "x.svg"], draw, str)
 
-    assert end.value.exit_code == 1
-    install = "pip install 'varlen[pictures]'"
-    assert capsys.readouterr().err == f"Error: pictures need matplotlib; {install}\n"
+
+@pytest.mark.parametrize("command", ["costs", "plan", "profile"])
+def test_a_command_without_matplotlib_does_not_open_its_model(tmp_path, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    run = CliRunner().invoke(app, [command, str(tmp_path), "--output", str(tmp_path / "x.html")])
+
+    assert run.exit_code == 2
+    assert "pictures need matplotlib" in run.stderr
 
 
 @pytest.mark.parametrize(

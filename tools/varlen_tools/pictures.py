@@ -2,6 +2,7 @@
 
 A picture is a function that returns a figure. It is drawn twice, once in each theme.
 The same data gives the same bytes. matplotlib, of the extra `pictures`, is imported when a picture is drawn.
+A command checks for it before it computes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import io
 from collections.abc import Callable, Iterable
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -62,17 +64,26 @@ def settings(theme: Theme) -> dict[str, Any]:
     }
 
 
+def check_matplotlib() -> None:
+    """Raise PictureError if matplotlib is not installed."""
+    try:
+        # find_spec refuses a module that a test has hidden
+        is_there = find_spec("matplotlib") is not None
+    except ValueError:
+        is_there = False
+    if not is_there:
+        raise PictureError("pictures need matplotlib: pip install 'varlen[pictures]'")
+
+
 def render(draw: Draw, theme: Theme) -> bytes:
     """Return a picture in one theme, as SVG.
 
     Raises:
         PictureError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-    except ModuleNotFoundError:
-        message = "pip install 'varlen[pictures]'"
-        raise PictureError(f"pictures need matplotlib; {message}") from None
+    check_matplotlib()
+    from matplotlib import rc_context
+
     with rc_context(settings(theme)):
         held = io.BytesIO()
         draw().savefig(held, format="svg", metadata={"Date": None})
@@ -100,13 +111,18 @@ def check_outputs(paths: list[Path] | None) -> list[Path] | None:
     """Return the paths of a command's `--output`; the option's callback.
 
     Raises:
-        typer.BadParameter: a file has another suffix, or its folder does not exist.
+        typer.BadParameter: a file has another suffix, its folder does not exist, or matplotlib is not installed.
     """
     for path in paths or []:
         if path.suffix not in {".svg", ".html"}:
             raise typer.BadParameter(f"{path} is neither .svg nor .html")
         if not path.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}")
+    if paths:
+        try:
+            check_matplotlib()
+        except PictureError as error:
+            raise typer.BadParameter(str(error)) from None
     return paths
 
 
@@ -120,21 +136,13 @@ OutputOption: TypeAlias = Annotated[
 
 
 def write_outputs(paths: Iterable[Path] | None, draw: Draw, render_page: Callable[[], str]) -> None:
-    """Write a page to each .html and a picture to each .svg; print the paths.
-
-    Raises:
-        typer.Exit: matplotlib is not installed; the error is printed.
-    """
-    try:
-        for path in paths or ():
-            if path.suffix == ".html":
-                path.write_text(render_page(), encoding="utf-8")
-                print(path)
-            else:
-                print(*write(draw, path), sep="\n")
-    except PictureError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from None
+    """Write a page to each .html and a picture to each .svg; print the paths."""
+    for path in paths or ():
+        if path.suffix == ".html":
+            path.write_text(render_page(), encoding="utf-8")
+            print(path)
+        else:
+            print(*write(draw, path), sep="\n")
 
 
 def _data_url(svg: bytes) -> str:

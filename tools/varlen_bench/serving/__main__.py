@@ -25,6 +25,7 @@ from varlen_bench.serving.systems import (
     before,
     chosen_systems,
 )
+from varlen_tools import pictures
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.workloads import MIXES, Mix, named_mix, trace_mix
 
@@ -82,7 +83,9 @@ def main(
     """Load real servers, ours and plain ones, until they cannot keep up."""
     kind = "lone" if lone else "overload" if overload else "paired" if paired else ""
     lengths = lengths or ("uniform" if quick or overload else ",".join(MIXES))
-    with command.refused():
+    with command.refused(pictures.PictureError):
+        # for the page, at the end
+        pictures.check_matplotlib()
         settings = Settings(
             model=model,
             systems=chosen_systems(only or _DEFAULT_SYSTEMS[kind], quick=quick),
