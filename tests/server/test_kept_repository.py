@@ -11,12 +11,13 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests.closeness import assert_close
+from varlen.server.config import num_warmup_requests
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .clients import AnswerError, Array, GrpcClient, texts
 from .clients import Client as BareClient
-from .serving import add_model, http_call, load, metrics, unload
+from .serving import add_model, http_call, load, metrics, unload, wait_until
 from .task_models import save_task_model
 
 AROUND = Path(__file__).parent / "models/around.py"
@@ -54,6 +55,14 @@ model_warmup [
     inputs {{ key: "attention_mask" value {{ data_type: TYPE_INT64 dims: [ 16 ] zero_data: true }} }}
   }}
 ]
+"""
+# Messages without characters are refused.
+KEPT_WRITER = f"""
+dynamic_batching {{ max_queue_delay_microseconds: {DELAY_MICROSECONDS} }}
+model_warmup {{
+  name: "messages" batch_size: 1 count: 2
+  inputs {{ key: "messages" value {{ data_type: TYPE_STRING dims: [ 1 ] zero_data: true }} }}
+}}
 """
 STEP = """
 backend: "python"
@@ -96,8 +105,7 @@ def kept(
     add_model(repository, "kept", checkpoints["classifier"], text=KEPT)
     (repository / "kept/labels.txt").write_text("\n".join(LABELS))
     writer = save_task_model(tmp_path_factory.mktemp("writer"), "tiny_gpt2")
-    batching = f"dynamic_batching {{ max_queue_delay_microseconds: {DELAY_MICROSECONDS} }}"
-    add_model(repository, "kept_writer", writer, text=batching, kv_bytes="1000000")
+    add_model(repository, "kept_writer", writer, text=KEPT_WRITER, kv_bytes="1000000")
     python_models = {
         "lower": _step("TEXT", "TYPE_STRING", "text", "TYPE_STRING"),
         "best": _step("logits", "TYPE_FP32", "best", "TYPE_INT32", width=3),
@@ -148,9 +156,21 @@ def kept(
     names = ["kept", "kept_writer", *python_models, *ensembles]
     for name in names:
         assert load(server, name) is None
+    for name in ("kept", "kept_writer"):
+        _, config = http_call(server, "GET", f"/v2/models/{name}/config")
+        rows = num_warmup_requests(config)
+        wait_until(
+            lambda name=name, rows=rows: _answered(server, name) == rows, "its rows have run"
+        )
     yield server
     for name in reversed(names):
         unload(server, name)
+
+
+def _answered(server: LocalServer, model: str) -> float:
+    """Return how many requests the model has answered so far."""
+    series = metrics(server, model)
+    return sum(value for name, value in series.items() if name.startswith("varlen_requests_total "))
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +191,8 @@ def test_the_log_says_what_happens_instead_of_each_kept_field(kept: LocalServer)
     )
     for start in starts:
         assert kept.log().count(f"varlen: kept v1: {start}") == 1
+    skipped = "varlen: kept_writer v1: rows of model_warmup that this model refuses are skipped: "
+    assert kept.log().count(skipped) == 1
 
 
 def test_answers_stay_right_behind_the_server_s_own_batching(

@@ -122,7 +122,8 @@ def is_decoupled(model_config: dict[str, Any]) -> bool:
 def num_warmup_requests(model_config: dict[str, Any]) -> int:
     """Return how many requests of `model_warmup` the server sends before it serves any other."""
     return sum(
-        max(1, int(sample.get("count", 0))) * max(1, int(sample.get("batch_size", 0)))
+        # without a count, a sample runs once; without rows, not at all
+        (int(sample.get("count", 0)) or 1) * int(sample.get("batch_size", 0))
         for sample in model_config.get("model_warmup") or []
     )
 

@@ -457,7 +457,7 @@ def test_answers_of_generation_are_not_cached(read, small_gpt2):
     [
         ("", 0),
         (ROWS_OF_ZEROS, 8),
-        ('model_warmup { name: "a" batch_size: 2 } model_warmup { name: "b" count: 3 }', 5),
+        ('model_warmup { name: "a" batch_size: 2 } model_warmup { name: "b" count: 3 }', 2),
     ],
 )
 def test_the_server_sends_each_warmup_row_as_a_request(text, requests):
