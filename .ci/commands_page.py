@@ -12,8 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from varlen_client.cli.main import PANELS, find_commands
 from varlen_client.cli.requests import RequestOptions, RowOptions
 
-# Names of the options that all commands with requests have.
-_SHARED = {field.name for field in fields(RowOptions)}
+# Names of the options that all commands with requests have. The field `command` is none.
+_REQUEST = {field.name for field in fields(RequestOptions)} - {"command"}
+_SHARED = {field.name for field in fields(RowOptions)} - {"command"}
 # Names of values in the table by their type.
 _VALUES = {Path: "PATH", int: "N", float: "N", str: "TEXT"}
 
@@ -71,7 +72,7 @@ def _parts(name: str, command: Any) -> str:
 def _part(heading: str, command: Any) -> str:
     """Return the part of the page on one command."""
     rows, note = dict(_rows(command)), ""
-    if rows.keys() >= {field.name for field in fields(RequestOptions)}:
+    if rows.keys() >= _REQUEST:
         rows = {name: row for name, row in rows.items() if name not in _SHARED}
         note = "\nAnd the [options of requests](#options-of-requests).\n"
     return f"{heading}\n\n{command.help}\n\n{_table(rows.values())}{note}"
