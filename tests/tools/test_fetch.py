@@ -428,7 +428,8 @@ def test_says_what_it_found(encoder, repository, run):
         "weights 0.0 million, F32, 0.0 MB in 1 file",
         "tokenizer WordPiece, 9 token ids",
         "languages en, de (model card)",
-        f"{repository}/tiny-encoder is ready: tritonserver --model-repository {repository}",
+        f"{repository}/tiny-encoder is ready: varlen serve {repository}/tiny-encoder,"
+        f" or tritonserver --model-repository {repository}",
     ]
     assert not (repository / "tiny-encoder/1/README.md").exists()
 

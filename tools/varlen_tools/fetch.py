@@ -475,7 +475,10 @@ def main(
     except FetchError as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
-    typer.echo(f"{target} is ready: tritonserver --model-repository {repository}", err=True)
+    typer.echo(
+        f"{target} is ready: varlen serve {target}, or tritonserver --model-repository {repository}",
+        err=True,
+    )
 
 
 if __name__ == "__main__":
