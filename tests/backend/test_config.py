@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 
 from varlen.config import SERVER_PARAMETERS, SETTINGS, EngineConfig
+from varlen.errors import ConfigError
 
 from .refusals import refused_setting as refused
 
@@ -240,3 +241,24 @@ def test_every_setting_is_read_by_some_task():
     for task, others in (("generate", "policy"), ("embed", "kv_policy")):
         assert task not in SETTINGS[others].tasks
         assert task in SETTINGS["max_queued_tokens"].tasks
+
+
+def test_all_wrong_settings_are_in_one_error():
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_parameters({"batch": "1", "threads": "-1", "dtype": "half", "zzz": "2"})
+
+    unknown, dtype, threads = caught.value.problems
+    assert unknown.startswith('unknown parameter "batch". unknown parameter "zzz". Allowed: task,')
+    assert dtype.startswith('dtype is "half"; allowed: ')
+    assert threads.startswith('threads is "-1"; allowed: ')
+    assert str(caught.value) == f"3 problems: (1) {unknown}; (2) {dtype}; (3) {threads}"
+
+
+def test_settings_that_exclude_each_other_are_in_one_error():
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(dtype="int8", tensor_parallel=2, max_step_tokens=1)
+
+    assert [problem.split(" is ")[0] for problem in caught.value.problems] == [
+        "dtype",
+        "max_step_tokens",
+    ]

@@ -15,7 +15,7 @@ from varlen.server.config import num_warmup_requests
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
-from .clients import AnswerError, Array, GrpcClient, texts
+from .clients import AnswerError, Array, GrpcClient, integers, texts
 from .clients import Client as BareClient
 from .serving import add_model, http_call, load, metrics, unload, wait_until
 from .task_models import save_task_model
@@ -27,9 +27,9 @@ DELAY_MICROSECONDS = 2000
 KEPT = f"""
 max_batch_size: 16
 input [
-  {{ name: "text" data_type: TYPE_STRING dims: [ 1 ] optional: true }},
-  {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] optional: true }},
-  {{ name: "attention_mask" data_type: TYPE_INT64 dims: [ -1 ] optional: true }}
+  {{ name: "text" data_type: TYPE_STRING dims: [ -1 ] optional: true }},
+  {{ name: "input_ids" data_type: TYPE_INT64 dims: [ 16 ] optional: true }},
+  {{ name: "attention_mask" data_type: TYPE_INT64 dims: [ 16 ] optional: true }}
 ]
 output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels.txt" }} ]
 dynamic_batching {{
@@ -209,6 +209,16 @@ def test_answers_stay_right_behind_the_server_s_own_batching(
     rows = client.infer("kept", texts(*BATCH[:16]))
     assert_close(rows, logits[:16], roundings=roundings["classifier"])
     assert metrics(kept, "kept")["varlen_response_cache_hits_total"] > 0
+
+    # padded to the one length of the config
+    ids, mask = np.full((1, 16), 9), np.ones((1, 16))
+    ids[0, 12:], mask[0, 12:] = 0, 0
+    padded = {"input_ids": integers(ids), "attention_mask": integers(mask)}
+    assert_close(
+        client.infer("kept", padded),
+        client.infer("classifier", {"input_ids": integers(ids[:, :12])}),
+        roundings=roundings["classifier"],
+    )
 
     # a bad request fails alone
     good, bad = (

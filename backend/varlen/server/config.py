@@ -232,10 +232,23 @@ def _entry_problems(
         return
     came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
     wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}
-    if came != wanted:
+    if came["data_type"] != wanted["data_type"] or not _dims_fit(
+        came["dims"], wanted["dims"], is_input=section == "input"
+    ):
         yield f'{section} "{name}" is {came}; the model has {wanted}'
     if "reshape" in entry:
         yield f'{section} "{name}" has a reshape; allowed: none, with dims {wanted["dims"]}'
+
+
+def _dims_fit(came: list[int], wanted: list[int], *, is_input: bool) -> bool:
+    """Return whether a tensor may have these dims.
+
+    -1 fits every dim, since each request is checked by itself; and clients may pad all inputs to one length.
+    """
+    return len(came) == len(wanted) and all(
+        dim in (-1, model) or (is_input and model == -1)
+        for dim, model in zip(came, wanted, strict=True)
+    )
 
 
 def _kind_problems(

@@ -304,6 +304,18 @@ SERVED = {
         " format: FORMAT_NONE } ] dynamic_batching { }",
         [BATCHING],
     ),
+    "ids of one length": (
+        'platform: "onnxruntime_onnx" max_batch_size: 32'
+        ' input [ { name: "input_ids" data_type: TYPE_INT64 dims: [ 128 ] },'
+        ' { name: "attention_mask" data_type: TYPE_INT64 dims: [ 128 ] } ]'
+        ' output [ { name: "sentence_embedding" data_type: TYPE_FP32 dims: [ -1 ] } ]'
+        " version_policy: { all { } } dynamic_batching { preferred_batch_size: [ 1, 4, 8, 32 ] }",
+        [BATCHING],
+    ),
+    "texts of any number": (
+        'input [ { name: "text" data_type: TYPE_STRING dims: [ -1 ] } ]',
+        [],
+    ),
     "batching, a cache and warm-up": (
         f"max_batch_size: 8 dynamic_batching {{ }} response_cache {{ enable: true }} {ROWS_OF_ZEROS}",
         [BATCHING, "response_cache", "model_warmup"],
