@@ -163,7 +163,10 @@ def test_vectors_are_not_compared_without_sentence_transformers(encoder, monkeyp
 
     report = report_of(encoder, "--set", "dtype=fp32")
 
-    assert report["summary"].endswith("hidden states in fp32; not compared: vectors")
+    assert report["summary"].endswith(
+        "hidden states in fp32; not compared: vectors (sentence-transformers is not installed:"
+        " pip install transformers sentence-transformers)"
+    )
     remark = report["examination"]["comparisons"][-1]["remark"]
     assert remark == "sentence-transformers is not installed: hidden states are compared instead"
 
@@ -362,14 +365,35 @@ def test_a_model_that_fills_in_words_gets_a_note(words):
     assert "BertForMaskedLM is trained to fill in words" in notes[0]
 
 
-def test_without_the_original_library_nothing_is_compared(encoder, monkeypatch):
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_without_the_original_library_the_rest_is_checked_and_the_remedy_named(
+    request, monkeypatch, kind
+):
+    folder = request.getfixturevalue(kind)
     monkeypatch.setattr(examine_module, "has_library", lambda name: False)
 
-    result = doctor(encoder)
+    result = doctor(folder)
 
     assert result.exit_code == 0
-    assert "its answers were not compared" in result.stdout
-    assert "pip install transformers sentence-transformers" in result.stdout
+    first, *others = result.stdout.splitlines()
+    what = {"encoder": "vectors", "decoder": "greedy answers of up to 16 tokens"}[kind]
+    assert first.endswith(
+        f"it loads; not compared: {what} (transformers is not installed:"
+        " pip install transformers sentence-transformers)"
+    )
+    assert "memory" in others
+
+
+def test_a_comparison_that_is_required_and_not_made_exits_with_1(encoder, monkeypatch):
+    assert doctor(encoder, "--require").exit_code == 0
+
+    # hidden states are compared instead
+    monkeypatch.setattr(examine_module, "has_library", lambda name: name == "transformers")
+    assert doctor(encoder).exit_code == 0
+    assert doctor(encoder, "--require").exit_code == 1
+
+    monkeypatch.setattr(examine_module, "has_library", lambda name: False)
+    assert doctor(encoder, "--require").exit_code == 1
 
 
 def test_an_original_library_that_fails_is_named(encoder, monkeypatch):
@@ -416,9 +440,7 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
 def test_speed_of_other_tasks(words, monkeypatch, task, lengths):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
-    result = CliRunner().invoke(
-        app, ["doctor", str(words), "--json", "--set", f"task={task}"]
-    )
+    result = CliRunner().invoke(app, ["doctor", str(words), "--json", "--set", f"task={task}"])
 
     assert len(json.loads(result.stdout)["examination"]["speeds"]) == lengths
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from varlen_client.cli.options import show_stage
+
 if TYPE_CHECKING:
     from varlen_tools.doctor.report import Report
     from varlen_tools.model_source import ModelSource
@@ -27,11 +29,16 @@ def doctor(
         typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
     ] = None,
     speed: Annotated[bool, typer.Option(help="Measure tokens per second on this machine.")] = True,
+    require: Annotated[
+        bool,
+        typer.Option("--require", help="Exit with 1 also if the answers could not be compared."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a checkpoint, and compare it with its own library.
 
     Says what the checkpoint holds and needs, and measures its speed.
+    Comparing needs transformers and sentence-transformers.
     The exit code is 1 when the checkpoint is refused or its answers differ.
     """
     try:
@@ -47,7 +54,9 @@ def doctor(
         if folder.is_file():
             check_is_folder(folder)
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder; `varlen fetch` downloads models of the hub")
+            raise ConfigError(
+                f"{folder} is not a folder; `varlen fetch` downloads models of the hub"
+            )
         source = find_source(folder, parse_settings(settings))
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -55,13 +64,13 @@ def doctor(
     except CheckpointError as error:
         report = Report(folder.resolve().name, refused=str(error))
     else:
-        with Console(stderr=True).status(f"examining {source.name}"):
+        with show_stage(f"examining {source.name}"):
             report = _examine(source, has_speed=speed)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         report.print(Console())
-    if report.verdict in ("refused", "differs"):
+    if report.verdict in ("refused", "differs") or (require and not report.is_compared):
         raise typer.Exit(1)
 
 

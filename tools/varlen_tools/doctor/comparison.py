@@ -39,6 +39,7 @@ class Comparison:
         difference: the largest one, relative to the largest value.
         cosine: the least one, of vectors.
         remark: the first input that differs, or why there is no comparison.
+        missing: the library that would have made the answers, if it is not installed.
     """
 
     what: str
@@ -48,6 +49,13 @@ class Comparison:
     difference: float | None = None
     cosine: float | None = None
     remark: str = ""
+    missing: str = ""
+
+
+def without_library(what: str, library: str, instead: str = "") -> Comparison:
+    """Return an entry for answers that were not compared, since a library is not installed."""
+    remark = f"{library} is not installed" + (f": {instead}" if instead else "")
+    return Comparison(what, "", 0, None, remark=remark, missing=library)
 
 
 def short_dtype(name: str) -> DType:

@@ -27,6 +27,7 @@ from varlen_tools.doctor.comparison import (
     compare_scores,
     compare_values,
     short_dtype,
+    without_library,
 )
 from varlen_tools.doctor.originals import (
     NEW_TOKENS,
@@ -140,11 +141,14 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
 def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) -> list[Comparison]:
     """Return an entry for the answers of a task that are not compared themselves."""
     task = config.task or checkpoint.task
-    if task == compared or not has_library("transformers"):
+    if not has_library("transformers"):
+        return [without_library(TASKS[task].answers, "transformers")]
+    if task == compared:
         return []
-    reason = "" if task == "fill_mask" else "sentence-transformers is not installed: "
-    remark = f"{reason}{TASKS[compared].answers} are compared instead"
-    return [Comparison(TASKS[task].answers, "", 0, None, remark=remark)]
+    what, instead = TASKS[task].answers, f"{TASKS[compared].answers} are compared instead"
+    if task == "fill_mask":
+        return [Comparison(what, "", 0, None, remark=instead)]
+    return [without_library(what, "sentence-transformers", instead)]
 
 
 def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
@@ -239,7 +243,7 @@ def _compare_scores(
     is_pair = checkpoint.num_labels == 1 or stores_activation(checkpoint)
     name = "sentence-transformers" if is_pair and task != "token_classify" else "transformers"
     if not has_library(name):
-        yield Comparison("scores", "", 0, None, remark=f"{name} is not installed")
+        yield without_library("scores", name)
         return
     try:
         expected = (
@@ -338,10 +342,12 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
 def _compare_generated(
     checkpoint: Checkpoint, prompts: list[str], answers: dict[DType, list[list[int]]]
 ) -> Iterator[Comparison]:
-    if not has_library("transformers"):
-        return
     kind = "translations" if checkpoint.translate else "greedy answers"
-    what, name = f"{kind} of up to {NEW_TOKENS} tokens", named("transformers")
+    what = f"{kind} of up to {NEW_TOKENS} tokens"
+    if not has_library("transformers"):
+        yield without_library(what, "transformers")
+        return
+    name = named("transformers")
     ends = set(checkpoint.eos_token_ids)
     if checkpoint.translate is not None:
         tokens = checkpoint.translate.tokens

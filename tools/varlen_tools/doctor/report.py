@@ -16,7 +16,8 @@ from varlen_tools.findings import Findings, rows, table
 
 Verdict = Literal["agrees", "differs", "not compared", "refused"]
 _PARAMETER = re.compile(r'parameters \{ key: "(\w+)" value: \{ string_value: "(.*)" \} \}')
-_INSTALL = "transformers is not installed: pip install transformers sentence-transformers"
+# What adds the comparisons that a missing library would make. It is the same Python that runs the doctor.
+_INSTALL = "pip install transformers sentence-transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,24 @@ class Report:
         for each in self.examination.comparisons if self.examination is not None else ():
             results[each.agrees].append(each.what)
         missing = f"; not compared: {', '.join(results[None])}" if results[None] else ""
+        if self.missing:
+            missing += f" ({self.missing} is not installed: {_INSTALL})"
         if self.verdict == "differs":
             return f"it differs from the original library: {', '.join(results[False])}{missing}"
         if self.verdict == "agrees":
             return f"it agrees with the original library: {', '.join(results[True])}{missing}"
-        return (
-            "it is refused"
-            if self.verdict == "refused"
-            else "it loads; its answers were not compared"
-        )
+        return "it is refused" if self.verdict == "refused" else f"it loads{missing}"
+
+    @property
+    def missing(self) -> str:
+        """The library without which something was not compared; empty if there is none."""
+        comparisons = self.examination.comparisons if self.examination is not None else ()
+        return next((each.missing for each in comparisons if each.missing), "")
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the answers were compared, with all libraries that this takes."""
+        return self.verdict in ("agrees", "differs") and not self.missing
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -122,8 +132,6 @@ def _tables(examination: Examination) -> Iterator[tuple[str, Table]]:
 
 
 def _comparison_table(comparisons: tuple[Comparison, ...]) -> Table:
-    if not comparisons:
-        return table([("not compared", _INSTALL)])
     made = Table("", "difference", "cosine", "", box=None, pad_edge=False)
     made.columns[0].style = "bold"
     results = {True: "[green]agrees[/green]", False: "[red]differs[/red]", None: "not compared"}
