@@ -1,4 +1,4 @@
-"""Starts Python processes of this package, from any program that embeds Python; the log of a process."""
+"""Starts Python processes of this package from any program; sets up their logs."""
 
 import gc
 import logging

@@ -56,7 +56,7 @@ def serving(
         words: its arguments.
         cache: the user's folder for caches.
         environment: further variables.
-        stderr: where its messages go.
+        stderr: file descriptor of its messages.
     """
     command = [sys.executable, "-m", "varlen_client.cli.main", "serve", *words]
     command += ["--port", str(free_port()), "--server-port", str(free_port())]

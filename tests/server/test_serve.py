@@ -43,7 +43,7 @@ def send(line: str) -> bytes:
 
 @contextmanager
 def terminal() -> Iterator[tuple[int, Callable[[], str]]]:
-    """Yield a terminal for a process, and a function that returns what was drawn on it."""
+    """Yield a terminal, and a function that returns what was drawn on it."""
     ours, theirs = pty.openpty()
     drawn: list[bytes] = []
 

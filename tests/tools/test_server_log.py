@@ -1,4 +1,4 @@
-"""The server's log says what models do while they load, and why one did not load."""
+"""The server's log has the stages of a load, and the reason of a failure."""
 
 import pytest
 

@@ -166,7 +166,7 @@ def _check_source(source: str) -> None:
 
 
 def is_hub_name(source: str) -> bool:
-    """Return whether a source is a model of the hub: it has such a form, and there is no such folder."""
+    """Return whether a source is a name of the hub, and no folder."""
     is_name = _HUB.fullmatch(source) and not source.startswith(".")
     return bool(is_name) and not Path(source).is_dir()
 

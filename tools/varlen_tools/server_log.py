@@ -23,7 +23,7 @@ _TRACE = "\n\nAt:"
 
 
 def loading_stage(log: str) -> str | None:
-    """Return what a model did last while it loads, in a few words; None if no model has begun."""
+    """Return the latest stage of a load; None if no model has begun."""
     for line in reversed(log.splitlines()):
         if found := _WORKER.fullmatch(line):
             return _DETAILS.sub("", found["text"])
@@ -50,7 +50,7 @@ def load_failures(log: str) -> list[str]:
 
 
 def _message(line: str) -> str | None:
-    """Return the message of a line of the server; None if a backend has printed it."""
+    """Return the server's message in a line; None if there is none."""
     found = _MESSAGE.match(line)
     return found[1] if found else None
 

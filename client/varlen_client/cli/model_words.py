@@ -13,7 +13,7 @@ class _Words:
     """Words about the models of a task.
 
     Attributes:
-        does: what they do.
+        does: verb and object of their work.
         makes: their answers.
         kind: a model that makes them.
     """
@@ -49,7 +49,7 @@ _TASK_OF_OUTPUT = {
 
 
 def task_of(info: ModelInfo) -> str | None:
-    """Return the task of a model, by its settings or else its outputs; None if neither tells."""
+    """Return the task of a model by its settings, else by its outputs."""
     if info.task is not None:
         return info.task
     found = [_TASK_OF_OUTPUT[name] for name in info.outputs if name in _TASK_OF_OUTPUT]
@@ -59,7 +59,7 @@ def task_of(info: ModelInfo) -> str | None:
 
 
 def other_task(command: str, info: ModelInfo) -> str | None:
-    """Return what to say of a model that does not answer a command; None if it does, as far as its task tells.
+    """Return the error of a command on a model of another task, else None.
 
     Args:
         command: name of the function of the command.

@@ -112,7 +112,7 @@ class Endpoint:
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
-        """URLs where the metrics page may be: the port after those of HTTP and gRPC, and the default port."""
+        """URLs of the metrics page: at the port after the gRPC port, else at 8002."""
         following = self.port + (1 if self.protocol == "grpc" else 2)
         ports = dict.fromkeys((following, METRICS_PORT))
         return tuple(f"http://{self.host}:{port}/metrics" for port in ports)

@@ -116,7 +116,7 @@ def fetch_models(
     """Return the folder of each model, once checkpoints are fetched.
 
     Args:
-        sources: what `find_models` has returned.
+        sources: result of `find_models`.
         fetching: settings of checkpoints that are fetched.
         report: function that shows a line of progress.
 
@@ -170,7 +170,7 @@ def _is_ensemble(model: Path) -> bool:
 
 
 def _check(source: str, fetching: Fetching) -> None:
-    """Raise ServeError if a source cannot be fetched, as far as this needs no download."""
+    """Raise ServeError if a source is wrong; downloads nothing."""
     folder = Path(source).expanduser()
     if source and folder.is_dir() and not any(folder.glob("*.json")):
         raise ServeError(
