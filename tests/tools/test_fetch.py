@@ -387,6 +387,13 @@ def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
     assert_refused(result, repository)
 
 
+def test_a_source_that_cannot_be_right_is_refused_before_fetching_is_printed(run):
+    result = run("./absent")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("fetch: there is no folder './absent'; give a checkpoint")
+
+
 def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, repository):
     write_file(encoder, "modules.json", WITH_DENSE)
     sizes = {"in_features": 16, "out_features": 4, "bias": False}

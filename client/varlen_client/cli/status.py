@@ -128,11 +128,18 @@ def _models(url: str, model: str | None, found: Status) -> Iterator[_Model]:
     # of several versions, the one that answers
     states = {each.name: each.state for each in sorted(found.models, key=lambda each: each.ready)}
     for name in sorted(states) if model is None else [model]:
-        task = ""
-        if states.get(name) == "READY":
-            with Client(url, name) as client:
-                task = task_of(client.model_info()) or ""
-        yield _Model(name, states.get(name, ""), task)
+        is_ready = states.get(name) == "READY"
+        yield _Model(name, states.get(name, ""), _task(url, name) if is_ready else "")
+
+
+def _task(url: str, model: str) -> str:
+    """Return the task of a model; empty if it is unknown."""
+    try:
+        with Client(url, model) as client:
+            return task_of(client.model_info()) or ""
+    except VarlenClientError:
+        # unloaded meanwhile, or without outputs
+        return ""
 
 
 def _metrics_url(urls: Sequence[str], models: set[str]) -> str | None:

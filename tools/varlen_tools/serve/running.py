@@ -7,7 +7,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +124,7 @@ class _Gateway(GatewayServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop once the requests in progress are answered."""
-        with show_stage("ending: requests in progress have up to 30 s"):
+        with _showing("ending: requests in progress have up to 30 s"):
             await super().shutdown(sockets)
 
 
@@ -134,21 +134,31 @@ def _wait_ready(server: LocalServer, names: Sequence[str]) -> None:
     A terminal has one line, which changes. Elsewhere a line comes first, and others while a load is long.
     """
     loading = f"loading {', '.join(names)}"
-    is_terminal = Console(stderr=True).is_terminal
-    if not is_terminal:
-        print_message(loading)
     began = said = time.monotonic()
-    with show_stage(loading) as show:
+    with _showing(loading) as show:
 
         def report() -> None:
             nonlocal said
             stage, now = loading_stage(server.log()) or loading, time.monotonic()
             show(stage)
-            if not is_terminal and now - said >= _LINE_SECONDS:
+            if not _is_terminal() and now - said >= _LINE_SECONDS:
                 print_message(f"{stage}, after {now - began:.0f} s")
                 said = now
 
         server.wait_ready(LOAD_SECONDS, report)
+
+
+@contextlib.contextmanager
+def _showing(stage: str) -> Iterator[Callable[[str], None]]:
+    """Show a stage as `show_stage` does, or print it where stderr is no terminal."""
+    if not _is_terminal():
+        print_message(stage)
+    with show_stage(stage) as show:
+        yield show
+
+
+def _is_terminal() -> bool:
+    return Console(stderr=True).is_terminal
 
 
 @contextlib.contextmanager
@@ -158,7 +168,7 @@ def _shown_end(server: LocalServer) -> Iterator[None]:
         yield
     finally:
         if server.is_running:
-            with show_stage("ending the server"):
+            with _showing("ending the server"):
                 server.stop()
 
 
