@@ -18,7 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 from varlen_client.cli.options import usage_error
 
 _GROUP = "varlen.commands"
-# All commands in the order of `varlen --help`, and what each does: the first sentence of its own help.
+# All commands in the order of `varlen --help`, and what each does. Its own help begins with this sentence too, and goes
+# on with its docstring's second paragraph.
 PANELS: Mapping[str, Mapping[str, str]] = {
     "Serve": {
         "serve": "Fetch models and serve them over HTTP and gRPC.",
@@ -126,7 +127,10 @@ class Command(TyperCommand):
         command: Any = typer.main.get_command(own)
         for each in (command, *getattr(command, "commands", {}).values()):
             # a line of code is longer than a line of many terminals
-            each.help = "\n\n".join(" ".join(text.split()) for text in each.help.split("\n\n"))
+            summary, *details = (" ".join(text.split()) for text in each.help.split("\n\n"))
+            if self.help and each is command and self.name in _PANEL_OF:
+                summary = self.help
+            each.help = "\n\n".join((summary, *details))
         return command
 
     def make_context(
