@@ -147,7 +147,7 @@ def test_a_server_that_does_not_start_ends_it_with_the_servers_words(tmp_path):
     run = run_demo("--repository", str(tmp_path))
 
     assert run.returncode == 1
-    assert "demo: the server ended with exit code 1" in run.stdout
+    assert "minilm cannot be loaded: " in run.stdout
     assert "no-such-backend" in run.stdout
 
 
