@@ -1,4 +1,4 @@
-"""The page of the gateway in a real browser, before the real server: models answer their forms."""
+"""The gateway's page in a real browser: each model answers its form."""
 
 import json
 
