@@ -118,7 +118,7 @@ def test_python_runs(
 
 
 def ask(address: str, body: str | None) -> bytes:
-    """Return the answer to a POST, or to a GET if there is no body; it may be a stream of events."""
+    """Return the answer to a POST; without a body, to a GET."""
     model = MODEL_OF_PATH.get(address[address.index("/") :])
     if model is not None and body is not None:
         body = json.dumps({"model": model, **json.loads(body)})
