@@ -2,8 +2,6 @@
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from varlen_tools.train_demo.dates import FORMS, held_out_examples
 from varlen_tools.train_demo.loop import Report
@@ -27,6 +24,7 @@ from varlen_tools.train_demo.train_dates import (
 
 # Held-out dates per form in the measure that the command prints.
 _DATES_PER_FORM = 20
+_PROGRESS_SECONDS = 3.0
 
 
 class Family(str, Enum):
@@ -64,8 +62,7 @@ def _make_gpt2(output: Path, steps: int | None, seed: int, console: Console) -> 
     tokenizer = train_tokenizer(documents, training.shape.vocabulary)
     token_ids = encode(tokenizer, documents)
     console.print(f"training gpt2 on {len(token_ids):,} tokens of Python's documentation")
-    with _progress(training.steps, console) as report:
-        model = train(training, token_ids, report)
+    model = train(training, token_ids, _progress(output, training.steps, console))
     save_gpt2(output, model, training.shape, tokenizer)
 
 
@@ -73,26 +70,25 @@ def _make_dates(output: Path, steps: int | None, seed: int, console: Console) ->
     training = replace(DEFAULT_DATES, steps=steps or DEFAULT_DATES.steps, seed=seed)
     tokenizer = train_date_tokenizer(training.shape.vocabulary, seed)
     console.print(f"training Marian on dates in {len(FORMS)} written forms")
-    with _progress(training.steps, console) as report:
-        model = train_dates(training, tokenizer, report)
+    model = train_dates(training, tokenizer, _progress(output, training.steps, console))
     save_marian(output, model, training.shape, tokenizer)
     examples = held_out_examples(_DATES_PER_FORM, random.Random(seed))
     exact = exact_matches(model, tokenizer, examples)
     console.print(f"{exact:,} of {len(examples):,} held-out dates are rewritten exactly (greedy)")
 
 
-@contextmanager
-def _progress(steps: int, console: Console) -> Iterator[Report]:
-    """Show a bar; yields what moves it."""
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=steps, loss=float("nan"))
-        yield lambda step, loss: progress.update(bar, completed=step, loss=loss)
+def _progress(output: Path, steps: int, console: Console) -> Report:
+    """Return what prints a line every few seconds, also beside another training."""
+    began = printed = time.perf_counter()
+
+    def report(step: int, loss: float) -> None:
+        nonlocal printed
+        now = time.perf_counter()
+        if step == steps or now - printed >= _PROGRESS_SECONDS:
+            printed = now
+            console.print(f"{output}: step {step} of {steps}, {now - began:.0f} s, loss {loss:.2f}")
+
+    return report
 
 
 if __name__ == "__main__":

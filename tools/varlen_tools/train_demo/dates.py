@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -120,6 +121,8 @@ FORMS: tuple[Form, ...] = (
     *(Form(template, GERMAN) for template in _GERMAN),
     *(Form(template, FRENCH) for template in _FRENCH),
 )
+# How often training shows each form. Months in digits are learned last: a day can be taken for one.
+FORM_WEIGHTS = tuple(2 if "{month" in form.template else 1 for form in FORMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +138,15 @@ def is_held_out(day: date) -> bool:
     return zlib.crc32(day.isoformat().encode()) % _HELD_OUT_SHARE == 0
 
 
-def training_examples(count: int, numbers: random.Random) -> list[Example]:
-    """Return dates that are not held out, each in a random form."""
+def training_examples(
+    count: int, numbers: random.Random, weights: Sequence[int] | None = None
+) -> list[Example]:
+    """Return dates that are not held out, in random forms, by the forms' weights."""
     days = _random_days(count, numbers, held_out=False)
-    return [Example(numbers.choice(FORMS).write(day), day.isoformat()) for day in days]
+    forms = numbers.choices(FORMS, weights, k=count)
+    return [
+        Example(form.write(day), day.isoformat()) for form, day in zip(forms, days, strict=True)
+    ]
 
 
 def held_out_examples(dates_per_form: int, numbers: random.Random) -> list[Example]:

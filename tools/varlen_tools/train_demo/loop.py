@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from varlen_tools.train_demo.muon import Muon
 from varlen_tools.train_demo.transformer import Shape, Training
 
-_MATRIX_RATE, _OTHER_RATE = 0.02, 3e-3
+_OTHER_RATE = 3e-3
 _WARMUP_STEPS = 20
 _LARGEST_GRADIENT = 1.0
 
@@ -40,7 +40,7 @@ def fit(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = make_model(training.shape)
-    optimizers = _optimizers(model)
+    optimizers = _optimizers(model, training.matrix_rate)
     rates = [
         torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / training.steps)
@@ -59,13 +59,13 @@ def fit(
     return model
 
 
-def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+def _optimizers(model: nn.Module, matrix_rate: float) -> tuple[torch.optim.Optimizer, ...]:
     """Return Muon for the matrices of lists of layers, and AdamW for all other weights."""
     layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     matrices = [weight for each in layers for weight in each.parameters() if weight.ndim == 2]
     ids = set(map(id, matrices))
     others = [weight for weight in model.parameters() if id(weight) not in ids]
     return (
-        Muon(matrices, lr=_MATRIX_RATE),
+        Muon(matrices, lr=matrix_rate),
         torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     )

@@ -15,32 +15,48 @@ _ROUNDS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over matrices, with Nesterov momentum."""
+    """Muon over matrices, with Nesterov momentum; matrices of one shape are updated together."""
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+        of_shape: dict[torch.Size, list[Tensor]] = {}
+        for matrix in matrices:
+            of_shape.setdefault(matrix.shape, []).append(matrix)
+        groups = [{"params": each} for each in of_shape.values()]
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure
         """Update every matrix from its gradient."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                average = self.state[weight].setdefault("average", torch.zeros_like(weight))
-                average.lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonalized(weight.grad.lerp(average, group["momentum"]))
-                # an update of the same size whatever the shape
-                scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
+            weights = group["params"]
+            gradient = torch.stack([weight.grad for weight in weights])
+            average = self.state[weights[0]].setdefault("average", torch.zeros_like(gradient))
+            average.lerp_(gradient, 1 - group["momentum"])
+            updates = orthogonalized(gradient.lerp(average, group["momentum"]))
+            # an update of the same size whatever the shape
+            rows, columns = weights[0].shape
+            scale = max(1.0, rows / columns) ** 0.5
+            for weight, update in zip(weights, updates, strict=True):
                 weight.add_(update, alpha=-group["lr"] * scale)
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return a matrix of the same shape with singular values near 1."""
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Return matrices of the same shape, `[..., rows, columns]`, with singular values near 1.
+
+    The rounds multiply small square matrices: products of the polynomial in `x @ x.T`, then one product with `x`.
+    """
     a, b, c = _COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(_ROUNDS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    out: Tensor = x.T if is_tall else x
-    return out
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    gram = x @ x.mT
+    identity = a * torch.eye(gram.shape[-1])
+    product = None
+    for i in range(_ROUNDS):
+        factor = identity + b * gram + c * gram @ gram
+        product = factor if product is None else factor @ product
+        if i + 1 < _ROUNDS:
+            gram = factor @ gram @ factor
+    assert product is not None
+    out: Tensor = product @ x
+    return out.mT if is_tall else out

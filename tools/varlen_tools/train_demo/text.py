@@ -7,12 +7,12 @@ import re
 from pydoc_data.topics import topics
 
 _SHORTEST_PARAGRAPH = 80
-# Examples, grammar, tables and headings.
-_NO_PROSE = re.compile(r">>>|::=|\*\*\*|---|===")
+# Code, markup, grammar and tables. A model that sees few tokens learns plain sentences first.
+_NO_PROSE = re.compile(r'["*()_<>{}\[\]=|“”0-9]')
 
 
 def python_documents() -> list[str]:
-    """Return the prose of each topic: paragraphs of one line, with empty lines between them."""
+    """Return the plain prose of each topic, each paragraph on a line of its own."""
     documents = ("\n\n".join(_paragraphs(topics[name])) for name in sorted(topics))
     return [document for document in documents if document]
 

@@ -18,7 +18,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 # Four layers of 256 learn to repeat the text's phrases in about a minute on two cores.
 DEFAULT = Training(
-    Shape(vocabulary=2048, positions=256, hidden=256, layers=4, heads=4), steps=180, samples=4
+    Shape(vocabulary=2048, positions=256, hidden=256, layers=4, heads=4),
+    steps=130,
+    samples=2,
+    matrix_rate=0.03,
 )
 
 

@@ -18,7 +18,7 @@ from tokenizers import (
 from torch import Tensor
 from torch.nn import functional
 
-from varlen_tools.train_demo.dates import Example, training_examples
+from varlen_tools.train_demo.dates import FORM_WEIGHTS, Example, training_examples
 from varlen_tools.train_demo.loop import Report, fit
 from varlen_tools.train_demo.marian import Marian
 from varlen_tools.train_demo.transformer import Shape, Training
@@ -69,7 +69,9 @@ def train_dates(training: Training, tokenizer: Tokenizer, report: Report) -> Mar
     return fit(
         Marian,
         training,
-        lambda model: _loss(model, tokenizer, training_examples(training.samples, numbers)),
+        lambda model: _loss(
+            model, tokenizer, training_examples(training.samples, numbers, FORM_WEIGHTS)
+        ),
         report,
     )
 

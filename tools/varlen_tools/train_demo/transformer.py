@@ -26,12 +26,14 @@ class Training:
         steps: number of updates.
         samples: sequences, or dates, in each step.
         seed: seed of weights and samples.
+        matrix_rate: first learning rate of the matrices of layers.
     """
 
     shape: Shape
     steps: int
     samples: int
     seed: int = 0
+    matrix_rate: float = 0.02
 
 
 def attend(
