@@ -132,10 +132,32 @@ def test_models_of_one_name_are_removed_by_their_source(checkpoints):
 
     both = run_varlen("rm", "a")
     assert both.exit_code == 2
-    assert "2 models have the name a; give a source: " in both.stderr
+    assert "a is the name or source of 2 models: a of " in both.stderr
 
     assert run_varlen("rm", checkpoints[1]).exit_code == 0
     assert (one.is_dir(), two.exists()) == (True, False)
+
+
+def test_models_of_one_source_are_removed_by_their_name(checkpoints):
+    one, two = fetched(checkpoints[0], "a"), fetched(checkpoints[0], "b")
+
+    assert run_varlen("rm", checkpoints[0]).exit_code == 2
+    assert run_varlen("rm", "b").exit_code == 0
+    assert (one.is_dir(), two.exists()) == (True, False)
+
+
+def test_the_next_fetch_removes_what_a_killed_removal_leaves(checkpoints, cache, monkeypatch):
+    fetched(checkpoints[0], "a")
+    # as if the process ended before it deletes the files
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    assert run_varlen("rm", "a").exit_code == 1
+    assert list(cache.rglob(".fetch-*"))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+
+    fetched(checkpoints[0], "a")
+
+    assert not list(cache.rglob(".fetch-*"))
 
 
 def test_a_model_in_use_stays(checkpoints):

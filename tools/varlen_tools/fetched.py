@@ -21,9 +21,9 @@ from rich.filesize import decimal
 from varlen.errors import CheckpointError
 from varlen_client.cli.options import fail, print_message, usage_error
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
-from varlen_tools.fetch import STAGING_PREFIX
+from varlen_tools.fetch import STAGING_PREFIX, staging_parent
 from varlen_tools.model_source import read_model_config
-from varlen_tools.scratch import remove_abandoned, scratch_folder
+from varlen_tools.scratch import scratch_folder
 from varlen_tools.serve.models import LOCK, SOURCE_FILE, models_folder, user_of
 
 # Names of the folders of sources.
@@ -151,8 +151,8 @@ def _find(name: str, models: Sequence[FetchedModel]) -> FetchedModel:
     """
     found = [each for each in models if name in (each.name, each.source)]
     if len(found) > 1:
-        sources = ", ".join(each.source for each in found)
-        usage_error(f"{len(found)} models have the name {name}; give a source: {sources}")
+        known = ", ".join(f"{each.name} of {each.source}" for each in found)
+        usage_error(f"{name} is the name or source of {len(found)} models: {known}; give the other")
     if not found:
         known = ", ".join(each.name for each in models) or "none"
         usage_error(f"no fetched model has the name or source {name!r}; there are: {known}")
@@ -170,9 +170,8 @@ def _remove(model: FetchedModel) -> None:
     with CacheFolder(parent).lock(LOCK, 0.0):
         if user := user_of(model.folder):
             raise LockedError(f"{user} serves it")
-        # folders of killed processes
-        remove_abandoned(STAGING_PREFIX, parent)
-        with scratch_folder(STAGING_PREFIX, parent) as scratch:
+        # where the next fetch removes what this process leaves if it is killed
+        with scratch_folder(STAGING_PREFIX, staging_parent(parent)) as scratch:
             model.folder.rename(scratch.path / model.name)
     if scratch.path.exists():
         raise OSError(f"some of its files are left in {scratch.path}")
