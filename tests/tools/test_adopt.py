@@ -431,3 +431,17 @@ def test_a_model_that_cannot_be_adopted_leaves_nothing_behind(tmp_path, monkeypa
     assert result.exit_code == 2
     assert "which no task of the checkpoint has" in result.stderr
     assert not (repository / "old_varlen").exists()
+
+
+def test_a_path_is_no_name_and_starts_no_server(tmp_path, monkeypatch):
+    repository, texts = tmp_path / "repository", tmp_path / "texts.txt"
+    texts.write_text("a\n" * 8)
+    write_configs(tmp_path, repository='backend: "none"')
+    write_configs(repository, old='backend: "python"')
+    save_checkpoint(repository / "old/1", words=WORDS, hidden_size=32, num_attention_heads=4)
+
+    result = adopt(repository, texts, monkeypatch, "--name", "../new")
+
+    assert result.exit_code == 2
+    assert "the name '../new' cannot be a model's" in result.stderr
+    assert "starting a server" not in result.stderr

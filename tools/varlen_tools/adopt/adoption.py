@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ from varlen_tools.adopt.session import Session, open_session
 from varlen_tools.adopt.side import ModelSide, existing_side, our_dtype, our_side
 from varlen_tools.adopt.view import with_parts, write_view
 from varlen_tools.doctor.comparison import Comparison, compare_values
-from varlen_tools.fetch import FetchError, fetch, staging_parent
+from varlen_tools.fetch import FetchError, check_arguments, fetch, staging_parent
 from varlen_tools.model_config import Inputs
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.scratch import scratch_folder
@@ -143,6 +143,8 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         target = wish.repository / name
         _check_target(target, force=wish.force)
         source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
+        with _refusing():
+            check_arguments(source, name, wish.settings)
         report(f"starting a server with {model}")
         with open_session(command, view, [model]) as session:
             old = session.read(model, wish.output)
@@ -322,7 +324,7 @@ def _entry(view: Path) -> str:
 
 
 def _fetch(repository: Path, source: str, name: str, settings: Mapping[str, str]) -> Path:
-    try:
+    with _refusing():
         return fetch(
             source,
             repository=repository,
@@ -331,6 +333,13 @@ def _fetch(repository: Path, source: str, name: str, settings: Mapping[str, str]
             inputs=Inputs.all,
             force=True,
         )
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise AdoptError for what `fetch` refuses."""
+    try:
+        yield
     except FetchError as error:
         raise AdoptError(str(error)) from None
 
