@@ -127,7 +127,7 @@ class Command(TyperCommand):
         command: Any = typer.main.get_command(own)
         for each in (command, *getattr(command, "commands", {}).values()):
             # a line of code is longer than a line of many terminals
-            summary, *details = (" ".join(text.split()) for text in each.help.split("\n\n"))
+            summary, *details = (" ".join(text.split()) for text in (each.help or "").split("\n\n"))
             if self.help and each is command and self.name in _PANEL_OF:
                 summary = self.help
             each.help = "\n\n".join((summary, *details))

@@ -159,3 +159,14 @@ def test_a_command_that_cannot_be_imported_says_why_and_leaves_the_others_alone(
     assert called.exit_code == 2
     assert called.stderr.startswith("error: zap cannot be imported: No module named")
     assert len(called.stderr.splitlines()) == 1
+
+
+def test_a_command_of_others_needs_no_docstring(monkeypatch):
+    def zap(count: int = 1) -> None:
+        print(f"zapped {count}")
+
+    monkeypatch.setattr(EntryPoint, "load", lambda self: zap)
+    other = EntryPoint("zap", "others:zap", "varlen.commands")
+    monkeypatch.setattr(cli, "entry_points", lambda group: [other])
+
+    assert run("zap", "--count", "2").stdout == "zapped 2\n"
