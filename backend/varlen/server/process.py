@@ -111,7 +111,8 @@ def server_caches() -> bool:
     The server loads the library of its cache before its models.
     """
     try:
-        return "libtritoncache_" in Path(f"/proc/{os.getppid()}/maps").read_text()
+        # paths in it may be in any encoding
+        return b"libtritoncache_" in Path(f"/proc/{os.getppid()}/maps").read_bytes()
     except OSError:
         # unknown: answers out of a cache could be wrong
         return True
