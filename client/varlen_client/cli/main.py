@@ -71,7 +71,7 @@ _OWN = {
     "status": ("status",),
     "translate": ("translate",),
 }
-# The distribution that has all others, and its part that `serve` needs.
+# The distribution that has all others.
 _OTHERS = "varlen"
 # Names that other programs have for our commands.
 _ELSEWHERE: Mapping[str, str] = {

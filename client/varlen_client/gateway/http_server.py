@@ -17,7 +17,7 @@ from varlen_client.gateway.http_connection import LimitedConnection
 from varlen_client.gateway.settings import GatewaySettings
 
 # Time of requests in progress to end when the gateway stops.
-_GRACE_SECONDS = 30
+GRACE_SECONDS = 30
 # Longer than clients and balancers keep an idle connection, which they would otherwise use as it is closed.
 _KEEP_ALIVE_SECONDS = 75
 # Connections that wait to be accepted.
@@ -42,7 +42,7 @@ class GatewayServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             backlog=ACCEPTED_TOGETHER,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             **options,
         )

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from varlen_client.cli.options import print_message, show_stage
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.http_server import GatewayServer
+from varlen_client.gateway.http_server import GRACE_SECONDS, GatewayServer
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import is_taken
@@ -124,7 +124,7 @@ class _Gateway(GatewayServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop once the requests in progress are answered."""
-        with _showing("ending: requests in progress have up to 30 s"):
+        with _showing(f"ending: requests in progress have up to {GRACE_SECONDS} s"):
             await super().shutdown(sockets)
 
 
