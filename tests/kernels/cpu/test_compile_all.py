@@ -28,12 +28,18 @@ def compile_all(kernels, *arguments):
     )
 
 
-def test_the_levels_of_a_wheel_are_compiled_with_progress_and_other_code_is_removed(tmp_path):
+def copy_kernels(target):
+    """Copy the kernels without compiled code; return the folder of code, which is empty."""
     shutil.copytree(
-        PROJECT / "kernels", tmp_path, ignore=lambda *_: ["code", "__pycache__"], dirs_exist_ok=True
+        PROJECT / "kernels", target, ignore=lambda *_: ["code", "__pycache__"], dirs_exist_ok=True
     )
-    code = tmp_path / "varlen_kernels/cpu/code"
+    code = target / "varlen_kernels/cpu/code"
     code.mkdir()
+    return code
+
+
+def test_the_levels_of_a_wheel_are_compiled_with_progress_and_other_code_is_removed(tmp_path):
+    code = copy_kernels(tmp_path)
     (code / "attend-avx2-of_other_sources.o").touch()
 
     done = compile_all(tmp_path, "avx2", "avx512", "--ops", ",".join(_OPS), "--only")
@@ -74,6 +80,19 @@ def test_what_is_stored_is_not_compiled_again(folder):
 
     # one function is compiled as fast here
     compile_missing(_OPS, lambda: pytest.fail("another process"))
+
+
+def test_a_first_start_compiles_what_is_missing_in_other_processes(folder, tmp_path, monkeypatch):
+    # the processes import the copy, and store beside it
+    code = copy_kernels(tmp_path / "kernels")
+    monkeypatch.syspath_prepend(tmp_path / "kernels")
+
+    compile_missing(_OPS, lambda: sys.executable)
+
+    level = machine_code.target_cpu().level
+    assert {path.name for path in code.glob("*.o")} == {
+        machine_code.file_name(op, level) for op in _OPS
+    }
 
 
 def test_a_first_start_goes_on_where_no_process_can_be_started(folder, caplog):
