@@ -55,7 +55,8 @@ help: ## Print this list
 setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info $(VENV)/compiled.stamp server $(MINILM) trained ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
 
 # What serving needs, in half a minute. Bytecode is compiled where a module is imported. Without a reachable index of
-# torch for CPUs, the second call of pip takes what pip finds.
+# torch for CPUs, the second call of pip takes what pip finds. pip leaves cores idle while it installs the rest: they
+# compile the ops that most models need, which the first start would compile.
 $(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, $(NEWEST_PYTHON)) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12, and test-engine 3.13: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -63,7 +64,9 @@ $(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
 		$(INSTALL) --no-compile --no-deps --constraint constraints.txt --index-url '$(TORCH_INDEX)' --retries 1 --timeout 10 torch 2>/dev/null; } \
 		|| echo "setup: there is none in $(TORCH_INDEX): pip takes its own, which may have CUDA and 4 GB more"
 	@echo "setup: installing varlen and the rest of what serving needs (half a minute)"
-	@$(INSTALL) --no-compile --constraint constraints.txt $(EDITABLE)'[serve]'
+	@$(INSTALL) --no-compile --constraint constraints.txt torch numba
+	@PYTHONPATH=kernels nice $(BIN)/python -m varlen_kernels.cpu.compile_all --common > /dev/null 2>&1 & \
+		$(INSTALL) --no-compile --constraint constraints.txt $(EDITABLE)'[serve]'
 	@touch $@
 
 $(VENV)/setup.stamp: $(VENV)/serve.stamp
