@@ -2,7 +2,8 @@
 
 By default code is for the level of this CPU (`target_cpu`). Code for all levels, which any x86-64 machine can compile,
 goes into the wheels and images of a release. `machine_code` says where it is stored. The first start of a kind of model
-compiles what it needs in the same way (`compile_missing`).
+compiles what it needs in the same way (`compile_missing`). `make demo` compiles the common ops while pip installs the
+rest.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from varlen_kernels.cpu.threads import usable_cores
 
 _log = logging.getLogger(__name__)
 
-# The functions that take longest: they begin first, so that cores end at about the same time.
+# The functions that take longest.
 _LONGEST = ("attend_distances", "attend", "attend_chunks", "multiply")
+# Functions of most encoders, then of most decoders. Those of a dtype have a second form, for bf16.
+_OF_ENCODERS = ("attend", "multiply", "norm", "activate", "gather")
+_OF_STEPS = ("attend_tokens", "attend_chunks", "append")
+_OF_PROGRAMS = ("run_alone", "run_shared")
 # Functions that a model which generates needs besides its programs.
 OF_DECODERS = (
     "advance_searches",
@@ -85,6 +90,16 @@ def compile_all(levels: Sequence[str], ops: Sequence[str] | None = None) -> tupl
     return names
 
 
+def common_ops(level: str) -> tuple[str, ...]:
+    """Return the functions that most models need in their default dtype, an encoder's first."""
+    [features] = [each.features for each in LEVELS if each.level == level]
+    suffix = "_bf16" if "avx512bf16" in features else ""
+    of_encoders, of_steps = (
+        tuple(f"{name}{suffix}" for name in names) for names in (_OF_ENCODERS, _OF_STEPS)
+    )
+    return (*of_encoders, *_OF_PROGRAMS, *of_steps, *OF_DECODERS)
+
+
 def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
     """Compile the functions that are not stored for this CPU, on all cores.
 
@@ -105,7 +120,14 @@ def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
     }
     try:
         subprocess.run(
-            [python(), "-m", __name__, target_cpu().level, "--ops", ",".join(missing)],
+            [
+                python(),
+                "-m",
+                __name__,
+                target_cpu().level,
+                "--ops",
+                ",".join(_longest_first(missing)),
+            ],
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -122,14 +144,17 @@ def _missing(names: Iterable[str]) -> list[str]:
     """Return the functions without a file; none where no file can be kept."""
     from varlen_kernels.cpu.machine_code import BESIDE, code_folder, file_name
 
+    files = {name: file_name(name, target_cpu().level) for name in names}
     try:
         folders = (BESIDE, code_folder())
+        return [
+            name
+            for name, file in files.items()
+            if not any((each / file).exists() for each in folders)
+        ]
     except OSError:
+        # such as a home of another user
         return []
-    files = {name: file_name(name, target_cpu().level) for name in names}
-    return [
-        name for name, file in files.items() if not any((each / file).exists() for each in folders)
-    ]
 
 
 def _compile_level(part: _Part) -> tuple[str, ...]:
@@ -168,9 +193,16 @@ def _choose(level: str) -> None:
 def _names(ops: tuple[str, ...] | None) -> tuple[str, ...]:
     from varlen_kernels.cpu.entries import MAKERS
 
-    if unknown := sorted({*(ops or ())} - {*MAKERS}):
+    if ops is None:
+        return _longest_first(MAKERS)
+    if unknown := sorted({*ops} - {*MAKERS}):
         raise ValueError(f"there is no op {unknown[0]}; allowed: {', '.join(sorted(MAKERS))}")
-    return tuple(sorted(ops or MAKERS, key=lambda name: not name.startswith(_LONGEST)))
+    return ops
+
+
+def _longest_first(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names in the order in which several cores end at about the same time."""
+    return tuple(sorted(names, key=lambda name: not name.startswith(_LONGEST)))
 
 
 def _compile(name: str) -> tuple[str, float]:
@@ -197,7 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [each.level for each in LEVELS]
     parser.add_argument("levels", nargs="*", metavar="LEVEL", help=", ".join(names))
     parser.add_argument("--all", action="store_true", help="all levels")
-    parser.add_argument("--ops", metavar="OP,OP", help="only these ops")
+    parser.add_argument("--ops", metavar="OP,OP", help="only these ops, in this order")
+    parser.add_argument(
+        "--common",
+        action="store_true",
+        help="only what most models need in their default dtype, for the level of this CPU",
+    )
     parser.add_argument(
         "--only",
         action="store_true",
@@ -217,6 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         levels = []
         print(f"nothing is compiled: {machine()} has none of the levels")
     ops = options.ops.split(",") if options.ops else None
+    if options.common and levels:
+        levels = levels[:1]
+        ops = common_ops(*levels)
     try:
         done = compile_all(levels, ops) if levels else ()
     except RuntimeError as error:
