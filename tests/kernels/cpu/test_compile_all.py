@@ -4,12 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.ci.scripts import PROJECT
 from varlen_kernels.cpu import entries, machine_code
-from varlen_kernels.cpu.compile_all import OF_DECODERS, compile_missing
+from varlen_kernels.cpu.compile_all import common_ops, compile_missing
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
@@ -95,11 +96,27 @@ def test_a_first_start_compiles_what_is_missing_in_other_processes(folder, tmp_p
     }
 
 
+def test_a_first_start_goes_on_where_the_cache_cannot_be_read(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+
+    compile_missing(_OPS, lambda: pytest.fail("another process"))
+
+
 def test_a_first_start_goes_on_where_no_process_can_be_started(folder, caplog):
     compile_missing(_OPS, lambda: str(folder / "no_python"))
 
     assert "ops are compiled on one core: " in caplog.text
 
 
-def test_functions_of_decoders_exist():
-    assert entries.MAKERS.keys() >= {*OF_DECODERS}
+@pytest.mark.parametrize(
+    "level, attend", [("avx2", "attend"), ("avx512_bf16", "attend_bf16")], ids=str
+)
+def test_common_ops_exist_and_are_of_the_default_dtype(level, attend):
+    ops = common_ops(level)
+
+    assert entries.MAKERS.keys() >= {*ops}
+    assert attend in ops
+    assert len(ops) == len({op.removesuffix("_bf16") for op in ops})
