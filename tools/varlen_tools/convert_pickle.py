@@ -23,7 +23,7 @@ from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_object
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_tools.messages import first_line
 
 _PICKLE_INDEX = "pytorch_model.bin.index.json"

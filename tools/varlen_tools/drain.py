@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from varlen.server.draining import DrainState, marker_of, remove_stale_markers, write_state
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_client.metrics import all_series, fetch_metrics
 
 _PAUSE_SECONDS = 0.25

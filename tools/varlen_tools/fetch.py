@@ -30,7 +30,7 @@ from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
 from varlen_tools.local_server import end_on_sigterm

@@ -29,7 +29,7 @@ from varlen.execution.step_program import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen_client.cli.options import show_stage, show_stages
+from varlen_client.cli.progress import show_stage, show_stages
 from varlen_tools.model_source import SourceArgument, find_source
 from varlen_tools.tables import Table
 

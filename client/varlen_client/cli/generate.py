@@ -9,7 +9,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from varlen_client.cli.options import show_stage, usage_error
+from varlen_client.cli.options import usage_error
+from varlen_client.cli.progress import show_stage
 from varlen_client.cli.requests import RequestOptions, with_options
 from varlen_client.generation import Generation, GenerationPrompt
 from varlen_client.sync import Client

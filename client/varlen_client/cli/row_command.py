@@ -12,7 +12,8 @@ import numpy as np
 import typer
 
 from varlen_client.cli.files import check_output, texts_or_full_lines, write_file
-from varlen_client.cli.options import print_message, shorten, show_progress, usage_error
+from varlen_client.cli.options import print_message, shorten, usage_error
+from varlen_client.cli.progress import show_progress
 from varlen_client.cli.requests import RowOptions
 from varlen_client.sync import Client
 from varlen_client.wire import Floats

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 
 if TYPE_CHECKING:
     from varlen_tools.doctor.report import Report

@@ -17,7 +17,7 @@ from varlen.errors import VarlenError
 from varlen.execution.workers.workers import load_workers
 from varlen.service.costs import measured_costs, warm_up
 from varlen.telemetry.metrics import Stats
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,

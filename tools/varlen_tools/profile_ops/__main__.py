@@ -17,7 +17,7 @@ from varlen.errors import VarlenError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import MAX_BEAMS
 from varlen.tasks import ITERATIVE_TASKS
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli.options import print_message, show_stage, usage_error
+from varlen_client.cli.options import print_message, usage_error
+from varlen_client.cli.progress import show_stage
 from varlen_client.cli.serve_http import (
     DEFAULT_PORT,
     LOOPBACK,

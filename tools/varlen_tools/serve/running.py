@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from varlen_client.cli.options import print_message, show_stage
+from varlen_client.cli.options import print_message
+from varlen_client.cli.progress import show_stage
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_server import GRACE_SECONDS, GatewayServer
 from varlen_client.gateway.settings import GatewaySettings

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_client.cli.serve_http import API_KEYS
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS

@@ -8,7 +8,7 @@ import typer
 
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
-from varlen_client.cli.options import show_stage
+from varlen_client.cli.progress import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import find_source
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map

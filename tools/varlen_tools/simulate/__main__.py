@@ -12,7 +12,7 @@ import typer
 
 from varlen.config import NO_LIMIT, EngineConfig, PolicyName
 from varlen.errors import ConfigError
-from varlen_client.cli.options import with_progress
+from varlen_client.cli.progress import with_progress
 from varlen_tools import workloads
 from varlen_tools.simulate import generate, grid, partition
 from varlen_tools.simulate.batches import BatchFigures, BatchStudy, full_load, with_policy

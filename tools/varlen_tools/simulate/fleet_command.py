@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from varlen.config import EngineConfig
-from varlen_client.cli.options import with_progress
+from varlen_client.cli.progress import with_progress
 from varlen_tools.simulate.autoscaling import AutoscaleOptions
 from varlen_tools.simulate.command import MILLISECONDS, new_console, table_of_loads
 from varlen_tools.simulate.fleet_study import FleetFigures, FleetStudy

@@ -13,7 +13,7 @@ import typer
 
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import VarlenError
-from varlen_client.cli.options import with_progress
+from varlen_client.cli.progress import with_progress
 from varlen_tools import workloads
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.simulate.command import (

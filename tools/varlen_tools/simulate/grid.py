@@ -22,7 +22,7 @@ from rich.table import Table
 
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import ConfigError
-from varlen_client.cli.options import show_progress
+from varlen_client.cli.progress import show_progress
 from varlen_tools.simulate.batches import BatchStudy, full_load, with_policy
 from varlen_tools.simulate.command import (
     TableOption,
