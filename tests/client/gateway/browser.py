@@ -1,6 +1,5 @@
 """Drives a headless Chromium by its debugging pipe, where the machine has one."""
 
-import base64
 import json
 import os
 import select
@@ -165,13 +164,6 @@ class Page:
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **names, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **names)
-
-    def screenshot(self, path):
-        """Write a PNG of the whole page."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        image = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(image["data"]))
 
     def requests(self):
         """Return the addresses that the page has loaded."""
