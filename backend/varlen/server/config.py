@@ -81,15 +81,18 @@ def read_model(
     config, checkpoint, task = EngineConfig(), None, None
     with collect_problems(of_settings):
         config = EngineConfig.from_parameters(texts)
+    known = None
     # wrong ones are among the problems: what the checkpoint is read as is then unknown
     with suppress(ConfigError):
         known = EngineConfig.from_parameters(
             {key: texts[key] for key in _OF_CHECKPOINT if key in texts}
         )
+    if known is not None:
         try:
-            checkpoint = open_checkpoint(known)
-            task = known.task or checkpoint.task
-            checkpoint.check_task(task)
+            with collect_problems(problems):
+                checkpoint = open_checkpoint(known)
+                task = known.task or checkpoint.task
+                checkpoint.check_task(task)
         except CheckpointError as error:
             problems.append(str(error))
     if checkpoint is not None and task is not None:

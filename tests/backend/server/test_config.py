@@ -474,3 +474,15 @@ def test_answers_of_generation_are_not_cached(read, small_gpt2):
 )
 def test_the_server_sends_each_warmup_row_as_a_request(text, requests):
     assert num_warmup_requests(from_text(text)) == requests
+
+
+def test_a_setting_that_only_the_checkpoint_refuses_is_named():
+    def refuse(config):
+        raise ConfigError("the checkpoint has no such setting")
+
+    with pytest.raises(ConfigError) as refused:
+        read_model(model_config(sequence_batching={}), refuse)
+
+    batching, of_checkpoint = refused.value.problems
+    assert batching.startswith("sequence_batching is set")
+    assert of_checkpoint == "the checkpoint has no such setting"
