@@ -1,7 +1,6 @@
 """The device and the dtype that a model gets on this machine."""
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,9 +13,8 @@ from varlen.config import Device, DType, EngineConfig
 from varlen.errors import ConfigError
 from varlen.memory.out_of_memory import memory_errors
 from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen_kernels.machine_memory import memory_limit
 
-# Memory limit of a container; "max" if there is none.
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # Microseconds of all cores that a container may use, and the period in microseconds; "max 100000" without a limit.
 _CGROUP_CORES = Path("/sys/fs/cgroup/cpu.max")
 
@@ -118,12 +116,7 @@ def memory_of(device: torch.device) -> int:
     """Return the memory of a device in bytes: the GPU's, the container's or the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(installed, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):
-        # no container, or one without a limit
-        return installed
+    return memory_limit()
 
 
 def usable_cores() -> int:

@@ -11,18 +11,22 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from platform import machine
 
 from varlen_kernels import CPU_LEVEL_VARIABLE
 from varlen_kernels.cpu.target_cpu import LEVELS, target_cpu
 from varlen_kernels.cpu.threads import usable_cores
+from varlen_kernels.machine_memory import free_memory
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,10 @@ OF_DECODERS = (
     "step_beams",
 )
 _LONGEST_REASON = 300
+# Of a process that compiles: torch, numba and what LLVM works with.
+_PROCESS_BYTES = 512 << 20
+# After it, a first start goes on by itself. All ops take a minute on two cores.
+_MOST_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +59,13 @@ class _Part:
     Attributes:
         level: its name.
         place: number of the level and of all levels, such as "1 of 4".
-        cores: number of processes.
+        processes: number of processes.
         ops: names of the functions; None for all.
     """
 
     level: str
     place: str
-    cores: int
+    processes: int
     ops: tuple[str, ...] | None
 
 
@@ -65,20 +73,20 @@ def compile_all(levels: Sequence[str], ops: Sequence[str] | None = None) -> tupl
     """Compile ops for levels of CPUs, with progress; return the names of the functions.
 
     Args:
-        levels: names of levels. They are compiled at the same time if each has a core, else one after another.
+        levels: names of levels. They are compiled at the same time if each has a process, else one after another.
         ops: names of functions; None for all.
 
     Raises:
         RuntimeError: a function does not exist, or cannot be compiled or stored here.
     """
     began = time.perf_counter()
-    cores = usable_cores()
-    at_once = len(levels) if len(levels) <= cores else 1
+    processes = _process_count()
+    at_once = len(levels) if len(levels) <= processes else 1
     parts = [
         _Part(
             level,
             f"{i + 1} of {len(levels)}",
-            cores // at_once + (i % at_once < cores % at_once),
+            processes // at_once + (i % at_once < processes % at_once),
             None if ops is None else tuple(ops),
         )
         for i, level in enumerate(levels)
@@ -101,7 +109,7 @@ def common_ops(level: str) -> tuple[str, ...]:
 
 
 def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
-    """Compile the functions that are not stored for this CPU, on all cores.
+    """Compile the functions that are not stored for this CPU, on all cores that memory is left for.
 
     Nothing is raised: what it has not stored is compiled by whoever needs it, one function after another.
 
@@ -109,35 +117,49 @@ def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
         names: names of functions of `entries`.
         python: returns the command of this Python, which starts other processes.
     """
-    missing, cores = _missing(names), usable_cores()
-    if len(missing) < 2 or cores < 2:
+    missing = _missing(names)
+    # the command that starts them is one more
+    processes = min(len(missing), _process_count(others=1))
+    if processes < 2:
         return
     _log.info("compiling %d ops, which later starts read: %s", len(missing), ", ".join(missing))
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        # as many processes as this one may use cores
-        "OMP_NUM_THREADS": str(cores),
+        "OMP_NUM_THREADS": str(processes),
     }
+    options = [target_cpu().level, "--ops", ",".join(_longest_first(missing))]
     try:
-        subprocess.run(
-            [
-                python(),
-                "-m",
-                __name__,
-                target_cpu().level,
-                "--ops",
-                ",".join(_longest_first(missing)),
-            ],
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
+        _run([python(), "-m", __name__, *options], environment)
     except Exception as error:
-        said = getattr(error, "stderr", None) or repr(error)
-        _log.warning("ops are compiled on one core: %s", said.strip()[-_LONGEST_REASON:])
+        _log.warning("ops are compiled on one core: %s", str(error).strip()[-_LONGEST_REASON:])
+
+
+def _process_count(others: int = 0) -> int:
+    """Return how many processes may compile: as many as cores, if memory is left for them and for others."""
+    most = free_memory() // _PROCESS_BYTES - others
+    return max(1, min(usable_cores(), most))
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a command; raise an exception with what it said if it fails or takes too long."""
+    process = subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            _, said = process.communicate(timeout=_MOST_SECONDS)
+        except BaseException:
+            # with its own processes, which would wait for it forever
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise RuntimeError(said or f"status {process.returncode}")
 
 
 def _missing(names: Iterable[str]) -> list[str]:
@@ -159,7 +181,8 @@ def _missing(names: Iterable[str]) -> list[str]:
 
 def _compile_level(part: _Part) -> tuple[str, ...]:
     """Compile the ops of a level; return the names of the functions."""
-    processes = ProcessPoolExecutor(part.cores, get_context("spawn"), _choose, (part.level,))
+    most = part.processes if part.ops is None else min(part.processes, len(part.ops))
+    processes = ProcessPoolExecutor(most, get_context("spawn"), _choose, (part.level,))
     try:
         with processes:
             names = processes.submit(_names, part.ops).result()
@@ -188,6 +211,9 @@ def _show(line: str, *, is_last: bool = False) -> None:
 def _choose(level: str) -> None:
     """Choose the level of a process that has not imported the ops."""
     os.environ[CPU_LEVEL_VARIABLE] = level
+    # where memory runs out all the same, the system ends this process before any model
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _names(ops: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci.scripts import PROJECT
+from varlen_kernels.cpu import compile_all as command
 from varlen_kernels.cpu import entries, machine_code
 from varlen_kernels.cpu.compile_all import common_ops, compile_missing
 from varlen_kernels.cpu.compiled_ops import has_compiled_ops
@@ -70,7 +71,8 @@ def folder(tmp_path, monkeypatch):
     """An empty folder of code."""
     monkeypatch.setattr(machine_code, "BESIDE", tmp_path)
     monkeypatch.setattr(machine_code, "code_folder", lambda: tmp_path)
-    monkeypatch.setattr("varlen_kernels.cpu.compile_all.usable_cores", lambda: 2)
+    monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    monkeypatch.setattr(command, "free_memory", lambda: 2 << 30)
     return tmp_path
 
 
@@ -109,6 +111,33 @@ def test_a_first_start_goes_on_where_no_process_can_be_started(folder, caplog):
     compile_missing(_OPS, lambda: str(folder / "no_python"))
 
     assert "ops are compiled on one core: " in caplog.text
+
+
+def test_a_first_start_goes_on_where_the_processes_take_too_long(folder, monkeypatch, caplog):
+    script = folder / "python"
+    # a process of its own holds its error output open
+    script.write_text("#!/bin/sh\nsleep 600 &\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(command, "_MOST_SECONDS", 0.2)
+
+    compile_missing(_OPS, lambda: str(script))
+
+    assert "ops are compiled on one core: " in caplog.text
+    assert "timed out" in caplog.text
+
+
+@pytest.mark.parametrize("others, count", [(0, 3), (1, 2), (5, 1)])
+def test_as_many_processes_compile_as_there_is_memory_for(monkeypatch, others, count):
+    monkeypatch.setattr(command, "usable_cores", lambda: 16)
+    monkeypatch.setattr(command, "free_memory", lambda: 1700 << 20)
+
+    assert command._process_count(others) == count
+
+
+def test_a_first_start_without_memory_for_processes_compiles_by_itself(folder, monkeypatch):
+    monkeypatch.setattr(command, "free_memory", lambda: 1 << 30)
+
+    compile_missing(_OPS, lambda: pytest.fail("another process"))
 
 
 @pytest.mark.parametrize(
