@@ -7,7 +7,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -424,6 +424,13 @@ class AsyncClient:
     async def model_info(self) -> ModelInfo:
         """Return what the model's config says of its outputs, limits and settings."""
         return await self._session.model_info(None)
+
+    async def model_infos(self, names: Collection[str]) -> dict[str, ModelInfo]:
+        """Return by name what the configs of several models of the server say.
+
+        They are read without retries; models whose config cannot be read within 10 seconds are left out.
+        """
+        return await self._session.model_infos(names)
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""

@@ -123,6 +123,7 @@ class Client:
     status = _sync(AsyncClient.status)
     models = _sync(AsyncClient.models)
     model_info = _sync(AsyncClient.model_info)
+    model_infos = _sync(AsyncClient.model_infos)
     close = _sync(AsyncClient.close)
 
     def stream(

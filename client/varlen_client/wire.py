@@ -29,6 +29,17 @@ _Text: TypeAlias = tuple[bytes, ...]  # one text, or a text and its pair
 _Ids: TypeAlias = npt.NDArray[np.int64]  # [tokens]
 # Token ids of a request of several rows, padding included.
 _MAX_PADDED_IDS = 1 << 20
+# The task of models whose config does not name it, by an output and its number of dimensions; None is any.
+_TASK_OF_OUTPUT: Mapping[tuple[str, int | None], str] = {
+    ("sentence_embedding", None): "embed",
+    ("indices", None): "sparse_embed",
+    ("num_masks", None): "fill_mask",
+    ("token_embeddings", None): "token_embed",
+    ("last_hidden_state", None): "hidden",
+    ("text_output", None): "generate",
+    ("logits", 1): "classify",
+    ("logits", 2): "token_classify",
+}
 _LARGEST_ID = 2**63 - 1
 
 
@@ -122,6 +133,25 @@ class ModelInfo:
     def task(self) -> str | None:
         """The task; None if the config leaves it to the checkpoint."""
         return self.settings.get("task")
+
+    @property
+    def known_task(self) -> str | None:
+        """The task, by the outputs if the config leaves it to the checkpoint; None if they are of no task.
+
+        By outputs alone, a reranker classifies, and a translator generates.
+        """
+        if self.task is not None:
+            return self.task
+        of_outputs = (
+            _TASK_OF_OUTPUT.get((name, None)) or _TASK_OF_OUTPUT.get((name, len(dims)))
+            for name, dims in self.outputs.items()
+        )
+        return next(filter(None, of_outputs), None)
+
+    @property
+    def labels_texts(self) -> bool:
+        """Whether the answers are labels of whole texts, or scores of pairs."""
+        return self.known_task in ("classify", "rerank")
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelInfo:

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from varlen_client import AsyncClient
-from varlen_client.transport import session
+from varlen_client import AsyncClient, ServerUnavailable
+from varlen_client.transport import replicas, session
 
 
 def test_calls_run_concurrently(server, vectors_of):
@@ -66,3 +66,45 @@ def test_a_client_sends_its_tenant_unless_a_call_names_one(server):
     asyncio.run(embed_for_two())
 
     assert [received.parameters["tenant"] for received in server.model.requests] == ["a", "b"]
+
+
+class SlowConfigs:
+    """A connection on which the configs of some models come late, or not at all."""
+
+    def __init__(self):
+        self.asked, self.running, self.most = [], 0, 0
+
+    async def model_config(self, name):
+        self.asked.append(name)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(60 if name == "stuck" else 0.001)
+        finally:
+            self.running -= 1
+        if name == "gone":
+            raise ServerUnavailable("the connection is lost")
+        return {"name": name, "output": []}
+
+    async def close(self):
+        assert not self.running
+
+
+def test_the_infos_of_many_models_are_read_a_few_at_a_time_and_never_waited_for(monkeypatch):
+    connection = SlowConfigs()
+    monkeypatch.setattr(replicas, "_connect", lambda *_: connection)
+    monkeypatch.setattr(session, "METADATA_TIMEOUT_SECONDS", 1.0)
+    names = [f"model{n}" for n in range(100)]
+
+    async def infos(names):
+        async with AsyncClient("grpc://127.0.0.1:1") as client:
+            return await client.model_infos(names)
+
+    assert asyncio.run(infos([])) == {}
+    found = asyncio.run(infos(["gone", "stuck", *names]))
+
+    assert found.keys() == set(names)
+    assert all(found[name].name == name for name in names)
+    # without retries
+    assert sorted(connection.asked) == sorted(["gone", "stuck", *names])
+    assert connection.most == 8

@@ -1,4 +1,4 @@
-"""Rows of requests: how they are divided."""
+"""Rows of requests, how they are divided, and what a config says of its model."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen_client import InvalidRequest, wire
-from varlen_client.wire import read_inputs
+from varlen_client.wire import ModelInfo, read_inputs
+
+from .fake_model import OUTPUTS
 
 
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 5), st.integers(1, 60))
@@ -47,3 +49,19 @@ def test_a_token_id_that_64_bits_with_a_sign_do_not_hold_is_refused(dtype):
 def test_a_large_token_id_in_a_list_is_refused(token_id):
     with pytest.raises(InvalidRequest, match="row 0 (has the token id|is neither)"):
         read_inputs([[1, token_id]])
+
+
+@pytest.mark.parametrize("task", OUTPUTS)
+def test_the_task_of_a_config_without_one_is_that_of_its_outputs(task):
+    outputs = {name: tuple(dims) for name, dims in OUTPUTS[task].items()}
+
+    by_outputs = ModelInfo("a", 8, outputs)
+    by_settings = ModelInfo("a", 8, outputs, {"task": task})
+
+    assert by_outputs.known_task == {"rerank": "classify", "translate": "generate"}.get(task, task)
+    assert by_settings.known_task == task
+    assert by_outputs.labels_texts == by_settings.labels_texts == (task in ("classify", "rerank"))
+
+
+def test_outputs_of_no_task_have_none():
+    assert ModelInfo("a", 8, {"OUTPUT0": (16,), "logits": (2, 3, 4)}).known_task is None

@@ -37,25 +37,6 @@ _WORDS: Mapping[str, _Words] = {
 }
 # The task of the models that a command asks, where it has another name.
 _TASK_OF_COMMAND = {"similarity": "embed"}
-# The task of models whose config does not name it, by an output.
-_TASK_OF_OUTPUT = {
-    "sentence_embedding": "embed",
-    "num_terms": "sparse_embed",
-    "num_masks": "fill_mask",
-    "token_embeddings": "token_embed",
-    "last_hidden_state": "hidden",
-    "text_output": "generate",
-}
-
-
-def task_of(info: ModelInfo) -> str | None:
-    """Return the task of a model by its settings, else by its outputs."""
-    if info.task is not None:
-        return info.task
-    found = [_TASK_OF_OUTPUT[name] for name in info.outputs if name in _TASK_OF_OUTPUT]
-    if not found and "logits" in info.outputs:
-        found = ["token_classify" if len(info.outputs["logits"]) > 1 else "classify"]
-    return found[0] if found else None
 
 
 def other_task(command: str, info: ModelInfo) -> str | None:
@@ -66,7 +47,7 @@ def other_task(command: str, info: ModelInfo) -> str | None:
         info: config of the model.
     """
     wanted = _TASK_OF_COMMAND.get(command, command)
-    task = task_of(info)
+    task = info.known_task
     if task is None or task not in _WORDS or wanted not in _WORDS:
         return None
     answered = {task}

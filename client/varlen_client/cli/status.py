@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from varlen_client.cli.model_words import task_of
 from varlen_client.cli.options import (
     DEFAULT_URLS,
     Urls,
@@ -98,7 +97,7 @@ def _print_replica(
     try:
         with Client(url, model) as client:
             found = client.status()
-        models = list(_models(url, model, found))
+            models = _models(client, model, found)
     except VarlenClientError as error:
         if not has_others:
             fail(str(error))
@@ -123,23 +122,14 @@ def _print_replica(
     return found.server_ready and any(each.is_ready for each in models)
 
 
-def _models(url: str, model: str | None, found: Status) -> Iterator[_Model]:
-    """Yield the models of a server by name, or only the chosen one."""
+def _models(client: Client, model: str | None, found: Status) -> list[_Model]:
+    """Return the models of a server by name, or only the chosen one."""
     # of several versions, the one that answers
     states = {each.name: each.state for each in sorted(found.models, key=lambda each: each.ready)}
-    for name in sorted(states) if model is None else [model]:
-        is_ready = states.get(name) == "READY"
-        yield _Model(name, states.get(name, ""), _task(url, name) if is_ready else "")
-
-
-def _task(url: str, model: str) -> str:
-    """Return the task of a model; empty if it is unknown."""
-    try:
-        with Client(url, model) as client:
-            return task_of(client.model_info()) or ""
-    except VarlenClientError:
-        # unloaded meanwhile, or without outputs
-        return ""
+    names = sorted(states) if model is None else [model]
+    infos = client.model_infos([name for name in names if states.get(name) == "READY"])
+    tasks = {name: info.known_task or "" for name, info in infos.items()}
+    return [_Model(name, states.get(name, ""), tasks.get(name, "")) for name in names]
 
 
 def _metrics_url(urls: Sequence[str], models: set[str]) -> str | None:

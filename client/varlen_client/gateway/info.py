@@ -15,14 +15,6 @@ from varlen_client.gateway.models import Gateway
 from varlen_client.wire import ModelInfo, ModelState
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
-# Task of a model whose config has none, by its output.
-_TASKS = {
-    "sentence_embedding": "embed",
-    "indices": "sparse_embed",
-    "token_embeddings": "token_embed",
-    "last_hidden_state": "hidden",
-    "text_output": "generate",
-}
 _VECTORS = ("sentence_embedding", "token_embeddings", "last_hidden_state")
 # Other pages of the gateway.
 _PAGES = ("/docs", "/openapi.json", "/v1/models", "/health", "/metrics")
@@ -67,7 +59,7 @@ def _summary(state: ModelState, found: ModelInfo | None) -> dict[str, Any]:
     """Return name, state, task and sizes of a model; what is not known is null."""
     known = (
         {
-            "task": found.task or _task_by_output(found),
+            "task": found.known_task,
             "max_input_length": _number(found, "max_sequence_tokens"),
             "dimensions": _last_dimension(found, _VECTORS),
             "labels": _last_dimension(found, ("logits",)),
@@ -76,12 +68,6 @@ def _summary(state: ModelState, found: ModelInfo | None) -> dict[str, Any]:
         else dict.fromkeys(("task", "max_input_length", "dimensions", "labels"))
     )
     return {"name": state.name, "state": state.state or "UNAVAILABLE", **known}
-
-
-def _task_by_output(model: ModelInfo) -> str | None:
-    if classifies_texts(model):
-        return "classify"
-    return next((task for output, task in _TASKS.items() if output in model.outputs), None)
 
 
 def _last_dimension(model: ModelInfo, outputs: Collection[str]) -> int | None:
@@ -98,15 +84,8 @@ def _number(model: ModelInfo, setting: str) -> int | None:
 
 def _type_of(model: ModelInfo) -> dict[str, dict[str, Any]] | None:
     """Return the kind of a model in TEI's names; None if it has none."""
-    if "sentence_embedding" in model.outputs:
-        return {"embedding": {}}
-    if "indices" in model.outputs:
+    if model.labels_texts:
+        return {"reranker": {}} if model.outputs.get("logits") == (1,) else {"classifier": {}}
+    if model.known_task == "sparse_embed":
         return {"embedding": {"pooling": "splade"}}
-    if classifies_texts(model):
-        return {"reranker": {}} if model.outputs["logits"] == (1,) else {"classifier": {}}
-    return None
-
-
-def classifies_texts(model: ModelInfo) -> bool:
-    """Return whether a model has logits of whole texts, and not of each token."""
-    return len(model.outputs.get("logits", ())) == 1
+    return {"embedding": {}} if model.known_task == "embed" else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 from fastapi import Query
 
@@ -35,8 +35,10 @@ _Answer = TypeVar("_Answer")
 _RETRIES = RetryPolicy(max_retries=2)
 # Methods whose answer to ids of another tokenizer does not show the mistake.
 _CHECKS_IDS = ("embed", "sparse_embed", "classify")
-# Longest time for which a state of the server is known: `/health` needs no key.
-_HEALTH_SECONDS = 1.0
+# Longest time for which a state of the server is known: `/health` and `/` may need no key.
+_STATE_SECONDS = 1.0
+# The same for infos. A model may be loaded again with other sizes.
+_INFO_SECONDS = 30.0
 
 Connect = Callable[[str | None], AsyncClient]
 
@@ -52,6 +54,34 @@ class NamedModel:
     client: AsyncClient
 
 
+class _Shared(Generic[_Answer]):
+    """A question to the server, which is asked once in a second, however many ask here.
+
+    Args:
+        ask: asks the server; an error is an answer too.
+    """
+
+    def __init__(self, ask: Callable[[], Coroutine[object, object, _Answer]]) -> None:
+        self._ask = ask
+        self._asking = asyncio.Lock()
+        self._found: _Answer | None = None
+        self._error: VarlenClientError | None = None
+        self._asked_at = -math.inf
+
+    async def answer(self) -> _Answer:
+        """Return the answer, or raise the error."""
+        async with self._asking:
+            if time.monotonic() - self._asked_at > _STATE_SECONDS:
+                try:
+                    self._found, self._error = await self._ask(), None
+                except VarlenClientError as error:
+                    self._error = error
+                self._asked_at = time.monotonic()
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            return cast("_Answer", self._found)
+
+
 class Models:
     """The models of one server.
 
@@ -65,9 +95,10 @@ class Models:
         self._connect = connect
         # by model and tenant: as many as there are models and API keys
         self._clients: dict[tuple[str | None, str | None], AsyncClient] = {}
-        self._asking_health = asyncio.Lock()
-        self._is_healthy = False
-        self._asked_health_at = -math.inf
+        self._health = _Shared(self._ask_health)
+        self._descriptions = _Shared(self._describe)
+        self._infos: dict[str, ModelInfo] = {}
+        self._infos_until = -math.inf
 
     async def get(self, name: str | None) -> NamedModel:
         """Return a model by the name in the body or query of a request.
@@ -94,33 +125,33 @@ class Models:
 
     async def described(self) -> list[tuple[ModelState, ModelInfo | None]]:
         """Return all models in the order of their names; ready ones with their info."""
+        return await self._descriptions.answer()
+
+    async def _describe(self) -> list[tuple[ModelState, ModelInfo | None]]:
         states: dict[str, ModelState] = {}
         for state in await self._client(None).models():
             # of several versions, one that is ready
             if state.ready or state.name not in states:
                 states[state.name] = state
-        found = [states[name] for name in sorted(states)]
-        return list(zip(found, await asyncio.gather(*map(self._info_if_ready, found)), strict=True))
+        infos = await self._infos_of([name for name, state in states.items() if state.ready])
+        return [(states[name], infos.get(name)) for name in sorted(states)]
 
-    async def _info_if_ready(self, state: ModelState) -> ModelInfo | None:
-        if not state.ready:
-            return None
-        try:
-            return await self._client(state.name).model_info()
-        except VarlenClientError:
-            # unloaded since
-            return None
+    async def _infos_of(self, names: Sequence[str]) -> dict[str, ModelInfo]:
+        """Return the infos of models that have one, over one connection."""
+        now = time.monotonic()
+        if now > self._infos_until:
+            self._infos, self._infos_until = {}, now + _INFO_SECONDS
+        known = {name: self._infos[name] for name in names if name in self._infos}
+        if len(known) < len(names):
+            known |= await self._client(None).model_infos(
+                [name for name in names if name not in known]
+            )
+        self._infos = known
+        return known
 
     async def is_healthy(self) -> bool:
-        """Return whether the server answers, and the default model, or any, is ready.
-
-        The server is asked once in a second, however many ask here.
-        """
-        async with self._asking_health:
-            if time.monotonic() - self._asked_health_at > _HEALTH_SECONDS:
-                self._is_healthy = await self._ask_health()
-                self._asked_health_at = time.monotonic()
-            return self._is_healthy
+        """Return whether the server answers, and the default model, or any, is ready."""
+        return await self._health.answer()
 
     async def _ask_health(self) -> bool:
         try:

@@ -23,7 +23,6 @@ from varlen_client.gateway.bodies import (
     checked,
     rows_of,
 )
-from varlen_client.gateway.info import classifies_texts
 from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
@@ -271,13 +270,13 @@ async def _answer_any(gateway: Gateway, given: AnyBody) -> Response:
         return await _call(gateway, _similarity, SimilarityBody, body)
     if "query" in body:
         return await _call(gateway, rerank_as_tei, RerankBody, body)
-    if classifies_texts(info):
+    if info.labels_texts:
         return await _call(gateway, _predict, PredictBody, body)
-    if "indices" in info.outputs:
+    if info.known_task == "sparse_embed":
         return await _call(gateway, _embed_sparse, SparseBody, body)
-    if "logits" in info.outputs:
+    if info.known_task == "token_classify":
         raise InvalidRequest(
-            f"model {info.name!r} labels tokens, which TEI has no path for; ask the server itself"
+            f"model {info.name!r} labels tokens, which TEI has no path for; use /pooling"
         )
     return await _call(gateway, _embed, EmbedBody, body)
 

@@ -7,20 +7,25 @@ Timeouts and rows are above it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from varlen_client.errors import RequestTimeout, ServerError, ServerUnavailable
+from varlen_client.errors import (
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+    VarlenClientError,
+)
 from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.replicas import Replica, Replicas
 from varlen_client.transport.retry import RetryPolicy, with_retries
 from varlen_client.transport.transport import ServerIdentity
-from varlen_client.waits import with_timeout
+from varlen_client.waits import all_or_first_error, with_timeout
 from varlen_client.wire import (
     Arrays,
     InferRequest,
@@ -33,6 +38,8 @@ from varlen_client.wire import (
 METADATA_TIMEOUT_SECONDS = 10.0
 # A model may be loaded again with other sizes.
 _INFO_SECONDS = 30.0
+# Configs that are read at a time, of one server.
+_INFOS_TOGETHER = 8
 
 _T = TypeVar("_T")
 
@@ -93,6 +100,28 @@ class Session:
             # the only ready model stays the one of this session
             self._model = self._info.name
         return self._info
+
+    async def model_infos(self, names: Collection[str]) -> dict[str, ModelInfo]:
+        """Return the infos of models by their names, read over this session's connections.
+
+        A few are read at a time, without retries, for as long as one metadata query may take; models whose config
+        cannot be read, or not until then, are left out.
+        """
+        limit = asyncio.Semaphore(_INFOS_TOGETHER)
+        found: dict[str, ModelInfo] = {}
+
+        async def read(name: str) -> None:
+            async with limit:
+                with suppress(VarlenClientError):
+                    found[name] = await self._replicas.ask(
+                        lambda replica: _with_metadata_timeout(replica, _config_of(replica, name))
+                    )
+
+        tasks = [asyncio.ensure_future(read(name)) for name in names]
+        if tasks:
+            with suppress(TimeoutError):
+                await with_timeout(all_or_first_error(tasks), METADATA_TIMEOUT_SECONDS)
+        return found
 
     async def infer(self, info: ModelInfo, request: InferRequest, deadline: float | None) -> Arrays:
         """Return the requested outputs."""
@@ -188,7 +217,7 @@ class Session:
         model = self._model or only_ready_model(await transport.models())
         if model is None:
             raise ServerUnavailable("the server has no ready model")
-        return ModelInfo.from_config(await transport.model_config(model))
+        return await _config_of(replica, model)
 
     async def _read_ready(self, replica: Replica) -> bool:
         transport = replica.transport
@@ -209,6 +238,10 @@ class Session:
             model=model,
             model_ready=model is not None and await transport.model_ready(model),
         )
+
+
+async def _config_of(replica: Replica, model: str) -> ModelInfo:
+    return ModelInfo.from_config(await replica.transport.model_config(model))
 
 
 async def _with_metadata_timeout(replica: Replica, query: Coroutine[object, object, _T]) -> _T:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.client.conftest import free_port
 from varlen_client.cli import status as cli_status
+from varlen_client.transport import replicas
 
 
 def test_status_prints_every_replica_and_fails_when_none_is_ready(varlen, server):
@@ -77,15 +78,31 @@ def test_status_lists_all_models_unless_one_is_chosen(varlen, server):
     assert not re.search("^fake ", chosen.stdout, re.MULTILINE)
 
 
-def test_status_of_several_ready_models_needs_no_choice(varlen, server, monkeypatch):
+def test_status_of_several_ready_models_needs_no_choice(varlen, server):
     server.model.models = [("fake", "READY"), ("other", "READY")]
-    monkeypatch.setattr(cli_status, "task_of", lambda info: "embed")
-    monkeypatch.setattr(type(server.model), "check_name", lambda self, name: None)
 
     result = varlen("status")
 
     assert result.exit_code == 0
     assert [row(result, name)[1] for name in ("fake", "other")] == ["ready", "ready"]
+
+
+def test_status_of_many_models_opens_one_connection(varlen, server, monkeypatch):
+    server.model.models = [(f"model{n}", "READY") for n in range(60)]
+    opened = []
+
+    def connect(*arguments):
+        opened.append(arguments)
+        return open_connection(*arguments)
+
+    open_connection = replicas._connect
+    monkeypatch.setattr(replicas, "_connect", connect)
+
+    result = varlen("status")
+
+    assert row(result, "model0") == ["model0", "ready", "embed"]
+    assert result.stdout.count(" embed") == 60
+    assert len(opened) == 1
 
 
 def test_status_finds_the_metrics_after_the_ports_of_the_server(varlen, server, monkeypatch):

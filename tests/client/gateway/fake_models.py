@@ -20,6 +20,7 @@ OUTPUTS = {
     "ranker": {"logits": (1,)},
     "classifier": {"logits": (3,)},
     "tagger": {"logits": (-1, 9)},
+    "filler": {"token_ids": (-1, 5), "num_masks": (1,)},
     "writer": {"text_output": (-1,)},
     "tokens": {"token_embeddings": (-1, 4)},
     "states": {"last_hidden_state": (-1, 4)},
@@ -49,6 +50,8 @@ class Calls:
     """Number of parts without text before the others."""
     is_down: bool = False
     asked_models: int = 0
+    asked_infos: list = field(default_factory=list)
+    """Names of the models in each question for several infos."""
     counts_tokens: bool = True
     scores_of: Callable = field(default=lambda logits: logits)
     """Makes scores of the logits of a ranker."""
@@ -158,8 +161,17 @@ class FakeClient:
 
     async def model_info(self):
         return ModelInfo(
-            self.name, 8, OUTPUTS[self.name], self.calls.settings, inputs=self.calls.inputs
+            self.name,
+            8,
+            OUTPUTS.get(self.name, OUTPUTS["embedder"]),
+            self.calls.settings,
+            inputs=self.calls.inputs,
         )
+
+    async def model_infos(self, names):
+        self.calls.asked_infos.append(list(names))
+        await self._wait()
+        return {name: await FakeClient(self.calls, name).model_info() for name in names}
 
     async def samples(self, prompt, n, *, timeout=None, **sampling):
         parts = [part async for part in self.stream_samples(prompt, n, **sampling)]

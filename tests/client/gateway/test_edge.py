@@ -263,7 +263,7 @@ def test_many_questions_for_health_ask_the_server_once_in_a_while(make_app, call
     calls.is_down = True
     assert asyncio.run(ask(1)) == {200}
 
-    monkeypatch.setattr(models, "_HEALTH_SECONDS", -1.0)
+    monkeypatch.setattr(models, "_STATE_SECONDS", -1.0)
     assert asyncio.run(ask(3)) == {503}
     assert calls.asked_models == 4
 

@@ -1,5 +1,6 @@
 """The pages for browsers, `/` and `/docs`, and what other clients get there."""
 
+import asyncio
 import base64
 import re
 from hashlib import sha256
@@ -8,9 +9,12 @@ from importlib.resources import files
 
 import pytest
 
-from varlen_client.errors import ModelNotFound
+from varlen_client.gateway import models
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
+from .conftest import http_client
 from .fake_models import MODELS, FakeClient
 
 CHROME = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
@@ -115,7 +119,8 @@ def test_a_task_that_no_config_has_is_that_of_the_outputs(send):
         "sparse": "sparse_embed",
         "ranker": "classify",
         "classifier": "classify",
-        "tagger": None,
+        "tagger": "token_classify",
+        "filler": "fill_mask",
         "writer": "generate",
         "tokens": "token_embed",
         "states": "hidden",
@@ -126,12 +131,54 @@ def test_a_task_that_no_config_has_is_that_of_the_outputs(send):
 
 
 def test_a_model_that_is_unloaded_meanwhile_has_no_details(send, monkeypatch):
-    async def unloaded(self):
-        raise ModelNotFound(f"no model {self.name}")
+    async def unloaded(self, names):
+        return {}
 
-    monkeypatch.setattr(FakeClient, "model_info", unloaded)
+    monkeypatch.setattr(FakeClient, "model_infos", unloaded)
 
     assert {each["task"] for each in send("GET", "/").json()["models"]} == {None}
+
+
+def test_many_callers_of_the_overview_of_many_models_are_one_question(make_app, calls, monkeypatch):
+    async def overviews(callers):
+        async with http_client(app) as client:
+            answers = await asyncio.gather(*(client.get("/") for _ in range(callers)))
+        assert {answer.status_code for answer in answers} == {200}
+        return answers[0].json()["models"]
+
+    def connect(name):
+        connected.append(name)
+        return FakeClient(calls, name)
+
+    names = [f"model{n:03}" for n in range(500)]
+    calls.states = [ModelState(name, "1", "READY") for name in names]
+    calls.delay, connected = 0.05, []
+    app = create_app(GatewaySettings(url="grpc://127.0.0.1:1"), connect)
+
+    found = asyncio.run(overviews(100))
+
+    assert [(each["name"], each["task"]) for each in found] == [(each, "embed") for each in names]
+    # one connection, one list of models and one question for their infos
+    assert (connected, calls.asked_models, calls.asked_infos) == ([None], 1, [names])
+
+    # later the list is read again, and the infos of new models only
+    monkeypatch.setattr(models, "_STATE_SECONDS", -1.0)
+    calls.states = [*calls.states[1:], ModelState("new", "1", "READY")]
+    assert [each["name"] for each in asyncio.run(overviews(1))] == [*names[1:], "new"]
+    assert (connected, calls.asked_models, calls.asked_infos) == ([None], 2, [names, ["new"]])
+
+
+def test_callers_that_wait_for_a_server_that_is_down_share_its_error(make_app, calls):
+    async def overviews():
+        async with http_client(app) as client:
+            return await asyncio.gather(*(client.get("/") for _ in range(20)))
+
+    app = make_app()
+    calls.is_down = True
+
+    assert {answer.status_code for answer in asyncio.run(overviews())} == {503}
+    # and one question whether the server is there at all
+    assert calls.asked_models == 2
 
 
 def test_every_page_that_the_overview_names_is_there(send):
