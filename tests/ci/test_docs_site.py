@@ -16,7 +16,7 @@ from tests.ci.scripts import PROJECT, load_script
 
 from .site_search import SiteSearch
 
-docs_site = load_script("docs_site")
+docs_site, docs_search = load_script("docs_site"), load_script("docs_search")
 # Pictures drawn by hand. Pictures of programs are wide: they scroll on phones and keep their size.
 DRAWN = [path for path in PROJECT.glob("docs/*/*.svg") if ' font-size="' in path.read_text()]
 # Pixels for text and pictures where the window has 390.
@@ -101,7 +101,7 @@ def test_a_message_that_is_pasted_finds_its_row(message: str, search: SiteSearch
 
     found = [each.partition("#") for each in search.first_results(message)[:3]]
 
-    anchors = [anchor for page, _, anchor in found if page.startswith(docs_site.MESSAGES)]
+    anchors = [anchor for page, _, anchor in found if page.startswith(docs_search.MESSAGES)]
     assert any(all(word in anchor for word in words) for anchor in anchors)
 
 
@@ -111,9 +111,9 @@ def test_every_row_of_a_page_of_messages_has_its_own_anchor(build: tuple[Path, s
 
     found = [entry["location"] for entry in index["docs"]]
 
-    assert len([each for each in found if each.startswith(docs_site.MESSAGES)]) > 300
+    assert len([each for each in found if each.startswith(docs_search.MESSAGES)]) > 300
     assert len(set(found)) == len(found)
-    assert docs_site.message_entries("a.html", "<tr><td>1</td><td>2</td></tr>") == []
+    assert docs_search.message_entries("a.html", "<tr><td>1</td><td>2</td></tr>") == []
 
 
 def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str]) -> None:
@@ -136,7 +136,7 @@ def test_words_of_the_search_lead_to_a_page_that_exists(tmp_path: Path) -> None:
     config = SimpleNamespace(site_dir=str(tmp_path), extra=extra)
 
     with pytest.raises(PluginError, match="search_words has b.md#two, which is no page"):
-        docs_site.on_post_build(config)
+        docs_search.on_post_build(config)
 
 
 def test_tables_with_long_cells_name_the_column_of_each_cell(build: tuple[Path, str]) -> None:
