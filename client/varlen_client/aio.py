@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from varlen_client import tasks
+from varlen_client.errors import RequestTimeout
 from varlen_client.generation import (
     GeneratedPart,
     Generation,
@@ -31,7 +32,7 @@ from varlen_client.generation_call import (
     whole_answers,
 )
 from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
-from varlen_client.row_call import RowCall, RowSender
+from varlen_client.row_call import RowCall, RowSender, deadline_of
 from varlen_client.row_options import (
     DetokenizeOptions,
     EmbedOptions,
@@ -48,6 +49,7 @@ from varlen_client.tokenizer_call import Tokenizable, TokenizedText, TokenizerSe
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.transport.session import Session, Status
+from varlen_client.waits import with_timeout
 from varlen_client.wire import (
     Floats,
     Inputs,
@@ -421,9 +423,19 @@ class AsyncClient:
         """Return the server's models and their states, ready or not."""
         return await self._session.models()
 
-    async def model_info(self) -> ModelInfo:
-        """Return what the model's config says of its outputs, limits and settings."""
-        return await self._session.model_info(None)
+    async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
+        """Return what the model's config says of its outputs, limits and settings.
+
+        Args:
+            timeout: seconds for the question, retries included; by default no limit.
+
+        Raises:
+            VarlenClientError: see errors.py.
+        """
+        try:
+            return await with_timeout(self._session.model_info(deadline_of(timeout)), timeout)
+        except TimeoutError:
+            raise RequestTimeout(f"the model's config did not come within {timeout:g} s") from None
 
     async def model_infos(self, names: Collection[str]) -> dict[str, ModelInfo]:
         """Return by name what the configs of several models of the server say.

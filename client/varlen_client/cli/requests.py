@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -16,9 +18,12 @@ import typer
 
 from varlen_client.cli.model_words import other_task
 from varlen_client.cli.options import DEFAULT_URLS, Model, Urls, exit_on_error, fail
-from varlen_client.errors import InvalidRequest
+from varlen_client.errors import InvalidRequest, VarlenClientError
 from varlen_client.row_options import TruncationSide
 from varlen_client.sync import Client
+
+# For a better message of an error; most models are known by then.
+_EXPLANATION_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +63,12 @@ class RequestOptions:
                 self.urls, self.model, rows_per_request=rows_per_request, concurrency=concurrency
             ) as client,
         ):
+            began = time.monotonic()
             try:
                 yield client
             except InvalidRequest:
-                if message := other_task(self.command, client.model_info()):
+                left = (self.timeout or math.inf) - (time.monotonic() - began)
+                if message := _other_task(self.command, client, left):
                     fail(message)
                 raise
 
@@ -88,6 +95,14 @@ class RowOptions(RequestOptions):
     truncation_side: Annotated[
         TruncationSide | None, typer.Option(help="Which end is cut; default: the checkpoint's.")
     ] = None
+
+
+def _other_task(command: str, client: Client, seconds: float) -> str | None:
+    """Return the error of `other_task`; None also if the server does not say in time which model it has."""
+    with suppress(VarlenClientError):
+        info = client.model_info(timeout=max(0.0, min(seconds, _EXPLANATION_SECONDS)))
+        return other_task(command, info)
+    return None
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

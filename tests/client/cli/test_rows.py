@@ -1,11 +1,15 @@
 """The commands of row tasks: what they print, write and send."""
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 
 from tests.client.fake_model import Fault
+from varlen_client import ServerUnavailable
+from varlen_client.cli import requests
+from varlen_client.transport.session import Session
 
 
 @pytest.fixture
@@ -230,3 +234,29 @@ def test_a_model_of_another_task_is_told_with_its_own_command(
 def test_a_model_of_the_right_task_keeps_the_words_of_its_server(varlen, server):
     server.model.faults = [Fault("invalid", "row 0 is too long")]
     assert "row 0 is too long" in varlen("embed", "a").stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--timeout", "5")], ids=["no timeout", "timeout"])
+@pytest.mark.parametrize("failure", ["fails", "hangs"])
+def test_the_error_of_a_request_is_told_if_the_model_is_not_known_afterwards(
+    varlen, server, monkeypatch, options, failure
+):
+    ask, asked = Session.model_info, []
+
+    async def model_info(self, deadline):
+        asked.append(deadline)
+        if len(asked) == 1:
+            return await ask(self, deadline)
+        if failure == "fails":
+            raise ServerUnavailable("the connection is lost")
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(Session, "model_info", model_info)
+    monkeypatch.setattr(requests, "_EXPLANATION_SECONDS", 0.1)
+    server.model.faults = [Fault("invalid", "row 0 is too long")]
+
+    result = varlen("embed", "a", *options)
+
+    assert (result.exit_code, len(asked)) == (1, 2)
+    [line] = result.stderr.splitlines()
+    assert "row 0 is too long" in line
