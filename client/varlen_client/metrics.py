@@ -105,5 +105,15 @@ def all_series(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
             yield series[1], dict(_LABEL.findall(series[2])), float(series[3])
 
 
+def pages_by_model(page: str) -> dict[str, str]:
+    """Return the lines of each model by its name, so that many models are read in one pass."""
+    lines: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if series := _SERIES.match(line):
+            model = dict(_LABEL.findall(series[2])).get("model", "")
+            lines.setdefault(model, []).append(line)
+    return {model: "\n".join(found) for model, found in lines.items()}
+
+
 def _of_model(page: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
     return (series for series in all_series(page) if series[1].get("model") == model)

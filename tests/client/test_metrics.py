@@ -2,7 +2,14 @@
 
 import pytest
 
-from varlen_client.metrics import MetricsSample, fetch_metrics, model_series, rates, read_metrics
+from varlen_client.metrics import (
+    MetricsSample,
+    fetch_metrics,
+    model_series,
+    pages_by_model,
+    rates,
+    read_metrics,
+)
 
 PAGE = """\
 # HELP varlen_queued_requests Requests that wait
@@ -36,6 +43,15 @@ def test_sums_each_metric_of_one_model_without_histogram_buckets():
         "varlen_batch_seconds_count": 6,
         "nv_inference_count": 8,
     }
+
+
+def test_the_lines_of_a_model_are_all_that_is_read_of_it():
+    pages = pages_by_model(PAGE)
+
+    assert pages.keys() == {"minilm", "other"}
+    for model, page in pages.items():
+        assert model_series(page, model) == model_series(PAGE, model)
+        assert pages_by_model(page).keys() == {model}
 
 
 def test_a_page_without_the_model_has_no_series():

@@ -20,7 +20,14 @@ from varlen_client.cli.options import (
     usage_error,
 )
 from varlen_client.errors import VarlenClientError
-from varlen_client.metrics import MetricsSample, all_series, fetch_metrics, rates, read_metrics
+from varlen_client.metrics import (
+    MetricsSample,
+    all_series,
+    fetch_metrics,
+    pages_by_model,
+    rates,
+    read_metrics,
+)
 from varlen_client.sync import Client
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.session import Status
@@ -156,7 +163,8 @@ def _loads(url: str, models: Sequence[_Model]) -> dict[str, list[str]]:
 
 def _samples(url: str, models: Sequence[_Model]) -> dict[str, MetricsSample]:
     page = fetch_metrics(url, timeout=METRICS_TIMEOUT_SECONDS) or ""
-    samples = {each.name: read_metrics(page, each.name) for each in models}
+    pages = pages_by_model(page)
+    samples = {each.name: read_metrics(pages.get(each.name, ""), each.name) for each in models}
     return {name: sample for name, sample in samples.items() if sample is not None}
 
 
