@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -66,6 +67,9 @@ if TYPE_CHECKING:
     from varlen.service.running import RunningModel
 
 _log = logging.getLogger(__name__)
+
+# Longest time from the load, or the last answer to a row of `model_warmup`, to the next row.
+_WARMUP_PAUSE_SECONDS = 10.0
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -136,10 +140,8 @@ class TritonPythonModel:
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Enqueue the requests, or answer at once with an error. Never raises."""
         for request in requests:
-            is_warmup = self._warmup_requests > 0
-            self._warmup_requests -= is_warmup
             try:
-                reply = self._outbox.reply_to(request, is_warmup=is_warmup)
+                reply = self._outbox.reply_to(request, is_warmup=self._is_warmup(request))
             except Exception:
                 # without a sender there is no way to answer
                 _log.exception("a request has no response sender")
@@ -163,6 +165,19 @@ class TritonPythonModel:
         self._trimmer.close()
         self._watchdog.kill()
         self._watchdog.wait()
+
+    def _is_warmup(self, request: pb_utils.InferenceRequest) -> bool:
+        """Return whether the server made a request from `model_warmup`.
+
+        It sends those first, without an id, and each at once after the answers to others.
+        """
+        pause = time.monotonic() - self._outbox.last_warmup
+        if self._warmup_requests and (request.request_id() or pause > _WARMUP_PAUSE_SECONDS):
+            # this server has sent fewer
+            self._warmup_requests = 0
+        is_warmup = self._warmup_requests > 0
+        self._warmup_requests -= is_warmup
+        return is_warmup
 
     def _load(self, args: dict[str, str]) -> None:
         close_inherited_sockets()

@@ -273,6 +273,9 @@ class ServerReply:
             if self._answered:
                 return
             self._answered = True
+            if self._is_warmup:
+                # before the server sends the next one
+                self._outbox.last_warmup = time.monotonic()
             try:
                 self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             except Exception:
@@ -323,6 +326,9 @@ class Outbox:
 
     With `names_codes`, the messages of errors begin with their code, for example "INVALID_ARG: ". A gRPC stream carries
     nothing else of an error.
+
+    Attributes:
+        last_warmup: when a row of `model_warmup` was last answered, or the load.
     """
 
     def __init__(
@@ -333,6 +339,7 @@ class Outbox:
         self._tracer = tracer
         self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
         self._open = 0
+        self.last_warmup = time.monotonic()
         self._has_skipped = False
         self._counting = Lock()
         self._threads = [

@@ -168,6 +168,10 @@ class InferenceRequest:
         self.sender_fails = self.inputs_fail = False
         self.asked = self.sends = self.senders = 0
         self.trace_context = None
+        self.id = ""
+
+    def request_id(self):
+        return self.id
 
     def trace(self):
         return InferenceTrace(self)

@@ -790,6 +790,28 @@ def test_warmup_rows_that_are_refused_are_skipped_and_others_run(load, ask, pb_u
     assert failure(later) == (pb_utils.TritonError.INVALID_ARG, failure(later)[1])
 
 
+@pytest.mark.parametrize("way", ["id", "pause"])
+def test_a_request_of_a_client_before_counted_warmup_rows_gets_its_error(
+    way, load, ask, pb_utils, server_model, monkeypatch
+):
+    sample = {"name": "first", "batch_size": 1, "count": 9}
+    model = load(given=model_config(model_warmup=[sample], parameters={"threads": "1"}))
+    no_tokens = {"input_ids": ids([5, 5]), "attention_mask": ids([0, 0])}
+    row, of_client, later = (ask(**no_tokens) for _ in range(3))
+    model.execute([row])
+    wait_for(row)
+    if way == "id":
+        of_client.id = "1"
+    else:
+        monkeypatch.setattr(server_model, "_WARMUP_PAUSE_SECONDS", 0.0)
+
+    model.execute([of_client, later])
+
+    assert row.response.error() is None
+    for request in (of_client, later):
+        assert failure(request)[0] == pb_utils.TritonError.INVALID_ARG
+
+
 def test_a_load_error_names_no_path(load, pb_utils, tmp_path):
     linked = tmp_path / "linked"
     (tmp_path / "elsewhere").mkdir()
