@@ -1,6 +1,7 @@
 """How `varlen adopt` reads models that exist, and what it refuses."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import WORDS, save_checkpoint
 from varlen.config import EngineConfig
+from varlen.execution import device
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_client.cli.main import app
 from varlen_tools.adopt import adoption, view
@@ -19,7 +21,7 @@ from varlen_tools.adopt.checkpoint import find_checkpoint
 from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.adopt.existing import Existing, Tensor, read_existing, read_tokenizer
 from varlen_tools.adopt.load import Measured
-from varlen_tools.adopt.side import ModelSide, core_count, existing_side, our_side, weights_dtype
+from varlen_tools.adopt.side import ModelSide, existing_side, our_side, weights_dtype
 
 
 def metadata(inputs: str, outputs: str) -> dict[str, list[dict[str, object]]]:
@@ -293,8 +295,26 @@ def test_a_side_tells_what_the_server_and_the_files_know(tmp_path):
 
     assert code == ModelSide("code", "python", None, None, 3, [5])
     assert bert == ModelSide("bert", "onnxruntime", "fp32", 3, 3, [])
-    assert idle.threads == core_count()
+    assert idle.threads == len(os.sched_getaffinity(0))
     assert ours == ModelSide("ours", "varlen", "int8", 1, 1, [5])
+
+
+def test_our_side_has_the_threads_of_the_engine(tmp_path, monkeypatch):
+    # one core, and a half of another one
+    (tmp_path / "cpu.max").write_text("150000 100000")
+    monkeypatch.setattr(device, "_CGROUP_CORES", tmp_path / "cpu.max")
+    monkeypatch.setattr(device.torch, "get_num_threads", lambda: 8)
+
+    assert our_side("ours", EngineConfig(), []).threads == 2
+
+
+def test_the_same_model_in_another_dtype_leaves_models_of_the_repository(tmp_path):
+    write_configs(tmp_path, ours='backend: "varlen"', ours_fp32='backend: "none"')
+
+    made = adoption._in_dtype(tmp_path / "ours", "fp32")
+
+    assert made == tmp_path / "ours_fp32_"
+    assert (tmp_path / "ours_fp32/config.pbtxt").read_text() == 'backend: "none"'
 
 
 @pytest.mark.parametrize(

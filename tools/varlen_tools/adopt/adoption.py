@@ -150,54 +150,92 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
             old = session.read(model, wish.output)
             report(f"making {name} of {source}")
             # in the view until it is compared: a server may watch the repository
-            (view / name).unlink(missing_ok=True)
-            made = _fetch(view, source, name, wish.settings)
-            checkpoint = find_source(made, {}).open_checkpoint()
-            requests = _requests(old, wish.texts, checkpoint)
-            theirs = session.ask(requests)
-            old_sides = _old_sides(wish, session, with_parts(view, [model]), requests, checkpoint)
-            task = _task(theirs[0], checkpoint, wish.settings)
-            if task not in (checkpoint.task, wish.settings.get("task")):
-                made = _fetch(view, str(made / "1"), name, {**wish.settings, "task": task})
-        found = wish.dtype or next((side.dtype for side in old_sides if side.dtype), None)
-        old_dtype = found or "fp32"
-        folders = [made]
-        if equal := _equal_dtype(old_dtype, find_source(made, {}).config):
-            folders.insert(0, _in_dtype(made, equal))
+            made = _make(wish, session, old, view / name, source)
+        dtype = wish.dtype or next((side.dtype for side in made.old_sides if side.dtype), None)
+        old_dtype = dtype or "fp32"
+        folders = [made.folder]
+        if equal := _equal_dtype(old_dtype, find_source(made.folder, {}).config):
+            folders.insert(0, _in_dtype(made.folder, equal))
         configs = {folder.name: find_source(folder, {}).config for folder in folders}
         report(f"starting a server with {', '.join([model, *configs])}")
         # a server that loads a model while it runs loads one of any client, which is code
         with open_session(command, view, [model, *configs]) as session:
-            news = [_new(old, each, task, theirs) for each in configs]
-            sent = [_requests(new, wish.texts, checkpoint) for new in news]
-            old_load, *loads = _measure(session, wish, [requests, *sent], report)
+            news = [_new(old, each, made.task, made.answers) for each in configs]
+            sent = [_requests(new, wish.texts, made.checkpoint) for new in news]
+            old_load, *loads = _measure(session, wish, [made.requests, *sent], report)
             candidates = [
-                Candidate(
-                    our_side(new.name, configs[new.name], _token_counts(session, ours)),
-                    _compare(
-                        session.ask(ours),
-                        theirs,
-                        old.name,
-                        task,
-                        {old_dtype, our_dtype(configs[new.name])},
-                    ),
-                    load,
-                )
-                for new, ours, load in zip(news, sent, loads, strict=True)
+                _candidate(session, made, old_dtype, configs[ours[0].model], ours, load)
+                for ours, load in zip(sent, loads, strict=True)
             ]
-        _publish(made, target)
+        _publish(made.folder, target)
     return Adoption(
         old,
         news[-1],
         target,
-        task,
-        old_sides,
+        made.task,
+        made.old_sides,
         old_dtype,
-        found is None,
+        dtype is None,
         old_load,
         candidates,
         replaced,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The new model in the view, and what the old one answers.
+
+    Attributes:
+        folder: folder of the new model.
+        checkpoint: its checkpoint.
+        task: its task.
+        requests: the texts as requests to the old model.
+        answers: the answer to each.
+        old_sides: see `Adoption`.
+    """
+
+    folder: Path
+    checkpoint: Checkpoint
+    task: Task
+    requests: Sequence[Request]
+    answers: Sequence[Float32Array]
+    old_sides: Sequence[ModelSide]
+
+
+def _make(wish: Wish, session: Session, old: Existing, target: Path, source: str) -> _Made:
+    """Write the new model, with the task that answers as the old model does."""
+    view, name = target.parent, target.name
+    target.unlink(missing_ok=True)
+    folder = _fetch(view, source, name, wish.settings)
+    checkpoint = find_source(folder, {}).open_checkpoint()
+    requests = _requests(old, wish.texts, checkpoint)
+    answers = session.ask(requests)
+    old_sides = _old_sides(wish, session, with_parts(view, [old.name]), requests, checkpoint)
+    task = _task(answers[0], checkpoint, wish.settings)
+    if task not in (checkpoint.task, wish.settings.get("task")):
+        folder = _fetch(view, str(folder / "1"), name, {**wish.settings, "task": task})
+    return _Made(folder, checkpoint, task, requests, answers, old_sides)
+
+
+def _candidate(
+    session: Session,
+    made: _Made,
+    old_dtype: DType,
+    config: EngineConfig,
+    requests: Sequence[Request],
+    load: Measured | None,
+) -> Candidate:
+    """Return the new model with these settings, compared with the old one."""
+    side = our_side(requests[0].model, config, _token_counts(session, requests))
+    comparison = _compare(
+        session.ask(requests),
+        made.answers,
+        made.requests[0].model,
+        made.task,
+        {old_dtype, our_dtype(config)},
+    )
+    return Candidate(side, comparison, load)
 
 
 def _old_sides(
@@ -239,6 +277,9 @@ def _equal_dtype(old: DType, config: EngineConfig) -> DType | None:
 def _in_dtype(model: Path, dtype: DType) -> Path:
     """Write the same model in another dtype beside it, and return its folder."""
     made = model.with_name(f"{model.name}_{dtype}")
+    while made.exists():
+        # a model of the repository
+        made = made.with_name(f"{made.name}_")
     config = read_model_config(model)
     config.name = made.name
     config.parameters["dtype"].string_value = dtype

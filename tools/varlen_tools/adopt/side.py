@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from varlen.config import DType, EngineConfig
-from varlen.execution.device import choose_device, choose_dtype
+from varlen.execution.device import choose_device, choose_dtype, usable_cores
 from varlen_tools.adopt.view import ONNX_BACKEND, is_onnx_model
 from varlen_tools.doctor.comparison import short_dtype
 
@@ -65,11 +65,6 @@ class ModelSide:
     lengths: Sequence[int] = ()
 
 
-def core_count() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def existing_side(folder: Path, config: Mapping[str, Any], lengths: Sequence[int]) -> ModelSide:
     """Return how a model that exists runs.
 
@@ -83,8 +78,10 @@ def existing_side(folder: Path, config: Mapping[str, Any], lengths: Sequence[int
     parameters = {
         key.lower(): value["string_value"] for key, value in config.get("parameters", {}).items()
     }
-    # onnxruntime takes all cores if 0
-    threads = int(parameters.get(_THREADS, 0)) or (core_count() if is_onnx else None)
+    # onnxruntime takes all cores if 0, whatever the limit of a container
+    threads = int(parameters.get(_THREADS, 0)) or (
+        len(os.sched_getaffinity(0)) if is_onnx else None
+    )
     groups = config.get("instance_group", ())
     return ModelSide(
         folder.name,
@@ -98,7 +95,8 @@ def existing_side(folder: Path, config: Mapping[str, Any], lengths: Sequence[int
 
 def our_side(name: str, config: EngineConfig, lengths: Sequence[int]) -> ModelSide:
     """Return how a varlen model runs."""
-    return ModelSide(name, "varlen", our_dtype(config), config.threads or core_count(), 1, lengths)
+    threads = config.threads or usable_cores()
+    return ModelSide(name, "varlen", our_dtype(config), threads, 1, lengths)
 
 
 def our_dtype(config: EngineConfig) -> DType:
