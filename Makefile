@@ -61,8 +61,9 @@ $(VENV)/serve.stamp: pyproject.toml client/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, $(NEWEST_PYTHON)) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12, and test-engine 3.13: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || test -z '$(TORCH_INDEX)' || { echo "setup: installing torch for CPUs"; \
-		$(INSTALL) --no-compile --no-deps --constraint constraints.txt --index-url '$(TORCH_INDEX)' --retries 1 --timeout 10 torch 2>/dev/null; } \
-		|| echo "setup: there is none in $(TORCH_INDEX): pip takes its own, which may have CUDA and 4 GB more"
+		said=$$($(INSTALL) --no-compile --no-deps --constraint constraints.txt --index-url '$(TORCH_INDEX)' --retries 1 --timeout 10 torch 2>&1); } \
+		|| { echo "setup: no torch from $(TORCH_INDEX): $$(printf '%s\n' "$$said" | grep '^ERROR' | tail -n 1)"; \
+		echo "setup: pip takes its own, which may have CUDA and 4 GB more"; }
 	@echo "setup: installing varlen and the rest of what serving needs (half a minute)"
 	@$(INSTALL) --no-compile --constraint constraints.txt torch numba
 	@PYTHONPATH=kernels nice $(BIN)/python -m varlen_kernels.cpu.compile_all --common > /dev/null 2>&1 & \

@@ -59,7 +59,13 @@ def test_every_target_can_be_planned(target: str) -> None:
 NO_INDEX = """\
 #!/bin/sh
 echo "$@" >> {log}
-case "$*" in *"import torch"* | *--index-url*) exit 1 ;; esac
+case "$*" in
+*--index-url*)
+    printf 'WARNING: retrying\nERROR: first\nERROR: No space left\n[notice] a new pip\n' >&2
+    exit 1
+    ;;
+*"import torch"*) exit 1 ;;
+esac
 """
 
 
@@ -75,7 +81,8 @@ def test_without_the_index_of_torch_for_cpus_pip_takes_its_own(tmp_path: Path) -
     run = make(stamp, f"PYTHON={sys.executable}", "TORCH_INDEX=https://torch", folder=tmp_path)
 
     assert run.returncode == 0, run.stderr
-    assert "there is none in https://torch: pip takes its own" in run.stdout
+    assert "setup: no torch from https://torch: ERROR: No space left\n" in run.stdout
+    assert "setup: pip takes its own, which may have CUDA" in run.stdout
     _, of_torch, of_ops, *at_once = log.read_text().splitlines()
     assert "--index-url https://torch" in of_torch
     assert of_torch.endswith(" torch")
