@@ -101,7 +101,18 @@ def test_a_wheel_has_every_op_of_a_level_or_none_and_no_code_of_other_sources(
         check_wheel.main([str(wheel)])
     assert ended.value.code == 1
     assert check_wheel.code_problems(write_wheel_with_code(tmp_path, files)) == []
-    assert check_wheel.code_problems(write_wheel(tmp_path)) == []
+
+
+@pytest.mark.parametrize("machine, accepted", [("x86_64", False), ("aarch64", True)])
+def test_a_wheel_without_compiled_ops_is_refused_where_they_can_be_compiled(
+    machine: str, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_wheel, "machine", lambda: machine)
+
+    found = check_wheel.code_problems(write_wheel(tmp_path))
+
+    assert (found == []) is accepted
+    assert all("has no compiled op; make wheels LEVELS=avx2" in line for line in found)
 
 
 def test_the_wheel_of_a_release_has_every_level(
