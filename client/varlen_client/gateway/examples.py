@@ -1,8 +1,12 @@
-"""An example body of each route, for the OpenAPI description and the page `/docs`."""
+"""An example body of each route, for the OpenAPI description and the page `/docs`, and the one of each task.
+
+The page `/` and `varlen serve` try a model by the example of its task.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -36,10 +40,40 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "/classify": {"input": _TEXTS},
     "/pooling": {"input": _TEXTS},
     "/v1/completions": {"prompt": "The list of", "max_tokens": 40},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is a list?"}]},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "What is a list?"}],
+        "max_tokens": 40,
+    },
     "/tokenize": {"inputs": _TEXTS},
     "/detokenize": {"tokens": _IDS},
     "/decode": {"ids": _IDS},
+}
+# The route of each task that has one, with a body that fits the task better than the route's.
+_TRIED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "embed": ("/v1/embeddings", {}),
+    "sparse_embed": ("/embed_sparse", {"inputs": _TEXTS[0]}),
+    "token_embed": ("/embed_all", {"inputs": _TEXTS[0]}),
+    "hidden": ("/embed_all", {"inputs": _TEXTS[0]}),
+    "classify": ("/predict", {"inputs": "I like this very much."}),
+    "rerank": ("/v1/rerank", {}),
+    "token_classify": ("/pooling", {"input": "Ada Lovelace lived in London."}),
+    "generate": ("/v1/completions", {}),
+    "chat": ("/v1/chat/completions", {}),
+    "translate": ("/v1/completions", {"prompt": "the 3rd of March, 2021"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A request for models of one task, without the model's name."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+# By task, and of models that chat "chat"; tasks without a route have none.
+EXAMPLES_BY_TASK: Mapping[str, Example] = {
+    task: Example(path, {**_EXAMPLES[path], **own}) for task, (path, own) in _TRIED.items()
 }
 
 

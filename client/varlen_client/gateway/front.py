@@ -8,8 +8,10 @@ requests, and holds no name of a model: its script asks `/` for JSON, which need
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -21,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
+from varlen_client.gateway.examples import EXAMPLES_BY_TASK
 from varlen_client.gateway.info import overview
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
@@ -96,6 +99,8 @@ def _page(headers: dict[str, str]) -> Response:
 def _page_and_policy() -> tuple[str, str]:
     html = files("varlen_client.gateway").joinpath("page.html").read_text("utf-8")
     html = html.replace("{version}", version("varlen-client"))
+    examples = {task: asdict(example) for task, example in EXAMPLES_BY_TASK.items()}
+    html = html.replace("{examples}", json.dumps(examples, indent=2))
     policy = {
         "default-src": "'none'",
         "script-src": _hash_of(html, "script"),

@@ -11,6 +11,7 @@ import pytest
 
 from varlen_client.gateway import models
 from varlen_client.gateway.app import create_app
+from varlen_client.gateway.examples import EXAMPLES_BY_TASK
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
@@ -293,6 +294,24 @@ def test_the_example_of_each_route_is_answered(send, make_app):
         model = FITTING.get(path, "embedder")
         found = send("POST", f"{path.replace('{name}', model)}?model={model}", body, app=app)
         assert found.status_code == 200, (path, found.text)
+
+
+@pytest.mark.parametrize("task", EXAMPLES_BY_TASK)
+def test_a_model_of_each_task_is_tried_on_a_route_that_answers(send, task):
+    example = EXAMPLES_BY_TASK[task]
+    models = FITTING | {"/pooling": "tagger"}
+
+    body = {"model": models.get(example.path, "embedder"), **example.body}
+    found = send("POST", example.path, body)
+
+    assert found.status_code == 200, found.text
+
+
+def test_the_page_has_a_form_for_the_tasks_that_have_a_route():
+    # a chat is sent by the form of the task generate
+    forms = re.findall(r"^    (\w+): (?:\{|tokens,)$", PAGE, re.MULTILINE)
+
+    assert {*forms, "chat"} == EXAMPLES_BY_TASK.keys()
 
 
 def test_the_reference_has_the_docstrings_of_fields(send):

@@ -5,7 +5,7 @@ from starlette.responses import HTMLResponse
 
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.settings import GatewaySettings
-from varlen_client.wire import ModelInfo, ModelState
+from varlen_client.wire import ModelState
 
 from .browser import browser, executable
 from .fake_models import Calls, FakeClient
@@ -25,26 +25,18 @@ SHOWN = {
     "classifier": "best",
     "writer": "0.0 0.1 0.2 ",
     "tokens": "4 dimensions",
+    "tagger": '"object": "pooling"',
     HOSTILE: "cosine similarity",
 }
 
 
-class NamedClient(FakeClient):
-    """A client whose model may have any name."""
-
-    async def model_info(self):
-        if self.name == HOSTILE:
-            return ModelInfo(HOSTILE, 8, {"sentence_embedding": (4,)})
-        return await super().model_info()
-
-
 def gateway(**settings):
     """Return a gateway over fake models, served until the end of a `with` block."""
-    states = [ModelState(name, "1", "READY") for name in (*SHOWN, "tagger")]
+    states = [ModelState(name, "1", "READY") for name in (*SHOWN, "filler")]
     calls = Calls(states=[*states, ModelState("unready", "1", "LOADING")])
     app = create_app(
         GatewaySettings(url="grpc://127.0.0.1:1", **settings),
-        lambda name: NamedClient(calls, name),
+        lambda name: FakeClient(calls, name),
     )
     return served(app, **settings)
 
@@ -97,11 +89,11 @@ def test_each_model_is_tried_by_its_form(open_page, address):
     send_all(page)
 
     found = cards(page)
-    assert found.keys() == {*SHOWN, "tagger", "unready"}
+    assert found.keys() == {*SHOWN, "filler", "unready"}
     for name, text in SHOWN.items():
         assert text in found[name]
         assert f"curl {address}/" in found[name]
-    assert "ask the server itself" in found["tagger"]
+    assert "ask the server itself" in found["filler"]
     assert "loading" in found["unready"]
     assert page.run("document.title") == "varlen gateway"
     assert page.run("document.querySelector('img')") is None
@@ -139,8 +131,40 @@ def test_the_page_asks_for_the_key_and_keeps_it_nowhere(open_page, locked_addres
     page.wait("document.body.innerText.includes('varlen_gateway_requests_total')")
     assert all(each.startswith(f"{locked_address}/") for each in page.requests())
 
+    page.run("document.getElementById('docs').click()")
+    page.wait("document.querySelector('select')?.options.length")
+    assert page.run("location.pathname") == "/docs"
+    page.run("history.back()")
+    page.wait("document.body.innerText.includes('base URL of OpenAI clients')")
+    assert page.run("location.pathname + document.getElementById('key').hidden") == "/true"
+
     page.load(f"{locked_address}/")
     page.wait("!document.getElementById('key').hidden")
+
+
+@pytest.mark.parametrize(
+    "fetched, said, complains",
+    [
+        ("Promise.reject(new TypeError('Failed to fetch'))", "The gateway does not answer.", False),
+        ("new Response('{}')", "TypeError: ", True),
+        ("new Response('{}', {status: 503})", "503", False),
+    ],
+)
+def test_only_a_gateway_without_an_answer_is_said_not_to_answer(
+    open_page, address, fetched, said, complains
+):
+    page = open_page(f"{address}/")
+    page.wait("document.querySelector('details form')")
+    page.run(f"void (window.fetch = async () => {fetched})")
+
+    page.run("document.querySelector('details form').requestSubmit()")
+    page.wait("document.querySelector('[role=alert]')")
+
+    shown = page.run("document.querySelector('[role=alert]').innerText")
+    assert said in shown
+    assert ("does not answer" in shown) == ("does not answer" in said)
+    # mistakes of the page itself are in the browser's console too
+    assert bool(page.complaints()) == complains
 
 
 def test_the_reference_has_each_route_and_sends_its_example(open_page, address):

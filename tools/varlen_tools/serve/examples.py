@@ -14,6 +14,7 @@ from tritonclient.grpc import model_config_pb2
 
 from varlen.errors import CheckpointError, ConfigError
 from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
+from varlen_client.gateway.examples import EXAMPLES_BY_TASK
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.models import SOURCE_FILE, ServeError
 
@@ -123,25 +124,18 @@ def _curl(url: str, headers: list[str], body: Mapping[str, Any]) -> str:
 
 def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
     """Return path and body for the gateway; None where it has no such task."""
-    texts = ["a cat sits on the mat", "a kitten rests on a rug"]
-    requests: dict[Task, tuple[str, dict[str, Any]]] = {
-        "embed": ("/v1/embeddings", {"input": texts}),
-        "classify": ("/predict", {"inputs": texts[0]}),
-        "sparse_embed": ("/embed_sparse", {"inputs": texts[0]}),
-        "token_embed": ("/embed_all", {"inputs": texts[0]}),
-        "hidden": ("/embed_all", {"inputs": texts[0]}),
-        "generate": ("/v1/completions", {"prompt": "The list of", "max_tokens": 40}),
-    }
-    if model.has_chat:
-        messages = [{"role": "user", "content": "Name three colours."}]
-        requests["generate"] = "/v1/chat/completions", {"messages": messages, "max_tokens": 40}
-    request = requests.get(model.task)
-    if model.ranks:
-        request = "/v1/rerank", {"query": "what is a cat", "documents": texts}
-    if request is None:
+    task: str = model.task
+    if task == "generate" and model.has_chat:
+        task = "chat"
+    if task == "rerank" and not model.ranks:
+        # several labels of pairs
         return None
-    path, body = request
-    return path, {"model": model.name} | body
+    if model.ranks:
+        task = "rerank"
+    if task not in EXAMPLES_BY_TASK:
+        return None
+    example = EXAMPLES_BY_TASK[task]
+    return example.path, {"model": model.name, **example.body}
 
 
 def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
@@ -152,11 +146,9 @@ def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
     if model.ids:
         rows = {"datatype": model.ids, "shape": [1, len(_IDS)], "data": list(_IDS)}
         return f"{path}/infer", {"inputs": [{"name": "input_ids"} | rows]}
-    if model.task == "translate":
-        return f"{path}/generate", {"text_input": "the 3rd of March, 2021", "num_beams": 4}
-    text = "Ada lives in London."
-    if model.task == "fill_mask":
-        text = f"Paris is the {model.mask} of France."
+    text = f"Paris is the {model.mask} of France."
+    if model.task != "fill_mask":
+        text = "Ada lives in London."
     texts = {"text": text}
     if model.task == "rerank":
         texts["text_pair"] = "Where does Ada live?"
