@@ -106,7 +106,10 @@ def all_series(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def pages_by_model(page: str) -> dict[str, str]:
-    """Return the lines of each model by its name, so that many models are read in one pass."""
+    """Return the lines of each model, by its name.
+
+    One pass is enough for many models: each is then read from its own lines.
+    """
     lines: dict[str, list[str]] = {}
     for line in page.splitlines():
         if series := _SERIES.match(line):

@@ -136,9 +136,9 @@ class ModelInfo:
 
     @property
     def known_task(self) -> str | None:
-        """The task, by the outputs if the config leaves it to the checkpoint; None if they are of no task.
+        """The task, by the outputs if the config does not name it.
 
-        By outputs alone, a reranker classifies, and a translator generates.
+        None if they are of no task. By outputs alone, a reranker classifies, and a translator generates.
         """
         if self.task is not None:
             return self.task

@@ -98,7 +98,7 @@ class RowOptions(RequestOptions):
 
 
 def _other_task(command: str, client: Client, seconds: float) -> str | None:
-    """Return the error of `other_task`; None also if the server does not say in time which model it has."""
+    """Return the error of `other_task`; None also if the model is not known in time."""
     with suppress(VarlenClientError):
         info = client.model_info(timeout=max(0.0, min(seconds, _EXPLANATION_SECONDS)))
         return other_task(command, info)

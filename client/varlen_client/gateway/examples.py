@@ -1,6 +1,7 @@
-"""An example body of each route, for the OpenAPI description and the page `/docs`, and the one of each task.
+"""An example body of each route, and a request of each task.
 
-The page `/` and `varlen serve` try a model by the example of its task.
+The bodies are in the OpenAPI description and on the page `/docs`. The page `/` and `varlen serve` try a model by the
+request of its task.
 """
 
 from __future__ import annotations

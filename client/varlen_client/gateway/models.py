@@ -55,7 +55,7 @@ class NamedModel:
 
 
 class _Shared(Generic[_Answer]):
-    """A question to the server, which is asked once in a second, however many ask here.
+    """A question that the server gets once in a second, however many ask here.
 
     Args:
         ask: asks the server; an error is an answer too.
