@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the search: ranks of pages, words of `extra.search_words`, an entry for each message."""
+"""Hooks of mkdocs for the search: ranks, words of `extra.search_words`, entries of messages."""
 
 import json
 import re

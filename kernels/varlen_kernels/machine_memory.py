@@ -16,7 +16,10 @@ def memory_limit() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes that further processes may use, with what the system can drop from its cache of files."""
+    """Return the bytes that further processes may use.
+
+    They include what the system can drop from its cache of files.
+    """
     kilobytes = _fields(_MACHINE).get("MemAvailable")
     free = memory_limit() if kilobytes is None else kilobytes * 1024
     limit, used = _container_limit(), _number(_CONTAINER / "memory.current") or 0

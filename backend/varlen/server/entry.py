@@ -166,19 +166,6 @@ class TritonPythonModel:
         self._watchdog.kill()
         self._watchdog.wait()
 
-    def _is_warmup(self, request: pb_utils.InferenceRequest) -> bool:
-        """Return whether the server made a request from `model_warmup`.
-
-        It sends those first, without an id, and each at once after the answers to others.
-        """
-        pause = time.monotonic() - self._outbox.last_warmup
-        if self._warmup_requests and (request.request_id() or pause > _WARMUP_PAUSE_SECONDS):
-            # this server has sent fewer
-            self._warmup_requests = 0
-        is_warmup = self._warmup_requests > 0
-        self._warmup_requests -= is_warmup
-        return is_warmup
-
     def _load(self, args: dict[str, str]) -> None:
         close_inherited_sockets()
         hide_pool()
@@ -224,6 +211,19 @@ class TritonPythonModel:
         self._exporter = start_exporter(args, self._stats, self._snapshot)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog(args["model_instance_name"])
+
+    def _is_warmup(self, request: pb_utils.InferenceRequest) -> bool:
+        """Return whether the server made a request from `model_warmup`.
+
+        It sends those first, without an id, and each at once after the answers to others.
+        """
+        pause = time.monotonic() - self._outbox.last_warmup
+        if self._warmup_requests and (request.request_id() or pause > _WARMUP_PAUSE_SECONDS):
+            # this server has sent fewer
+            self._warmup_requests = 0
+        is_warmup = self._warmup_requests > 0
+        self._warmup_requests -= is_warmup
+        return is_warmup
 
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:

@@ -328,7 +328,7 @@ class Outbox:
     nothing else of an error.
 
     Attributes:
-        last_warmup: when a row of `model_warmup` was last answered, or the load.
+        last_warmup: time of the last answer to a row of `model_warmup`; before one, of the load.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 # The functions that take longest.
 _LONGEST = ("attend_distances", "attend", "attend_chunks", "multiply")
-# Functions of most encoders, then of most decoders. Those of a dtype have a second form, for bf16.
+# Functions of most encoders, then of most decoders. A function of a dtype has a second form, for bf16.
 _OF_ENCODERS = ("attend", "multiply", "norm", "activate", "gather")
 _OF_STEPS = ("attend_tokens", "attend_chunks", "append")
 _OF_PROGRAMS = ("run_alone", "run_shared")
@@ -109,7 +109,7 @@ def common_ops(level: str) -> tuple[str, ...]:
 
 
 def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
-    """Compile the functions that are not stored for this CPU, on all cores that memory is left for.
+    """Compile the functions that are not stored for this CPU, in several processes.
 
     Nothing is raised: what it has not stored is compiled by whoever needs it, one function after another.
 
@@ -135,13 +135,17 @@ def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
 
 
 def _process_count(others: int = 0) -> int:
-    """Return how many processes may compile: as many as cores, if memory is left for them and for others."""
+    """Return how many processes may compile, by cores and by the memory that is left.
+
+    Args:
+        others: number of further processes that need memory.
+    """
     most = free_memory() // _PROCESS_BYTES - others
     return max(1, min(usable_cores(), most))
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a command; raise an exception with what it said if it fails or takes too long."""
+    """Run a command; raise an exception with its errors if it fails or hangs."""
     process = subprocess.Popen(
         command,
         env=os.environ | environment,
