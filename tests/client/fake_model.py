@@ -123,7 +123,7 @@ class FakeModel:
     holds_streams: float = 0.0
     """Seconds for which a gRPC stream stays open after its last response."""
     requests: list[ReceivedRequest] = field(default_factory=list)
-    in_flight: int = 0
+    in_flight: set[int] = field(default_factory=set)
     max_in_flight: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -173,14 +173,21 @@ class FakeModel:
         self.check_name(name)
         with self.lock:
             self.requests.append(received)
-            self.in_flight += 1
-            self.max_in_flight = max(self.max_in_flight, self.in_flight)
+            self.in_flight.add(id(received))
+            self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
             fault = self.faults.pop(0) if self.faults else self.refuse(received)
         try:
             yield fault
         finally:
-            with self.lock:
-                self.in_flight -= 1
+            self.end(received)
+
+    def end(self, received: ReceivedRequest) -> None:
+        """Count a request no longer.
+
+        Its client may send the next request as soon as it has the last response.
+        """
+        with self.lock:
+            self.in_flight.discard(id(received))
 
     def infer(self, name: str, received: ReceivedRequest) -> dict[str, np.ndarray]:
         with self.receiving(name, received) as fault:
@@ -269,6 +276,8 @@ class FakeModel:
                 response["output_ids"] = [*ids] * self.most_answers
             if "return_score" in received.tensors and self.returns_score:
                 response["score"] = [-0.5 * (row + 1) for row in range(rows)]
+            if is_last:
+                self.end(received)
             yield response
 
     def tokenizer_object(self, operation: str, text: str) -> bytes:

@@ -239,6 +239,10 @@ def test_requests_during_unload_and_reload_are_answered_or_refused(
 CACHE = "caches/local/libtritoncache_local.so"
 
 
+# A model that only the test of traces asks.
+TRACED = "traced"
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the traces of `bare_server` begin with this name, and end with numbers."""
@@ -254,7 +258,8 @@ def bare_server(
     It has a response cache, and traces every request.
     """
     folder = tmp_path_factory.mktemp("bare")
-    add_model(folder, "spare", checkpoints["encoder"])
+    for name in ("spare", TRACED):
+        add_model(folder, name, checkpoints["encoder"])
     cache = tmp_path_factory.mktemp("cache")
     kit = Path(find_command("tritonserver")).resolve().parents[1] / "share/varlen/server"
     [wheel] = kit.glob("wheels/nvidia_pytriton-*.whl")
@@ -331,21 +336,26 @@ def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
 def test_a_traced_request_is_answered_and_its_trace_is_written(
     bare_server: LocalServer, traces: Path
 ) -> None:
-    before = set(traces.parent.iterdir())
-    assert load(bare_server, "spare", COMPLETE) is None
+    assert load(bare_server, TRACED, COMPLETE) is None
     with GrpcClient(bare_server) as client, HttpClient(bare_server) as http:
         for asking in (client, http):
-            assert asking.infer("spare", texts("word1")).shape == (1, 32)
-    unload(bare_server, "spare")
+            assert asking.infer(TRACED, texts("word1")).shape == (1, 32)
+    unload(bare_server, TRACED)
 
     def stages() -> Counter[str]:
-        """Return the stages in the files of these requests, by name."""
+        """Return the stages in the files of this model's requests, by name.
+
+        A file has the trace of one request, and is written some time after its answer.
+        """
         found = Counter[str]()
-        for file in set(traces.parent.iterdir()) - before:
+        for file in traces.parent.iterdir():
             # a file may be written in this moment
             with contextlib.suppress(ValueError):
-                for entry in json.loads(file.read_text()):
-                    found.update(each["name"] for each in entry.get("timestamps", ()))
+                entries = json.loads(file.read_text())
+                if any(entry.get("model_name") == TRACED for entry in entries):
+                    found.update(
+                        each["name"] for entry in entries for each in entry.get("timestamps", ())
+                    )
         return found
 
     expected = ("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_END", "REQUEST_END")

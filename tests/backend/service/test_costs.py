@@ -308,7 +308,7 @@ def test_a_busy_machine_is_warned_of(executor, checkpoint, config, caplog):
 
     (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "took 3.0 times as long" in warned
-    assert "profile_costs --again" in warned
+    assert "varlen costs --again" in warned
 
 
 def test_stored_costs_without_batches_are_measured_again(

@@ -76,9 +76,15 @@ def openai_frontend_streamed_chat(at: Addresses) -> Any:
 def openai_frontend_named_tool(at: Addresses) -> Any:
     structure = json.dumps(_NO_STRUCTURE | {"json": json.dumps(TOOL_SCHEMA)})
     most = 60
-    # the model is trained on each machine: some draws of one spend all tokens on spaces, and are cut
+    # the model is trained on each machine, and may repeat spaces, which the grammar allows, until it is cut
     for seed in range(20):
-        form = _vllm_form(f"{PROMPT} ", structured_outputs=structure, max_tokens=most, seed=seed)
+        form = _vllm_form(
+            f"{PROMPT} ",
+            structured_outputs=structure,
+            max_tokens=most,
+            seed=seed,
+            frequency_penalty=2.0,
+        )
         text, _, num_tokens = _whole(at, form)
         if num_tokens < most:
             return json.loads(text)
