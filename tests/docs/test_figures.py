@@ -6,7 +6,7 @@ to contain them, and no other number.
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -25,13 +25,11 @@ LONGEST_README = 95
 # Runs of the benchmarks: the column `date` without seconds.
 PADDED = "2026-11-26T17:58"
 ENGINES = "2026-11-26T20:21"
-BATCHER = "2026-11-26T13:26"
-SERVED = "2026-11-26T14:05"
+SERVED = "2026-11-28T20:48"
+ADOPTED = "2026-11-28T20:45"
 LONE = "2026-11-26T14:16"
-# Lengths of the serving benchmark.
-MIXES = ("uniform 5-500", "uniform 2-100")
 # Engines as the README names them, by the first part of a system's name.
-NAMES = {"varlen": "", "ctranslate2": "CTranslate2", "openvino": "OpenVINO"}
+NAMES = {"varlen": "", "stock": "onnxruntime", "ctranslate2": "CTranslate2", "openvino": "OpenVINO"}
 # Code, targets of links, and addresses: their numbers are no figures.
 _NO_PROSE = re.compile(
     r"^```.*?^```$|`[^`\n]*`|\]\([^)]*\)|(?:https?://|arXiv:)\S+", re.MULTILINE | re.DOTALL
@@ -71,15 +69,13 @@ def claims(page: str) -> list[str]:
     if page == INDEX:
         headline = f"{packed.value:,.0f} tokens/s on 2 CPU cores, {times} times as many as"
         return [f"{batch} at {speeds}", headline]
-    batcher, tuned = (
-        quotient(*each) for each in (against_batcher(MIXES[0]), against_tuned("int8"))
-    )
+    batcher, tuned = quotient(*against_batcher("int8")), quotient(*against_tuned("int8"))
     return [
         f"{batch} at {speeds}",
         f"{batcher} times as many requests/s as onnxruntime behind the server's padded dynamic batcher",
         f"{tuned} times as many as onnxruntime in its best setting",
         "On 2 CPU cores",
-        "on 2 cores of an AMD EPYC",
+        "texts of 5 to 500 tokens, on 2 cores of an AMD EPYC",
         f"Python {supported_pythons()}",
         f"From {first_release()} on",
         f"p99 of at most {GOAL_P99_MS:.0f} ms",
@@ -91,12 +87,19 @@ def claims(page: str) -> list[str]:
 def table_rows() -> list[str]:
     """Return the rows of the README's table; their first cells without the first words."""
     lone, lone_other = lone_ms("varlen-fp32"), lone_ms("onnxruntime-fp32-single")
+    mean = adopted("stock", "mean_tokens").value
     return [
-        row("int8, texts of 5 to 500 tokens", *against_batcher(MIXES[0])),
-        row("the same, texts of 2 to 100 tokens", *against_batcher(MIXES[1])),
-        row("int8, 5 to 500 tokens", *against_tuned("int8")),
+        row("the server's padded dynamic batcher, int8", *against_batcher("int8")),
+        row("in its best setting, int8", *against_tuned("int8")),
+        row("the same in fp32", *against_tuned("fp32")),
         row(
-            "in process, int8, 5 to 500 tokens",
+            f"16 texts of {mean:.0f} tokens on average at once, fp32",
+            adopted("varlen"),
+            adopted("stock"),
+            "texts/s",
+        ),
+        row(
+            "in process, int8",
             embedded(ENGINES, "varlen-int8"),
             fastest_of_equal_quality(ENGINES),
             "tokens/s",
@@ -151,9 +154,16 @@ def embedded(run: str, system: str) -> Figure:
     return figure("tokens_per_second", "encoder.csv", run, system=system, workload="uniform")
 
 
-def sustained(run: str, system: str, mix: str) -> Figure:
-    """Return the requests/s that a system sustains in the serving benchmark."""
-    return figure("sustained", "serving.csv", run, system=system, lengths=mix, kind="result")
+def sustained(system: str) -> Figure:
+    """Return the requests/s that a system sustains in the serving benchmark, long texts."""
+    return figure(
+        "sustained", "serving.csv", SERVED, system=system, lengths="uniform 5-500", kind="result"
+    )
+
+
+def adopted(system: str, column: str = "texts_per_second") -> Figure:
+    """Return a figure of a system in fp32 in the benchmark of `varlen adopt`."""
+    return figure(column, "adopt.csv", ADOPTED, system=system, dtype="fp32")
 
 
 def lone_ms(system: str) -> Figure:
@@ -161,21 +171,24 @@ def lone_ms(system: str) -> Figure:
     return figure("p50_ms", "serving.csv", LONE, system=system, lengths="lone 3")
 
 
-def against_batcher(mix: str) -> tuple[Figure, Figure]:
-    """Return what varlen and a model behind the server's padded dynamic batcher sustain, in int8."""
-    ours = sustained(BATCHER, "varlen-int8", mix)
-    return ours, sustained(BATCHER, "onnxruntime-int8-dynamic-per-core", mix)
+def against_batcher(precision: str) -> tuple[Figure, Figure]:
+    """Return what varlen sustains, and a model behind the server's padded dynamic batcher."""
+    return against(precision, lambda system: "-dynamic" in system)
 
 
 def against_tuned(precision: str) -> tuple[Figure, Figure]:
-    """Return what varlen sustains on long texts, and the other system that sustains most."""
-    systems = {
+    """Return what varlen sustains, and the other system that sustains most."""
+    return against(precision, lambda system: True)
+
+
+def against(precision: str, is_compared: Callable[[str], bool]) -> tuple[Figure, Figure]:
+    """Return what varlen sustains on long texts, and the best other system of this precision."""
+    others = {
         row["system"]
         for row in rows_of("serving.csv", SERVED)
-        if f"-{precision}-" in row["system"] and not row["system"].startswith("varlen")
+        if f"-{precision}-" in row["system"] and is_compared(row["system"])
     }
-    ours = sustained(SERVED, f"varlen-{precision}", MIXES[0])
-    return ours, max(sustained(SERVED, system, MIXES[0]) for system in systems)
+    return sustained(f"varlen-{precision}"), max(sustained(system) for system in others)
 
 
 def fastest_of_equal_quality(run: str) -> Figure:
