@@ -336,7 +336,7 @@ def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
 def test_a_traced_request_is_answered_and_its_trace_is_written(
     bare_server: LocalServer, traces: Path
 ) -> None:
-    assert load(bare_server, TRACED, COMPLETE) is None
+    assert load(bare_server, TRACED, COMPLETE | {"name": TRACED}) is None
     with GrpcClient(bare_server) as client, HttpClient(bare_server) as http:
         for asking in (client, http):
             assert asking.infer(TRACED, texts("word1")).shape == (1, 32)
