@@ -94,6 +94,27 @@ def _step(name: str, kind: str, output: str, output_kind: str, **fields: Any) ->
     )
 
 
+def _ensemble(
+    name: str,
+    output: str,
+    kind: str,
+    width: int,
+    first: tuple[str, str, str],
+    last: tuple[str, str, str],
+) -> str:
+    """Return the config of an ensemble.
+
+    Args:
+        first, last: model, input and output of a step.
+    """
+    steps = {
+        f"{place}{part}": value
+        for place, step in (("first", first), ("last", last))
+        for part, value in zip(("", "_in", "_out"), step, strict=True)
+    }
+    return ENSEMBLE.format(name=name, output=output, kind=kind, width=width, **steps)
+
+
 @pytest.fixture(scope="module")
 def kept(
     server: LocalServer,
@@ -121,30 +142,13 @@ def kept(
             called="kept_writer,text_input,text_output,true",
         ),
     }
+    kept_step = ("kept", "text", "logits")
     ensembles = {
-        "ours_last": ENSEMBLE.format(
-            name="TEXT",
-            output="LOGITS",
-            kind="TYPE_FP32",
-            width=3,
-            first="lower",
-            first_in="TEXT",
-            first_out="text",
-            last="kept",
-            last_in="text",
-            last_out="logits",
+        "ours_last": _ensemble(
+            *("TEXT", "LOGITS", "TYPE_FP32", 3), ("lower", "TEXT", "text"), kept_step
         ),
-        "ours_first": ENSEMBLE.format(
-            name="TEXT",
-            output="BEST",
-            kind="TYPE_INT32",
-            width=1,
-            first="kept",
-            first_in="text",
-            first_out="logits",
-            last="best",
-            last_in="logits",
-            last_out="best",
+        "ours_first": _ensemble(
+            *("TEXT", "BEST", "TYPE_INT32", 1), kept_step, ("best", "logits", "best")
         ),
     }
     for name, config in (python_models | ensembles).items():

@@ -285,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"nothing is compiled: {machine()} has none of the levels")
     ops = options.ops.split(",") if options.ops else None
     if options.common and levels:
-        levels = levels[:1]
+        if len(levels) > 1:
+            parser.error(f"--common takes one level, not {len(levels)}")
         ops = common_ops(*levels)
     try:
         done = compile_all(levels, ops) if levels else ()

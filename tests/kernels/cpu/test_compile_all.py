@@ -59,6 +59,13 @@ def test_the_levels_of_a_wheel_are_compiled_with_progress_and_other_code_is_remo
     assert names == {f"{op}-{level}" for op in _OPS for level in ("avx2", "avx512")}
 
 
+def test_the_common_ops_are_those_of_one_level():
+    done = compile_all(PROJECT / "kernels", "--all", "--common")
+
+    assert done.returncode == 2
+    assert "--common takes one level, not 4" in done.stderr
+
+
 def test_an_op_that_does_not_exist_is_named(tmp_path):
     done = compile_all(PROJECT / "kernels", "avx2", "--ops", "attention")
 
