@@ -9,7 +9,7 @@ pytest.importorskip("rich")
 from varlen_bench.peers.checkpoints import GeneratorShape
 from varlen_bench.ranks import exchange, models, run
 from varlen_bench.ranks.__main__ import app
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 
 from .conftest import committed_columns, read_csv

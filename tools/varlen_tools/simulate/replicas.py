@@ -22,7 +22,7 @@ from varlen.costs.model import CostModel
 from varlen.request.request import Float32Array
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult
-from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen_tools.simulate.autoscaling import AutoscaleOptions, Autoscaler, Scrape
 from varlen_tools.simulate.routing import Counts, ReplicaLoads, Routing, new_router
 from varlen_tools.simulate.virtual import (
