@@ -81,7 +81,7 @@ $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info: | $(VENV)/setup.stamp
 	@$(INSTALL) --no-deps --target $(OLDEST_TRITON_FOLDER) triton==$(OLDEST_TRITON)
 
 # Otherwise each first start of a kind of model compiles what it needs, on one core.
-$(VENV)/compiled.stamp: $(VENV)/setup.stamp $(wildcard kernels/varlen_kernels/cpu/*.py kernels/varlen_kernels/cpu/*/*.py kernels/varlen_kernels/reference/*.py)
+$(VENV)/compiled.stamp: $(VENV)/setup.stamp $(wildcard kernels/varlen_kernels/cpu/*.py kernels/varlen_kernels/reference/*.py)
 	@echo "setup: compiling the ops of this CPU"
 	@$(BIN)/python -m varlen_kernels.cpu.compile_all
 	@touch $@
