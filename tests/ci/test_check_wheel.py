@@ -16,6 +16,8 @@ from varlen_kernels.cpu.calls import machine_code
 from varlen_kernels.cpu.calls.entries import MAKERS
 from varlen_kernels.cpu.native.target_cpu import LEVELS
 
+pytestmark = pytest.mark.full
+
 check_wheel = load_script("check_wheel")
 build_wheel, problems = check_wheel.build_wheel, check_wheel.problems
 BACKEND, CLIENT = check_wheel.BACKEND, check_wheel.CLIENT

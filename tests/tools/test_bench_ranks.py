@@ -14,7 +14,10 @@ from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 
 from .conftest import committed_columns, read_csv
 
-pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="exchanges of steps are compiled")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not has_compiled_ops(), reason="exchanges of steps are compiled"),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
