@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import openai
+import pytest
 
 from tests.processes import is_gone
 from varlen_client import Client
