@@ -33,7 +33,7 @@ from tests.foreign.calls.table import (
     TOOL_ARGUMENTS,
 )
 from varlen_client import Client
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer, find_command
 
 from .local_gateway import local_gateway
@@ -51,7 +51,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 # Models in fp32 with the random checkpoint of one of `TASK_MODELS`.
 RANDOM = {"ranking": "reranker", "moods": "sentiment", "masks": "bert"}
 
-pytestmark = pytest.mark.timeout(CLIENT_SECONDS + 100)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(CLIENT_SECONDS + 100)]
 
 
 @dataclass(frozen=True)

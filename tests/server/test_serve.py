@@ -16,7 +16,7 @@ import openai
 
 from tests.processes import is_gone
 from varlen_client import Client
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import find_command
 from varlen_tools.model_config import Inputs
 from varlen_tools.serve.examples import Addresses, curl_line, read_model

@@ -28,6 +28,8 @@ from varlen_bench.workers.encoder import EncoderWorker, Workload
 
 from .conftest import committed_columns, read_csv, save_encoder
 
+pytestmark = pytest.mark.full
+
 POSITIONS = 40
 
 

@@ -34,6 +34,8 @@ from varlen_bench.workers.generate import OURS, REQUEST_LEVEL, SYSTEMS, figures,
 
 from .conftest import read_csv
 
+pytestmark = pytest.mark.full
+
 STATIC, CONTINUOUS = "transformers-fp32-arrival", "transformers-fp32-continuous"
 
 

@@ -30,6 +30,8 @@ from varlen_bench.ops import padded, rows
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 LONG = Budget(1e6)
 CALL = rows.add_layer_norm(4, 8, torch.float32)

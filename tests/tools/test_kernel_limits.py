@@ -23,6 +23,8 @@ from varlen_bench.machine_code import MachineCode
 from varlen_bench.ops.compiled import CompiledCall
 from varlen_bench.ops.rows import add_layer_norm
 
+pytestmark = pytest.mark.full
+
 DTYPE = torch.bfloat16
 NORM = CompiledCall("256", partial(add_layer_norm, 8, 256), dtypes=(DTYPE,))
 CALL = replace(NORM, narrow_loads=2)
