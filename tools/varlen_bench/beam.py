@@ -35,7 +35,7 @@ BASE, DATES = TRANSFORMER_BASE.name, "tiny_dates"
 _QUICK_REQUESTS = 8
 # Rates of arrivals at which varlen is measured, as multiples of the rate of all systems.
 _MULTIPLES = (2.0, 3.0, 4.0, 6.0)
-# The isolated step, and its shape in the BENCH line: that of a server of translations.
+# The isolated step, and its shape in the BENCH line.
 _STEP, _STEP_SHAPE = System("beam_step", "varlen", "fp32", "engine"), "8x4x32000"
 # Words of a sentence of WMT's newstest: the median, and the length that a tenth exceeds.
 _MEDIAN_WORDS, _LONG_WORDS = 21, 38

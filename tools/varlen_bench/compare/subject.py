@@ -1,4 +1,4 @@
-"""A subject of the comparison: its options, what it measures, and its rows, tables and figures."""
+"""Subjects of the comparison: options, measurement, rows, tables and figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Rounds: TypeAlias = Annotated[int, typer.Option(min=1, help="Measured passes of 
 
 @dataclass(kw_only=True)
 class Subject(ABC, Generic[Measured]):
-    """A benchmark. Its docstring is the help of its command, and its fields are the options."""
+    """A benchmark: its docstring is the help of its command, its fields are options."""
 
     name: ClassVar[str]
     """Name of its module, its CSV and its BENCH line."""

@@ -1,1 +1,1 @@
-"""Processes that each run one measured system; a process imports only the libraries of its engine."""
+"""Processes of measured systems; each imports only the libraries of its engine."""
