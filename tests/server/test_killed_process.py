@@ -40,6 +40,8 @@ from .serving import (
     wait_until,
 )
 
+pytestmark = pytest.mark.full
+
 ENCODER, DECODER = "slow", "writer"
 WATCH_SECONDS = 1.0
 # some seconds of work
