@@ -36,7 +36,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
 # A worker process for each core, and one more, since tests of servers wait most of their time. tests/conftest.py gives
 # each file to one worker, kernel tests wherever one is free.
-PARALLEL := --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadgroup --durations 30
+# The interpreter replaces Triton's functions as they are imported: a process of its own.
+INTERPRETED := tests/kernels/triton
 # The minor version of the newest Python 3 that runs a target: the server of `make setup` needs numpy 1, which 3.13 does not have.
 NEWEST_PYTHON := 12
 # Both distributions of the tree; extras of the second one follow.
@@ -46,7 +48,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server trained demo serve wheels examples test test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
+.PHONY: help setup server trained demo serve wheels examples test test-all test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
 .PHONY: bench-adopt bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -81,7 +83,7 @@ $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info: | $(VENV)/setup.stamp
 	@$(INSTALL) --no-deps --target $(OLDEST_TRITON_FOLDER) triton==$(OLDEST_TRITON)
 
 # Otherwise each first start of a kind of model compiles what it needs, on one core.
-$(VENV)/compiled.stamp: $(VENV)/setup.stamp $(wildcard kernels/varlen_kernels/cpu/*.py kernels/varlen_kernels/reference/*.py)
+$(VENV)/compiled.stamp: $(VENV)/setup.stamp $(wildcard kernels/varlen_kernels/cpu/*.py kernels/varlen_kernels/cpu/*/*.py kernels/varlen_kernels/reference/*.py)
 	@echo "setup: compiling the ops of this CPU"
 	@$(BIN)/python -m varlen_kernels.cpu.compile_all
 	@touch $@
@@ -126,21 +128,25 @@ examples: setup ## Run every example against a real server
 	@$(INSTALL) --no-deps $(TRITON_WHEEL)
 	$(BIN)/python -m examples.run_all
 
-test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
-	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/kernels/triton --ignore tests/kernels/compiled)
-	@$(if $(TESTS),,$(MAKE) --no-print-directory test-kernels)
+# The marker `full` (pyproject.toml) has the rule of the two tiers.
+test: setup ## Run what a change needs in 8 minutes: real servers, interpreted kernels, properties (TESTS= runs those instead)
+	$(PYTEST) $(or $(TESTS),-m 'not full' --ignore $(INTERPRETED))
+	$(if $(TESTS),,TRITON_INTERPRET=1 $(PYTEST) -m 'not full' $(INTERPRETED))
+
+test-all: setup ## Run all tests that `make test` leaves out
+	$(PYTEST) -m full --ignore $(INTERPRETED)
+	TRITON_INTERPRET=1 $(PYTEST) -m full $(INTERPRETED)
+	TRITON_INTERPRET=1 $(ON_OLDEST_TRITON) $(PYTEST) $(INTERPRETED)/test_bfloat16.py
+	$(ON_OLDEST_TRITON) $(PYTEST) tests/kernels/compiled tests/tools/test_dry_run.py \
+		-k 'bfloat16-sm_90 or 4x32000-float16-sm_90 or recompilation or dry_run'
 
 test-engine: NEWEST_PYTHON := 13
 test-engine: $(VENV)/compiled.stamp $(MINILM) ## Run the tests of the engine and the client without a server, which Python 3.13 runs too
-	$(BIN)/python -m pytest $(PARALLEL) tests/backend tests/client tests/kernels --ignore tests/kernels/triton --ignore tests/kernels/compiled
+	$(PYTEST) tests/backend tests/client tests/kernels --ignore $(INTERPRETED) --ignore tests/kernels/compiled
 
-# The interpreter replaces Triton's functions as they are imported: a process of its own.
-test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info ## Interpret and compile every kernel; needs no GPU
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels/triton
-	$(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled
-	TRITON_INTERPRET=1 $(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/triton/test_bfloat16.py
-	$(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled tests/tools/test_dry_run.py \
-		-k 'bfloat16-sm_90 or 4x32000-float16-sm_90 or recompilation or dry_run'
+test-kernels: $(VENV)/setup.stamp ## Interpret and compile every kernel; needs no GPU
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+	$(PYTEST) tests/kernels/compiled
 
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= narrows them down)
 	$(ON_GPU) -m varlen_bench.gpu_tests $(TESTS)

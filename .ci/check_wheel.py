@@ -116,9 +116,9 @@ def code_problems(wheel: Path, *, all_levels: bool = False) -> list[str]:
         all_levels: whether each level has to be there.
     """
     # only this check needs what compiles them
-    from varlen_kernels.cpu.entries import MAKERS
-    from varlen_kernels.cpu.machine_code import file_name
-    from varlen_kernels.cpu.target_cpu import LEVELS
+    from varlen_kernels.cpu.calls.entries import MAKERS
+    from varlen_kernels.cpu.calls.machine_code import file_name
+    from varlen_kernels.cpu.native.target_cpu import LEVELS
 
     with zipfile.ZipFile(wheel) as archive:
         found = {PurePosixPath(name).name for name in fnmatch.filter(archive.namelist(), CODE)}

@@ -54,7 +54,6 @@ class Parameter:
 
     Attributes:
         default: value without the parameter. None leaves the value to the checkpoint, or asks for nothing.
-        description: a text in Markdown.
         when: advice on when to change a setting, for the reference page.
         choices: allowed words; `true` and `false` stand for flags.
         lowest, highest: smallest and largest allowed number, without a limit where it is None.
@@ -62,7 +61,6 @@ class Parameter:
         pattern: regular expression of other allowed texts.
         max_items: largest length of a tuple; None allows no tuple. The other fields then hold for its items.
         allowed_text: the allowed values in words, where the fields above do not say them well.
-        tasks: tasks that read the parameter.
     """
 
     default: object
@@ -206,11 +204,6 @@ def read_json(name: str, text: str, limits: JsonLimits = OPTION_JSON) -> object:
     """Return the value of a JSON text from a request.
 
     The time is linear in the limits, which are checked before the text is parsed.
-
-    Args:
-        name: name of the value, for errors.
-        text: its JSON text.
-        limits: its limits.
 
     Raises:
         RequestError: the text is too long or not JSON, or has too many values, or its lists and objects are nested too

@@ -26,9 +26,7 @@ def start_module(
     """Start `python -m NAME FD`; return the process.
 
     Args:
-        name: module of this package.
         connection: the end of a socket that the process gets as FD.
-        environment: environment variables to set.
         stdin: standard input of the process, as of `subprocess.Popen`.
         new_session: whether it has a session of its own; if not, it leaves the process group by itself.
 

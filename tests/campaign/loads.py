@@ -119,7 +119,7 @@ def _prepare(cache: str, compiled: str) -> None:
         os.dup2(nowhere.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     if compiled:
-        from varlen_kernels.cpu import machine_code
+        from varlen_kernels.cpu.calls import machine_code
 
         machine_code.BESIDE = Path(compiled)
 

@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("numba")
 
 from tests.ci.scripts import PROJECT, load_script
-from varlen_kernels.cpu import machine_code
-from varlen_kernels.cpu.entries import MAKERS
-from varlen_kernels.cpu.target_cpu import LEVELS
+from varlen_kernels.cpu.calls import machine_code
+from varlen_kernels.cpu.calls.entries import MAKERS
+from varlen_kernels.cpu.native.target_cpu import LEVELS
+
+pytestmark = pytest.mark.full
 
 check_wheel = load_script("check_wheel")
 build_wheel, problems = check_wheel.build_wheel, check_wheel.problems

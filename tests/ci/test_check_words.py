@@ -6,6 +6,8 @@ import pytest
 
 from tests.ci.scripts import load_script
 
+pytestmark = pytest.mark.full
+
 check_words = load_script("check_words")
 
 PHRASES = [

@@ -16,6 +16,8 @@ from tests.ci.scripts import PROJECT, load_script
 
 from .site_search import SiteSearch
 
+pytestmark = pytest.mark.full
+
 docs_site, docs_search = load_script("docs_site"), load_script("docs_search")
 # Pictures drawn by hand. Pictures of programs are wide: they scroll on phones and keep their size.
 DRAWN = [path for path in PROJECT.glob("docs/*/*.svg") if ' font-size="' in path.read_text()]

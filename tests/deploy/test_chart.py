@@ -16,6 +16,8 @@ from varlen_tools.local_server import LocalServer
 
 from .chart import container, render
 
+pytestmark = pytest.mark.full
+
 # One model for each form of a probe.
 REQUESTS = {"embedder": "rows", "reranker": "pairs", "tiny_gpt2": "generate"}
 

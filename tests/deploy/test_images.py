@@ -9,6 +9,8 @@ import pytest
 from tests.ci.scripts import PROJECT
 from varlen_tools.install_backend import NEEDED
 
+pytestmark = pytest.mark.full
+
 DOCKERFILES = sorted((PROJECT / "deploy").glob("Dockerfile*"))
 # Patterns of .dockerignore that bring something back.
 KEPT = [

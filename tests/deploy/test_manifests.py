@@ -15,6 +15,8 @@ from varlen.telemetry.metrics import METRICS
 from varlen_tools.drain import drain
 from varlen_tools.run_server import MANAGEMENT, restrictions
 
+pytestmark = pytest.mark.full
+
 DEPLOY = PROJECT / "deploy"
 RULES = DEPLOY / "chart/files/rules.yaml"
 ADAPTER = DEPLOY / "prometheus-adapter.yaml"

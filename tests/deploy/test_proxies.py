@@ -17,6 +17,8 @@ from varlen_client import Client
 from varlen_client.transport.retry import RetryPolicy
 from varlen_tools.shared_memory import remove_unused
 
+pytestmark = pytest.mark.full
+
 TEXTS = ["a short text", "a text that is quite a bit longer than the short one " * 8]
 SENDERS = 4
 

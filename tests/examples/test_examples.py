@@ -10,6 +10,8 @@ import pytest
 
 from tests.ci.scripts import PROJECT
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = PROJECT / "examples"
 README = (EXAMPLES / "README.md").read_text()
 # Files of a model are one example, and the runner is none.

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.rank_exchanges import FORMS, exchange_all, expected_sums, shared_memory
 from varlen_kernels import reference
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.rank_memory import (
     BUFFER_BYTES,
     FAILED,
@@ -124,7 +124,7 @@ def test_tokens_of_other_ranks_have_the_row_after_the_last(form):
 @pytest.mark.skipif(not has_compiled_ops(), reason="a function of tables, which are compiled")
 @pytest.mark.parametrize("first, count", [(0, 300), (10, 5), (290, 10), (300, 0)])
 def test_rows_of_tokens_are_equal_in_a_table(first, count):
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     ids = torch.arange(300, dtype=torch.int32)
     rows = torch.full_like(ids, -1)

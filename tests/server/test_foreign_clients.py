@@ -51,7 +51,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 # Models in fp32 with the random checkpoint of one of `TASK_MODELS`.
 RANDOM = {"ranking": "reranker", "moods": "sentiment", "masks": "bert"}
 
-pytestmark = pytest.mark.timeout(CLIENT_SECONDS + 100)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(CLIENT_SECONDS + 100)]
 
 
 @dataclass(frozen=True)

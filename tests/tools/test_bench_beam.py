@@ -22,6 +22,8 @@ from varlen_tools.train_demo.train_dates import train_date_tokenizer
 
 from .conftest import read_csv
 
+pytestmark = pytest.mark.full
+
 CTRANSLATE2 = "ctranslate2-fp32-sorted"
 TINY = GeneratorShape("tiny", hidden=16, layers=1, heads=2, positions=64, vocabulary=300)
 

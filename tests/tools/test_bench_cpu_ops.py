@@ -11,6 +11,8 @@ import typer
 
 from varlen_bench import cpu_ops
 
+pytestmark = pytest.mark.full
+
 APP = typer.Typer()
 APP.command()(cpu_ops.main)
 

@@ -21,6 +21,8 @@ from varlen_bench.peers.engines import pad
 
 from .conftest import committed_columns, read_csv, save_encoder
 
+pytestmark = pytest.mark.full
+
 POSITIONS = 40
 
 

@@ -32,6 +32,8 @@ from varlen_bench.peers.gguf_files import write_gguf
 
 from .conftest import read_csv
 
+pytestmark = pytest.mark.full
+
 STATIC, CONTINUOUS = "transformers-fp32-arrival", "transformers-fp32-continuous"
 
 

@@ -28,6 +28,8 @@ from varlen_bench.kernels.peers import Peer, Peers, Unavailable
 from varlen_bench.ops.call import kernels
 from varlen_bench.ops.table import TABLE, op_call
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 LONG = Budget(1e6)
 CALL = op_call("add_layer_norm", torch.float32, tokens=4, hidden=8)

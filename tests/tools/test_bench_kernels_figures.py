@@ -12,6 +12,8 @@ from varlen_bench.kernels.measure import COPY, OURS, Result
 from varlen_bench.kernels.timing import WARM, GpuTimer, copy_rate
 from varlen_bench.ops.call import poison
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 
 

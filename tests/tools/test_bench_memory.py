@@ -30,6 +30,8 @@ from varlen_bench.peers.checkpoints import EncoderShape, save_random_checkpoint
 
 from .conftest import committed_columns, read_csv
 
+pytestmark = pytest.mark.full
+
 ENCODER = EncoderShape("tiny", hidden=32, layers=2, heads=2, features=64, vocabulary=50)
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Case
@@ -17,6 +19,8 @@ from varlen_bench.memory.rows import (
 from varlen_bench.memory.run import measure_case
 from varlen_bench.memory.soak import Soak
 from varlen_bench.peers.checkpoints import MINILM
+
+pytestmark = pytest.mark.full
 
 CASE = Case(MINILM, 2, (1, 2, 3, 4))
 SPEEDS = [1.0, 1.1, 1.2, 1.2, 1.3, 1.4]

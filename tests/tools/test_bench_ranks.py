@@ -9,12 +9,15 @@ pytest.importorskip("rich")
 from varlen_bench.peers.checkpoints import GeneratorShape
 from varlen_bench.ranks import exchange, models, run
 from varlen_bench.ranks.__main__ import app
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 
 from .conftest import committed_columns, read_csv
 
-pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="exchanges of steps are compiled")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not has_compiled_ops(), reason="exchanges of steps are compiled"),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

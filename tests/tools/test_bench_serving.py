@@ -37,6 +37,8 @@ from varlen_tools.workloads import named_mix
 from .conftest import committed_columns, read_csv, save_encoder
 from .virtual_clock import on_virtual_clock
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 UTILS = "triton_python_backend_utils"
 

@@ -27,6 +27,8 @@ from varlen_bench.serving.systems import (
 )
 from varlen_tools.workloads import Mix, named_mix
 
+pytestmark = pytest.mark.full
+
 UNIFORM, SHORT = Mix("uniform", "uniform 5-500", (5,)), Mix("short", "uniform 2-100", (2,))
 RUN = Provenance("2026-01-01T00:00:00Z", "abc", "a <fast> cpu x2", 2, "python=3.11", "python -m x")
 

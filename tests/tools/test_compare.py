@@ -22,6 +22,8 @@ from varlen_bench.peers import environments
 
 from .virtual_clock import VirtualTime
 
+pytestmark = pytest.mark.full
+
 SORTED = System("sorted", "transformers", "fp32", "sorted")
 
 

@@ -17,6 +17,8 @@ from varlen_bench.launch_choices import (
 )
 from varlen_bench.ops.call import kernels
 
+pytestmark = pytest.mark.full
+
 
 def fail():
     raise RuntimeError("no such kernel")

@@ -16,6 +16,8 @@ from varlen_tools import demo
 from varlen_tools.demo import DATES, PROMPT, SENTENCES
 from varlen_tools.local_server import ServerError
 
+pytestmark = pytest.mark.full
+
 PROJECT = Path(__file__).resolve().parents[2]
 
 VECTORS = np.eye(len(SENTENCES), 8, dtype=np.float32)

@@ -12,6 +12,8 @@ from triton.runtime.errors import OutOfResources
 from varlen_bench.dry_run import SHARED_MEMORY_LIMITS, Compilation, dry_run
 from varlen_bench.machine_code import cuobjdump, read_machine_code
 
+pytestmark = pytest.mark.full
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _double_kernel(x_ptr, rows, STRIDE: tl.constexpr, BLOCK: tl.constexpr):

@@ -39,6 +39,8 @@ from varlen_bench.ops.table import TABLE, op_call
 
 from .bare_machine import run_on_bare_machine
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 # Hangs, after it started a process that ignores Ctrl-C.
 HANGING = """

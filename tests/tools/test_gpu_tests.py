@@ -13,6 +13,8 @@ from varlen_bench.gpu_tests import KERNELS, LOST_GPU, SERVED_SHAPES, main, suite
 
 from .bare_machine import run_on_bare_machine
 
+pytestmark = pytest.mark.full
+
 
 def test_a_bare_machine_collects_every_gpu_test_of_the_kernels(tmp_path: Path) -> None:
     # all suites in one process, to import torch once

@@ -23,6 +23,8 @@ from varlen_bench.harness.worker import WorkerError, WorkerProcess
 
 from .conftest import read_csv
 
+pytestmark = pytest.mark.full
+
 WORKER = """
 import os, sys, time
 from varlen_bench.harness.worker import run_worker

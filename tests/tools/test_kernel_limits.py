@@ -21,6 +21,8 @@ from varlen_bench.kernel_limits import (
 from varlen_bench.machine_code import MachineCode
 from varlen_bench.ops.compiled import CompiledCall
 
+pytestmark = pytest.mark.full
+
 DTYPE = torch.bfloat16
 NORM = CompiledCall("add_layer_norm", "256", {"tokens": 8, "hidden": 256}, dtypes=(DTYPE,))
 CALL = replace(NORM, narrow_loads=2)

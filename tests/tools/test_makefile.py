@@ -12,8 +12,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 TARGETS = {
-    "help", "setup", "demo", "serve", "wheels", "examples", "test", "test-engine", "test-kernels", "test-gpu",
-    "gpu-report", "check", "docs",
+    "help", "setup", "demo", "serve", "wheels", "examples", "test", "test-all", "test-engine", "test-kernels",
+    "test-gpu", "gpu-report", "check", "docs",
     "bench-adopt", "bench-beam", "bench-encoder", "bench-generate", "bench-memory", "bench-ranks", "bench-serving",
     "bench-kernels", "tune-kernels", "install-backend", "clean"
 }  # fmt: skip

@@ -13,6 +13,8 @@ from varlen_bench.kernels.grid import TINY
 from varlen_bench.kernels.peers import Unavailable
 from varlen_bench.peers.checkpoints import save_random_checkpoint
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3]
 

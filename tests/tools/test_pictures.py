@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from varlen_client.cli.main import app
 from varlen_tools import html_page, pictures
 
+pytestmark = pytest.mark.full
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.checkpoints import save_checkpoint
-from varlen.execution.cpu.calibration import Calibration
-from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.int8.calibration import Calibration
+from varlen.execution.int8.calibration_texts import TEXTS
 
 from .commands import run_varlen
 

@@ -118,6 +118,7 @@ def p99(ascending):
     return ascending[int(0.99 * len(ascending))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.95])
 @pytest.mark.parametrize("lengths", [MIX, SHORT], ids=["long", "short"])
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def test_dp_is_nowhere_worse_than_a_token_budget(seconds, workers, lengths, load
     assert p99 <= 1.12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "lengths, load, most",
     [(MIX, 0.6, 0.85), (MIX, 0.8, 0.75), (SHORT, 0.6, 0.95), (SHORT, 0.8, 0.9)],
@@ -188,6 +190,7 @@ def test_work_is_spread_over_idle_workers():
     assert seconds[2] <= 0.4 * seconds[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_it_answers_sooner_where_workers_slow_down_at_random(workers):
     rate = 0.7 * full(workers=workers)
@@ -206,6 +209,7 @@ def test_it_answers_sooner_where_workers_slow_down_at_random(workers):
     assert mean("dp") <= 0.9 * mean("token_budget")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("believed", [0.5, 1.5, 3.0])
 def test_it_is_not_worse_where_costs_are_known_badly(believed):
     """A first start on a busy machine leaves such costs."""

@@ -18,6 +18,8 @@ from varlen_tools.train_demo.transformer import Shape, Training
 
 from .commands import run_module
 
+pytestmark = pytest.mark.full
+
 TINY = Training(
     Shape(vocabulary=300, positions=24, hidden=16, layers=2, heads=2), steps=12, samples=2
 )

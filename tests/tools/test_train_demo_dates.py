@@ -34,6 +34,8 @@ from varlen_tools.train_demo.transformer import Shape, Training
 
 from .commands import run_module
 
+pytestmark = pytest.mark.full
+
 TINY = Training(
     Shape(vocabulary=300, positions=40, hidden=16, layers=1, heads=2), steps=25, samples=16
 )

@@ -20,6 +20,8 @@ from varlen_bench.ops.table import op_call
 from varlen_bench.tune_kernels import tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 LAUNCHES = [{"ROWS": 4, "num_warps": 4}, {"ROWS": 1, "num_warps": 2}, {"ROWS": 8, "num_warps": 8}]
 FAILS, WRONG = {"ROWS": 7, "num_warps": 1}, {"ROWS": 9, "num_warps": 1}

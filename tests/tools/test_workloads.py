@@ -18,6 +18,8 @@ from varlen_tools.workloads import (
     with_poisson_times,
 )
 
+pytestmark = pytest.mark.full
+
 
 def test_a_seed_gives_the_numbers_behind_the_committed_rows():
     def drawn(arrivals):

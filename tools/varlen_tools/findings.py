@@ -93,7 +93,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
         CheckpointError: the weights or the tokenizer cannot be read.
         ConfigError: a setting does not fit the checkpoint.
     """
-    from varlen.execution import model_limits  # imports torch
+    from varlen.execution import model_info  # imports torch
 
     counts = Counter[str]()
     for header in read_headers(checkpoint.folder).values():
@@ -102,9 +102,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
             counts[header.dtype] += prod(header.shape)
     parameters = sum(counts.values())
     task = config.task or checkpoint.task
-    limit_of = (
-        model_limits.generation_limit if task in ITERATIVE_TASKS else model_limits.sequence_limit
-    )
+    limit_of = model_info.generation_limit if task in ITERATIVE_TASKS else model_info.sequence_limit
     text, longest = text or TextFacts(), limit_of(checkpoint, config)
     return Findings(
         family=str(checkpoint.config["model_type"]),
@@ -129,7 +127,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
             dict.fromkeys(
                 (
                     *checkpoint_notes(checkpoint, task, longest),
-                    *model_limits.limit_notes(checkpoint, config, longest),
+                    *model_info.limit_notes(checkpoint, config, longest),
                     *unserved_head_notes(text.unserved),
                 )
             )

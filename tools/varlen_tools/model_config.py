@@ -54,20 +54,23 @@ def render_config(
         CheckpointError: the server would refuse the checkpoint for this task.
         ConfigError: a setting does not fit the checkpoint.
     """
-    from varlen.execution import device, model_limits  # import torch
+    from varlen.execution import (
+        device,  # import torch
+        model_info,  # import torch
+    )
 
     task: Task = config.task or checkpoint.task
     checkpoint.check_task(task)
     generates = task in ITERATIVE_TASKS
     device.check_dtype(config.dtype, config.device)
     device.check_task_dtype(config.dtype, task)
-    limit_of = model_limits.generation_limit if generates else model_limits.sequence_limit
+    limit_of = model_info.generation_limit if generates else model_info.sequence_limit
     limit = limit_of(checkpoint, config)
     values = _settings_of(task, config) | {
         "task": task,
         "max_sequence_tokens": limit,
-        "max_queued_tokens": model_limits.queue_limit(config, limit),
-        "max_text_bytes": model_limits.text_limit(config, limit),
+        "max_queued_tokens": model_info.queue_limit(config, limit),
+        "max_text_bytes": model_info.text_limit(config, limit),
     }
     inputs = inputs or (Inputs.all if generates else Inputs.text)
     all_inputs, outputs = tensors_of(task, checkpoint)

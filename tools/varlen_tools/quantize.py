@@ -12,20 +12,20 @@ import typer
 from rich.console import Console
 
 from varlen.errors import ConfigError, VarlenError
-from varlen.execution.cpu.calibration import Calibration
-from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.cpu.int8_encoder import CalibratedEncoder
-from varlen.execution.cpu.int8_model import (
+from varlen.execution.device import check_task_dtype
+from varlen.execution.int8.calibration import Calibration
+from varlen.execution.int8.calibration_texts import TEXTS
+from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
+from varlen.execution.int8.int8_encoder import CalibratedEncoder
+from varlen.execution.int8.int8_model import (
     LEAST_TEXTS,
     MAX_LAYER_ERROR,
     CalibratedModel,
     calibrate,
     check_int8,
 )
-from varlen.execution.cpu.quantization import BITS
-from varlen.execution.device import check_task_dtype
-from varlen.execution.step_program import record_steps
+from varlen.execution.int8.quantization import BITS
+from varlen.execution.programs import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
 from varlen.tasks import ITERATIVE_TASKS, Task

@@ -35,8 +35,6 @@ class Pending:
     """A request and the available part of its answer.
 
     Attributes:
-        request, reply: the request, and the receiver of its answer.
-        keys: one per sequence.
         deadline: time on the cache's clock; infinity if there is none.
         number: number in order of arrival.
         rows: the answer so far.

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.checkpoint_rules import search_rules
-from varlen.decoding.device_search import DeviceSearch
-from varlen.decoding.grammars import Grammars
-from varlen.decoding.sampling import Sampler
-from varlen.decoding.searcher import Searcher
-from varlen.decoding.token_bias import BadWords
+from varlen.decoding.grammar.grammars import Grammars
+from varlen.decoding.sampling.sampling import Sampler
+from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.search.beam_search import BeamSearch
+from varlen.decoding.search.device_search import DeviceSearch
+from varlen.decoding.search.searcher import Searcher
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Int32Array
 from varlen.scheduling.batch import Chunk, StepBatch

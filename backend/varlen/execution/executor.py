@@ -4,23 +4,82 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ModelFaultError
-from varlen.execution.core_share import CoreShare
-from varlen.execution.outcome import raising
 from varlen.request.request import Float32Array
 from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
 from varlen.scheduling.choices import BeamStep, SampledToken
 from varlen.scheduling.engine import Executor
+
+_T = TypeVar("_T")
+
+
+def outcome_of(call: Callable[[], _T]) -> Callable[[], _T]:
+    """Call a function now; return one that returns its result, or raises its error."""
+    try:
+        result = call()
+    except Exception as error:
+        return raising(error)
+    return lambda: result
+
+
+def raising(error: BaseException) -> Callable[[], NoReturn]:
+    """Return a function that raises an error."""
+    return partial(_raise, error)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+class CoreShare:
+    """One byte that the executor writes and every worker reads.
+
+    Attributes:
+        file: descriptor of the memory, for another process.
+        byte: `[1]`, 0 while a batch may use one core.
+        is_on: whether `set_alone` has an effect; off while costs are measured, which are costs of one core.
+    """
+
+    def __init__(self, file: int | None = None) -> None:
+        """Map the memory of a descriptor, which is then its own; without one, new memory."""
+        self.file = os.memfd_create("varlen-cores") if file is None else file
+        os.ftruncate(self.file, 1)
+        self.byte = np.frombuffer(mmap.mmap(self.file, 1), np.uint8)
+        self.is_on = False
+        self._is_open = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a batch may use all cores."""
+        return bool(self.byte[0])
+
+    def set_alone(self, alone: bool) -> None:
+        """Say whether one batch runs alone."""
+        self.byte[0] = alone and self.is_on
+
+    def close(self) -> None:
+        """Release the memory of this process once no thread reads it; once is enough."""
+        if self._is_open:
+            self._is_open = False
+            # a thread that comes late may still read it
+            del self.byte
+            os.close(self.file)
+
 
 _log = logging.getLogger(__name__)
 
@@ -342,3 +401,85 @@ def _still_runs(runner: CheckedRunner) -> bool:
         _log.exception("the smallest batch failed too; the model stops")
         return False
     return True
+
+
+class OverlappingExecutor:
+    """Runs batches one after another, and starts each before the one before it has ended.
+
+    Attributes:
+        slots: batches that may be in flight.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_pipeline: bool = False,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            launcher: starts the batches.
+            clock: clock of the engine, in seconds.
+            is_pipeline: see `Turns`.
+        """
+        self.slots = launcher.slots
+        self._turns = Turns(launcher, clock, is_pipeline=is_pipeline)
+        self._queue: SimpleQueue[Launched | None] = SimpleQueue()
+        self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: Batch, completed: Completed) -> None:
+        """Start a batch; this executor's thread calls `completed` once with the result."""
+        self._queue.put(self._turns.launch(batch, completed))
+
+    def free_at(self) -> float:
+        """Return when a batch that is started now is expected to run."""
+        return self._turns.free_at()
+
+    def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
+        """Return False: the thread of this executor completes its batches."""
+        return False
+
+    def close(self) -> bool:
+        """Wait for what was started and stop the thread; return True."""
+        self._queue.put(None)
+        self._thread.join()
+        return True
+
+    def _loop(self) -> None:
+        while (launched := self._queue.get()) is not None:
+            result = self._turns.finish(launched)
+            launched.completed(launched.batch, result)
+            # this frame must not keep a batch alive until the next one comes
+            del launched, result
+
+
+class StepOrder:
+    """Which step failed last. Steps run in their order."""
+
+    def __init__(self) -> None:
+        self._failed: int | None = None
+
+    def is_skipped(self, after: int | None) -> bool:
+        """Return whether a step must not run that needs the step of this number."""
+        return after is not None and after == self._failed
+
+    @contextmanager
+    def running(self, number: int, after: int | None) -> Iterator[None]:
+        """Return the context in which a step runs.
+
+        Args:
+            number, after: see `StepBatch`.
+
+        Raises:
+            SkippedStepError: it must not run.
+        """
+        try:
+            if self.is_skipped(after):
+                raise SkippedStepError
+            yield
+        except BaseException:
+            self._failed = number
+            raise

@@ -1,14 +1,256 @@
 """What the engine knows of a loaded model; its workers may run in other processes."""
 
+import hashlib
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
+import torch
 
+import varlen.execution
+import varlen.memory
+import varlen.models
+import varlen.program
+import varlen_kernels
+from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
 from varlen.costs.batch_shape import BatchShape
+from varlen.errors import ConfigError
+from varlen.models.checkpoint.files import read_bytes
+from varlen.models.checkpoint.weights import locate_weights, shards
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.rank import ALONE, Rank
 from varlen.request.request import MAX_MASKS, Masks
+from varlen.scheduling.choices import EditLimits
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.native.target_cpu import target_cpu
+
+# Largest step unless the settings say otherwise; docs/decisions/0049-size-of-a-step.md compares sizes.
+_STEP_TOKENS = 512
+# Longest source text, likewise.
+_SOURCE_TOKENS = 512
+# Bytes of all edit lists, and of an entry: token, count and bias.
+_EDIT_BYTES, _ENTRY_BYTES = 64 << 20, 12
+# Entries for end tokens and biased tokens, beside the tokens of the sequence. Lists begin at an address of 64 bytes.
+_OTHER_EDITS, _ALIGNED_ENTRIES = 2048, 16
+
+
+def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the longest sequence of a model that does not generate, in tokens.
+
+    Where no setting says it, it is the checkpoint's own limit, or what a configured queue can hold.
+
+    Raises:
+        ConfigError: the configured one is longer than the checkpoint or the queue can hold.
+    """
+    limit, queued = config.max_sequence_tokens, config.max_queued_tokens
+    if limit is None:
+        return min(checkpoint.max_sequence_tokens, queued or checkpoint.max_sequence_tokens)
+    if limit > checkpoint.position_limit:
+        raise ConfigError(
+            f"max_sequence_tokens is {limit}; this checkpoint has position embeddings for {checkpoint.position_limit}"
+        )
+    if queued is not None and limit > queued:
+        raise ConfigError(
+            f"max_queued_tokens is {queued}; it must hold the longest sequence, {limit} tokens"
+        )
+    return limit
+
+
+def generation_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the longest sequence of a model that generates, prompt and answer together, in tokens.
+
+    Raises:
+        ConfigError: the configured one is longer than the checkpoint allows.
+    """
+    limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    if checkpoint.translate is not None:
+        limit = min(limit, _source_limit(config))
+    if limit > checkpoint.position_limit:
+        raise ConfigError(
+            f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
+        )
+    return limit
+
+
+def queue_limit(config: EngineConfig, longest: int) -> int:
+    """Return the largest queue of a model, in tokens, given its longest sequence."""
+    return config.max_queued_tokens or max(SHORTEST_QUEUE, longest)
+
+
+def text_limit(config: EngineConfig, longest: int) -> int:
+    """Return the longest text of a model, in bytes, given its longest sequence in tokens."""
+    return config.max_text_bytes or max(SHORTEST_TEXT, BYTES_PER_TOKEN * longest)
+
+
+def limit_notes(
+    checkpoint: Checkpoint, config: EngineConfig, longest: int, held: int | None = None
+) -> tuple[str, ...]:
+    """Return a sentence for each limit that is less than the checkpoint's.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        config: settings of the model.
+        longest: longest sequence of the model, in tokens.
+        held: longest sequence that its memory holds; None if that is not known, or a longer one runs in chunks.
+    """
+    notes, own = [], checkpoint.max_sequence_tokens
+    if longest < own:
+        name = "max_sequence_tokens"
+        if config.max_sequence_tokens is None:
+            name = "max_queued_tokens" if checkpoint.translate is None else "max_step_tokens"
+        notes.append(
+            f"the checkpoint takes {own} tokens, this model {longest} ({name}): longer texts are refused, or cut there"
+            " if a request has truncate"
+        )
+    if held is not None and held < longest:
+        notes.append(
+            f"memory holds a sequence of {held} tokens (arena_bytes), the checkpoint takes {longest}: longer texts are"
+            " refused, unless a request has truncate_prompt_tokens"
+        )
+    read, needed = text_limit(config, longest), text_limit(EngineConfig(), longest)
+    if read < needed:
+        notes.append(
+            f"texts have up to {read} bytes (max_text_bytes); {longest} tokens may have up to {needed}"
+        )
+    return tuple(notes)
+
+
+def step_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the size of the largest step, in tokens."""
+    if config.max_step_tokens:
+        return config.max_step_tokens
+    if checkpoint.translate is not None:
+        return _source_limit(config) + config.max_running_sequences
+    return max(_STEP_TOKENS, config.max_running_sequences)
+
+
+def edit_limits(checkpoint: Checkpoint, config: EngineConfig) -> EditLimits:
+    """Return the number and the size of edit lists on the device.
+
+    A translation has none: all its answers are searched.
+    """
+    if checkpoint.translate is not None:
+        return EditLimits(0, 0)
+    longest = generation_limit(checkpoint, config) + _OTHER_EDITS
+    entries = min(longest, checkpoint.target_vocab_size)
+    entries = -(-entries // _ALIGNED_ENTRIES) * _ALIGNED_ENTRIES
+    running = config.max_running_sequences + config.short_places
+    return EditLimits(min(running, _EDIT_BYTES // (entries * _ENTRY_BYTES)), entries)
+
+
+def _source_limit(config: EngineConfig) -> int:
+    """Return the longest source, which is encoded in one step beside every running sequence.
+
+    Raises:
+        ConfigError: a step has no room for one.
+    """
+    if not config.max_step_tokens:
+        return _SOURCE_TOKENS
+    if config.max_step_tokens <= config.max_running_sequences:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens}; it must hold a source text beside a token of each of the"
+            f" {config.max_running_sequences} running sequences (max_running_sequences)"
+        )
+    return config.max_step_tokens - config.max_running_sequences
+
+
+# Our own packages that run a batch, and the files of theirs that count.
+_PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
+_CODE = (".py", ".json")
+# A safetensors file begins with the length of its header, a little-endian number of this many bytes.
+_LENGTH_BYTES = 8
+
+
+def cost_fields(
+    checkpoint: Checkpoint, device: torch.device, rank: Rank = ALONE
+) -> Mapping[str, str]:
+    """Return what decides the run time of a batch beside settings, by name.
+
+    Raises:
+        CheckpointError, OSError: see `checkpoint_hash`.
+    """
+    return {
+        "checkpoint": checkpoint_hash(checkpoint.folder),
+        "device": device_name(device),
+        **({} if rank == ALONE else {"ranks": str(rank.size)}),
+        **library_versions(device),
+    }
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Return a hash of a checkpoint's architecture, in hexadecimal digits.
+
+    Raises:
+        CheckpointError: there are no safetensors files.
+        OSError: one cannot be read.
+    """
+    digest = hashlib.sha256(read_bytes(folder, "config.json"))
+    for shard in shards(folder):
+        path = locate_weights(folder, shard.name)
+        with path.open("rb") as file:
+            length = file.read(_LENGTH_BYTES)
+            digest.update(length)
+            digest.update(file.read(int.from_bytes(length, "little")))
+        digest.update(path.stat().st_size.to_bytes(_LENGTH_BYTES, "little"))
+    return digest.hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """Return model and size of a device, such as "Intel Xeon 2.50GHz, AVX512, 2 cores"."""
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
+    cores = len(os.sched_getaffinity(0))
+    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores"
+
+
+def library_versions(device: torch.device) -> Mapping[str, str]:
+    """Return the versions of the libraries that run a batch, by name.
+
+    Our own version is a hash of the code: a backend that was copied into a server's folder has no package version, and
+    one in development changes without a new version.
+    """
+    versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        versions["triton"] = _version("triton")
+    elif has_compiled_ops():
+        versions["level"] = target_cpu().level
+    return versions
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        # some builds of torch bring it under another name
+        return "unknown"
+
+
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        (folder,) = package.__path__
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix in _CODE:
+                digest.update(path.name.encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # an Arm kernel names no model
+    return names[0] if names else platform.machine()
 
 
 @dataclass(frozen=True, slots=True)

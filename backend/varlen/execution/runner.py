@@ -10,17 +10,15 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.arenas import batch_arena
-from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.device import choose_device, device_memory
-from varlen.execution.encoder_program import load_program
-from varlen.execution.fingerprint import device_name
-from varlen.execution.model_info import GraphUse, ModelInfo
-from varlen.execution.model_limits import sequence_limit
+from varlen.execution.executor import CoreShare
+from varlen.execution.model_info import GraphUse, ModelInfo, device_name, sequence_limit
+from varlen.execution.packing import active_terms
+from varlen.execution.programs import load_program
 from varlen.execution.rank_link import NO_OTHERS, RankLink
-from varlen.execution.sparse_rows import active_terms
 from varlen.execution.warm_up import check_numbers
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors

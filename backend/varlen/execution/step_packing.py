@@ -1,5 +1,7 @@
 """Packs the inputs of one step of generation."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -10,13 +12,142 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.execution.device_edits import begun_arrays
 from varlen.execution.packing import bounds_of, positions_of
-from varlen.execution.search_packing import Arrays, beam_arrays, search_arrays
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk, StepBatch
-from varlen.scheduling.choices import BeamStep, DeviceChoice, Draws, SampledToken
+from varlen.scheduling.choices import (
+    BeamStep,
+    DeviceChoice,
+    Draws,
+    EditLimits,
+    Edits,
+    SampledToken,
+    SearchChoices,
+)
+from varlen_kernels.reference.beam import MAX_WIDTH, NO_TOKEN, BeamEdits
+from varlen_kernels.reference.beam_search import (
+    ENDS_WHEN_FULL,
+    IS_LAST,
+    NOT_GIVEN,
+    SearchResults,
+    SearchState,
+)
+from varlen_kernels.reference.logit_edits import EditLists, EditState
+
+_LARGEST, _LEAST_DIVISOR = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+# Candidates of a beam are a multiple of this, so that few kernels are compiled for the language Triton.
+_WIDTHS = 4
+# Arguments of an op by name.
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+
+
+def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
+    """Return the arguments of `follow_beams`; nothing is given by the host. Empty without beams."""
+    if not any(each.beams for each in chunks):
+        return {}
+    rows: list[tuple[int, ...]] = []
+    places: list[int] = []
+    row = 0
+    for each in chunks:
+        if each.beams:
+            rows.append((row, each.beams, each.num_generated, len(places)))
+            places += each.beam_places
+        # a chunk of several tokens comes after all beams
+        row += each.beams or 1
+    return {
+        "searches": np.array(rows, np.int32),
+        "places": np.array(places, np.int32),
+        "given": np.full((len(places), 2), NOT_GIVEN, np.int32),
+    }
+
+
+def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
+    """Return what searches take their steps with; empty if none does."""
+    if not any(choice.searches):
+        return {}
+    rows: list[tuple[int, ...]] = []
+    ends: list[int] = []
+    banned: list[Int32Array] = []
+    logit_rows: list[int] = []
+    divisors: list[tuple[float, float]] = []
+    places: list[int] = []
+    rules, logit_row, row, width = iter(choice.searches), 0, 0, 0
+    for each in chunks:
+        count = each.num_logit_rows
+        if each.beam_places and each.samples and (own := next(rules, None)) is not None:
+            flags = IS_LAST * own.is_last | ENDS_WHEN_FULL * own.ends_when_full
+            forced = NO_TOKEN if own.forced is None else own.forced
+            of_ends = len(ends), len(ends) + len(own.end_ids)
+            length = each.num_generated + 1
+            beams = len(places)
+            rows.append((row, count, own.num_beams, length, flags, forced, *of_ends, beams))
+            places += each.beam_places
+            ends += own.end_ids
+            divisors.append((own.divisor, own.best_divisor))
+            logit_rows += range(logit_row, logit_row + count)
+            banned += [own.banned] * count
+            row += count
+            width = max(width, own.num_beams + len(own.end_ids))
+        logit_row += count
+    sizes = [len(each) for each in banned]
+    width = min(-(-width // _WIDTHS) * _WIDTHS, MAX_WIDTH)
+    return {
+        "searches": np.array(rows, np.int32),
+        "places": np.array(places, np.int32),
+        # fp32 holds no larger ones, and none may be 0
+        "divisors": np.clip(np.array(divisors), _LEAST_DIVISOR, _LARGEST).astype(np.float32),
+        "ends": np.array(ends, np.int32),
+        "rows": np.array(logit_rows, np.int32),
+        "banned_rows": np.repeat(np.arange(row, dtype=np.int32), sizes),
+        "banned_tokens": np.concatenate(banned),
+        "sizes": np.array([width, len(places), choice.renormalizes], np.int32),
+    }
+
+
+class DeviceEdits:
+    """The edit lists of one model on its device."""
+
+    def __init__(self, kernels: Any, device: torch.device, limits: EditLimits) -> None:
+        """Start without a list.
+
+        Args:
+            kernels: module with the op.
+            device: device of the logits.
+            limits: number and size of lists.
+        """
+        self._kernels = kernels
+        self._state = EditState.new(*limits, device)
+        ids = torch.empty(0, dtype=torch.int32, device=device)
+        self._none_begun = EditLists(ids, ids, torch.empty(0, device=device))
+
+    def apply(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        logit_rows: Tensor,
+        rows: Tensor,
+        penalties: Tensor,
+        begun: Mapping[str, Tensor],
+    ) -> None:
+        """Edit the logits of a step.
+
+        Args:
+            logits, token_ids, logit_rows, rows, penalties: see `reference.edit_logits`.
+            begun: `begun_arrays` on the device.
+        """
+        lists = EditLists(**begun) if begun else self._none_begun
+        self._kernels.edit_logits(
+            logits, token_ids, logit_rows, rows, penalties, lists, self._state
+        )
+
+
+def begun_arrays(edits: Edits | None) -> Mapping[str, npt.NDArray[np.int32 | np.float32]]:
+    """Return the lists that the host sends; empty if there are none."""
+    if edits is None or not len(edits.tokens):
+        return {}
+    return {"tokens": edits.tokens, "counts": edits.counts, "biases": edits.biases}
+
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.
@@ -307,3 +438,99 @@ def _source_tables(chunks: Sequence[Chunk]) -> dict[str, Int32Array]:
         "source_block_ids": block_ids,
         "cu_source_blocks": bounds,
     }
+
+
+class DeviceSearches:
+    """The searches of one model."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        device: torch.device,
+        *,
+        rows: int,
+        blocks: int,
+        block_size: int,
+    ) -> None:
+        """Start without a search.
+
+        Args:
+            kernels: module with the ops of searches.
+            device: device of the logits.
+            rows: most rows of logits, which is the most beams at the same time.
+            blocks: longest block table.
+            block_size: tokens of a block.
+        """
+        self._kernels = kernels
+        self._block_size = block_size
+        self._state = SearchState.new(rows, blocks, device)
+        # scores of beams before the step, which `advance_searches` adds
+        self._zeros = torch.zeros(rows, 1, device=device)
+
+    def follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Give beams their tokens and block tables; return blocks to copy, `[copies, 2]` int32.
+
+        Args:
+            beams: `PackedStep.beams` on the device.
+            inputs: inputs of the step; changed.
+        """
+        copies = torch.empty_like(beams["given"])
+        self._kernels.follow_beams(
+            self._state,
+            beams["searches"],
+            beams["places"],
+            beams["given"],
+            inputs["token_ids"],
+            # every program that reads KV blocks has them; not all have positions
+            inputs["context_lens"],
+            inputs["cu_blocks"],
+            inputs["block_ids"],
+            inputs["slots"],
+            copies,
+            block_size=self._block_size,
+        )
+        return copies
+
+    def advance(self, logits: Tensor, arrays: Arrays, on_device: Mapping[str, Tensor]) -> Tensor:
+        """Return what searches choose, the numbers of `SearchResults`.
+
+        Args:
+            logits: `[logit rows, vocabulary]` fp32 of the step; may be overwritten.
+            arrays, on_device: `PackedStep.searches`, on the host and on the device.
+        """
+        width, num_beams, renormalizes = arrays["sizes"].tolist()
+        num_searches, device = len(arrays["searches"]), logits.device
+        if len(arrays["rows"]) < len(logits):
+            logits = logits[on_device["rows"].long()]
+        rows, tokens = on_device["banned_rows"], on_device["banned_tokens"]
+        edits = None
+        if len(rows) and renormalizes:
+            logits[rows.long(), tokens.long()] = -torch.inf
+        elif len(rows):
+            edits = BeamEdits(rows, tokens, torch.full(rows.shape, torch.inf, device=device))
+        width = min(width, logits.shape[1])
+        found = self._kernels.beam_step(
+            logits, self._zeros[: len(logits)], width=width, edits=edits
+        )
+        numbers = SearchResults.numbers(num_searches, num_beams, device)
+        self._kernels.advance_searches(
+            found,
+            on_device["searches"],
+            on_device["places"],
+            on_device["divisors"],
+            on_device["ends"],
+            self._state,
+            SearchResults.views(numbers, num_searches),
+        )
+        return numbers
+
+
+def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
+    """Return what searches have chosen.
+
+    Args:
+        numbers: the result of `DeviceSearches.advance`, on the host.
+        arrays: `PackedStep.searches`.
+    """
+    results = SearchResults.views(numbers, len(arrays["searches"]))
+    return SearchChoices(*(each.numpy() for each in results))

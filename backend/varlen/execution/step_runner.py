@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.arenas import step_arenas
+from varlen.execution.arenas import caches_of, new_caches, step_arenas
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.step_runner import CpuSteps
@@ -20,24 +20,28 @@ from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.step_device import GpuSteps
 from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.device import choose_device, name_of
-from varlen.execution.device_edits import DeviceEdits
-from varlen.execution.device_searches import DeviceSearches, choices_of
-from varlen.execution.kv_cache import caches_of, new_caches
-from varlen.execution.model_info import GraphUse, StepInfo
-from varlen.execution.model_limits import edit_limits, generation_limit, step_limit
+from varlen.execution.model_info import (
+    GraphUse,
+    StepInfo,
+    edit_limits,
+    generation_limit,
+    step_limit,
+)
+from varlen.execution.programs import load_programs
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_launcher import StepLauncher
-from varlen.execution.step_model import StepChoice
+from varlen.execution.step_launcher import StepChoice, StepLauncher
 from varlen.execution.step_packing import (
+    DeviceEdits,
+    DeviceSearches,
     PackedStep,
+    choices_of,
     pack_step,
     part_of_step,
     source_arrays,
     step_arrays,
     tensors_of,
 )
-from varlen.execution.step_program import load_programs
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
@@ -49,7 +53,7 @@ from varlen.scheduling.choices import (
     DeviceChosen,
     SampledToken,
 )
-from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for

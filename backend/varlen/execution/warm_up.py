@@ -34,7 +34,7 @@ from varlen_kernels.reference.logit_edits import NO_PLACE
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner
-    from varlen.execution.step_model import StepChoice
+    from varlen.execution.step_launcher import StepChoice
     from varlen.execution.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from varlen.request.request import (
     RequestOptions,
     TokenLogprobs,
 )
-from varlen.scheduling.generation_counts import GenerationCounts
+from varlen.scheduling.iteration.iteration import GenerationCounts
 from varlen.service.generation import GenerationService
 from varlen.telemetry.metrics import Stats
 

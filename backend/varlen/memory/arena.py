@@ -67,10 +67,8 @@ class Arena:
     """Memory for one engine's batches. One thread allocates at a time.
 
     Attributes:
-        layout: plans for it.
         largest: upper bound of each dimension; a batch within it always fits.
         max_tokens: upper bound of the dimension `tokens`.
-        device: device that holds the memory.
         capacity: largest size of the arena, in bytes: the footprint of the largest batch.
     """
 
@@ -81,8 +79,6 @@ class Arena:
 
         Args:
             layout: plan of the program that runs here.
-            largest: dimensions of the largest batch.
-            device: CPU or CUDA.
             grows: whether a GPU allocates memory as batches need it, not for the largest one at once. A CPU does.
 
         Raises:

@@ -23,8 +23,6 @@ class BlockCounts:
     """How many blocks are in use.
 
     Attributes:
-        total: all blocks.
-        used: blocks in at least one block table.
         reserved: blocks that are reserved and not used yet.
         cached: unused blocks that a sequence with the same beginning may share.
         prefix_hit_tokens: tokens, so far, whose keys and values were shared instead of computed.
@@ -44,15 +42,12 @@ class BlockPool:
 
     Attributes:
         num_blocks: number of blocks; their ids are below it.
-        block_size: tokens per block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
         """Make a pool whose blocks are free.
 
         Args:
-            num_blocks: number of blocks.
-            block_size: tokens per block.
             prefix_cache: whether sequences may share the blocks of an equal beginning.
         """
         self.num_blocks = num_blocks
@@ -97,7 +92,6 @@ class BlockPool:
         Nothing changes then.
 
         Args:
-            count: number of blocks to reserve.
             shared: blocks from `find_prefix`, which become part of a block table.
             keep: number of blocks that stay available.
         """
@@ -187,7 +181,6 @@ class BlockPool:
         They are not part of a block table before `reserve` shares them.
 
         Args:
-            token_ids: all tokens of the sequence.
             salt: blocks that were stored with another salt are not found.
         """
         found: list[int] = []
@@ -212,8 +205,6 @@ class BlockPool:
         """Let other sequences share the blocks that a sequence has filled.
 
         Args:
-            token_ids: all its tokens.
-            block_ids: its block table.
             begin, end: its tokens from `begin` to `end` have been computed since the last call.
             salt: sequences with another salt do not share the blocks.
         """

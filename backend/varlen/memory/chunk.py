@@ -120,7 +120,6 @@ class MappedChunk:
 
         Args:
             capacity: size of the largest plan, in bytes.
-            space: addresses of the GPU.
         """
         self._space = space
         self._step = -(-_GPU_STEP // space.granularity) * space.granularity

@@ -56,7 +56,6 @@ class CudaMemory:
         """Open the driver.
 
         Args:
-            device: the GPU.
             driver: library of the driver; None loads it.
 
         Raises:

@@ -31,7 +31,6 @@ class Layout:
     """Plans for one program's batches. A plan depends only on the batch's shape.
 
     Attributes:
-        buffers: tensors that are planned.
         dim_names: the dimensions that change a plan.
         plan_seconds: time spent planning since the start.
     """
@@ -40,7 +39,6 @@ class Layout:
         """Start without plans.
 
         Args:
-            buffers: tensors of the program.
             alignment: every offset is a multiple of it, in bytes.
         """
         self.buffers = tuple(buffers)

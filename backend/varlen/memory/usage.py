@@ -133,11 +133,7 @@ def fold(usages: Sequence[Usage]) -> tuple[Buffer, ...]:
 
 
 def conflicts(lifetimes: Sequence[Sequence[Lifetime]]) -> tuple[int, ...]:
-    """Return, for each entry, a bit mask of the entries live with it.
-
-    Args:
-        lifetimes: the lifetimes of each entry.
-    """
+    """Return, for each entry, a bit mask of the entries live with it."""
     masks = [0] * len(lifetimes)
     for i, mine in enumerate(lifetimes):
         for j in range(i):

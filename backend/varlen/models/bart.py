@@ -61,14 +61,10 @@ class Options:
     """What distinguishes the families.
 
     Attributes:
-        head: the class that translates.
-        positions: kind of position embedding.
         is_pre_norm: whether norms are before sublayers, with one more after the last.
-        has_embedding_norm: whether embeddings are normed.
         has_output_bias: whether logits have a bias.
         activation: default activation, by transformers' name.
         scales_embedding: default of that field in config.json.
-        fields: more fields that it reads.
     """
 
     head: str

@@ -37,7 +37,6 @@ class BartEmbedding:
     Attributes:
         position_table: `[positions, hidden]`.
         scale: multiplies the embeddings of tokens.
-        norm: norm of the sum, if it has one.
     """
 
     token_table: TokenTable
@@ -62,7 +61,6 @@ class Bart:
         source_embedding, target_embedding: embeddings of the encoder and the decoder.
         encoder_norm, decoder_norm: norms after the last layer, if norms are before sublayers.
         output: `[hidden, vocabulary]`.
-        encoder_heads: heads of the encoder's layers.
         attention_heads: heads of the decoder's layers, in both kinds of attention.
     """
 

@@ -55,7 +55,6 @@ class Checkpoint:
     """Architecture and settings of a checkpoint.
 
     Attributes:
-        folder: folder of its files.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
         architecture: name of its class in transformers.
@@ -70,11 +69,9 @@ class Checkpoint:
         logit_score: settings of `rerank` for a score of two logits, if its modules say so.
         late: settings of `token_embed` for the tokens of texts, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
-        hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
         has_second_type: whether its model has more than one type of token.
-        tokenizer_class: the class that transformers takes for its tokenizer.
         has_token_types: whether the tokens of a pair's second text have type 1: the model has that type, and the
             tokenizer gives it.
         truncation_side: side on which its tokenizer cuts texts that are too long.
@@ -127,7 +124,6 @@ class Checkpoint:
         """Return the checkpoint in a folder, once its files are checked.
 
         Args:
-            folder: holds the checkpoint.
             ignore_config_fields: fields of config.json that the owner leaves out.
 
         Raises:

@@ -47,7 +47,6 @@ class Deberta:
         position_table: `[positions, features]`.
         projection: projection from the features of the tables to the features of the layers, if there is one.
         scale: multiplies the scores.
-        heads: the layers on top of it.
     """
 
     token_table: TokenTable

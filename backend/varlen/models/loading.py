@@ -23,11 +23,7 @@ from varlen.tasks import TASKS, Task
 
 @dataclass(frozen=True, slots=True)
 class OneStepDecoder:
-    """A decoder that reads whole sequences in one step.
-
-    Attributes:
-        decoder: the decoder.
-    """
+    """A decoder that reads whole sequences in one step."""
 
     decoder: DecoderModel
 

@@ -101,7 +101,6 @@ class ModernBertConfig(declare.ConfigFields):
     Attributes:
         kinds: kind of each layer.
         window: tokens of layers with sliding attention read those at a smaller distance.
-        rotary: positions of each kind of layer.
         classifier_pooling: pooling of a sequence into the classifier's row.
     """
 
@@ -154,9 +153,7 @@ class ModernBert:
     """A ModernBERT in one dtype.
 
     Attributes:
-        config: config of its checkpoint.
         cos_sin: `[positions, head features]` fp32 for each kind of layer.
-        heads: the layers on top of it.
     """
 
     config: ModernBertConfig

@@ -25,8 +25,6 @@ def checkpoint_notes(
     """Return sentences about a checkpoint that serves a task.
 
     Args:
-        checkpoint: the opened checkpoint.
-        task: the task that it serves.
         max_sequence_tokens: longest sequence of the served model.
     """
     ignored = checkpoint.ignored.note()

@@ -73,12 +73,10 @@ class EncoderSizes:
         first_position: row of the first token in the position table. Above 0, the row before it belongs to the padding
             token, whose id is the number of that row.
         inner: features between the two linear layers of a feed-forward part.
-        layers: number of layers.
         heads: head layout of each layer.
         vocabulary: rows of the token table.
         types: rows of the table of token types; 0 without one.
         rotary: the rotary positions; None with a position table.
-        embedding: features of the tables.
         activation: between the two linear layers.
         norm_eps: added to the variance.
     """
@@ -110,10 +108,6 @@ class PostNormFamily:
         class_name: beginning of its class names in transformers, such as Bert of BertModel.
         prefix: prefix of the encoder's tensors in a model with a head.
         first_prefix: the same in its first releases, if they had another.
-        head: the classifier of sequences.
-        embedding_norm: the norm of the embeddings.
-        layer: names within a layer.
-        fields: names in config.json.
         projection: the linear layer from the tables' features to the features of the layers, where they may differ.
         always_projects: whether that layer is there even if they do not differ.
         least_types: fewest token types; 0 if there may be no table of them.

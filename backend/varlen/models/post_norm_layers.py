@@ -47,7 +47,6 @@ class PostNormEncoder:
         projection: projection from the features of the tables to the features of the layers, if there is one.
         layers: a shared layer occurs several times.
         distance_bias: `[heads, distances]` fp32, added to the scores of all layers; see `bias_by_distance`.
-        heads: the layers on top of it.
     """
 
     token_table: TokenTable

@@ -34,7 +34,6 @@ class T5Encoder:
     Attributes:
         bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
         norm: norm after the last layer.
-        attention_heads: heads of all layers.
     """
 
     token_table: TokenTable
@@ -80,12 +79,9 @@ class T5:
     """A T5 or mT5 in one dtype.
 
     Attributes:
-        encoder: reads the source.
-        target_table: embeddings of the decoder.
         decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
         decoder_norm: decoder norm after the last layer; includes the scale before the output layer.
         output: `[hidden, vocabulary]`.
-        attention_heads: heads of all layers.
     """
 
     encoder: T5Encoder

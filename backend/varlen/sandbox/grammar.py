@@ -60,7 +60,6 @@ class GrammarServer:
         Args:
             tokenizer: the checkpoint's tokenizer as JSON.
             num_tokens: number of tokens that a mask has.
-            ends: end tokens.
 
         Raises:
             ValueError: the tokens are no parts of texts.

@@ -18,7 +18,6 @@ class SandboxLimits:
 
     Attributes:
         seconds: processor time.
-        num_bytes: memory that it allocates.
     """
 
     seconds: float

@@ -42,10 +42,6 @@ class Sandbox:
     """The host of a model's processes. Any thread may call it.
 
     It starts with the first call, and again after it ended.
-
-    Attributes:
-        limits: limits of each process.
-        is_closed: whether it was closed.
     """
 
     def __init__(self, setup: Callable[[], Mapping[str, object]], limits: SandboxLimits) -> None:
@@ -53,7 +49,6 @@ class Sandbox:
 
         Args:
             setup: returns `tokens` and `template`, the arguments of `GrammarServer` and `TemplateServer`.
-            limits: limits of each process.
         """
         self._setup = setup
         self.limits = limits
@@ -170,12 +165,7 @@ class _Host:
             self._is_ready = True
 
     def fork(self, kind: Kind, connection: socket.socket) -> int:
-        """Return the process id of a new process.
-
-        Args:
-            kind: kind of the process.
-            connection: end of a socket for the process.
-        """
+        """Return the process id of a new process."""
         socket.send_fds(self._control, [_encoded({"fork": kind})], [connection.fileno()])
         answer = self._receive()
         if "error" in answer:

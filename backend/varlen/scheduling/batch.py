@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from itertools import chain, repeat
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.errors import VarlenError
+from varlen.errors import EngineError, VarlenError
 from varlen.request.request import Float32Array, Output, Prompt, RequestOptions
-from varlen.scheduling.choices import BeamStep, SampledToken
-from varlen.scheduling.sequence import GeneratedSequence, SequenceState
+from varlen.scheduling.choices import BeamAnswer, BeamStep, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState, SequenceState
 
 Failure: TypeAlias = Literal["memory", "batch", "worker", "model", "skipped"]
 # Of a batch: one, or all since it ran alone, or both in turn.
@@ -173,3 +176,56 @@ class SequenceFailure:
 
 
 Event: TypeAlias = SequenceOutput | SequenceFailure
+
+
+_log = logging.getLogger(__name__)
+
+_TEXT_FAILED = "the text of the answer could not be made; the server's log says why"
+# Where a search has found fewer answers than the request asks for.
+_NO_ANSWER = BeamAnswer((), -math.inf, "length")
+
+
+def add_writers(request: RequestState, new_writer: NewWriter) -> None:
+    """Give each sequence of a request its writer.
+
+    Raises:
+        EngineError: a writer could not be made.
+    """
+    try:
+        for sequence in cast(tuple[GeneratedSequence, ...], request.sequences):
+            sequence.writer = new_writer(sequence)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        # a panic of the tokenizers library is no Exception
+        _log.exception("the text of an answer could not be made; its request fails")
+        raise EngineError(_TEXT_FAILED) from None
+
+
+def append_token(sequence: GeneratedSequence, token: SampledToken) -> Event:
+    """Append a token to a sequence; return what it adds to the answer."""
+    sequence.token_ids.append(token.token_id)
+    if token.error is not None:
+        return SequenceFailure(sequence, token.error)
+    return _write(sequence, token)
+
+
+def write_answers(
+    sequences: Iterable[GeneratedSequence], answers: Iterable[BeamAnswer]
+) -> list[Event]:
+    """Return the answers of a search that has ended, one for each sequence."""
+    found = chain(answers, repeat(_NO_ANSWER))
+    return [_write(*each) for each in zip(sequences, found, strict=False)]
+
+
+def _write(sequence: GeneratedSequence, output: SampledToken | BeamAnswer) -> Event:
+    """Return what a token, or the end of a search, adds to an answer."""
+    try:
+        part = sequence.writer.write(output)
+    except BaseException:
+        # a panic of the tokenizers library is no Exception
+        _log.exception("the text of an answer could not be made; its request fails")
+        return SequenceFailure(sequence, EngineError(_TEXT_FAILED))
+    if part.finish_reason is not None:
+        sequence.finish()
+    return SequenceOutput(sequence, part)

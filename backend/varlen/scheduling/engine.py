@@ -32,8 +32,7 @@ from varlen.errors import (
     RequestCancelled,
 )
 from varlen.request.request import Reply, Request
-from varlen.scheduling.answers import add_writers
-from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceOutput
+from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceOutput, add_writers
 from varlen.scheduling.sequence import Forecast, NewWriter, RequestState, SequenceState
 from varlen.telemetry.metrics import CountedMetric, Stats
 

@@ -10,21 +10,19 @@ from pathlib import Path
 import torch
 
 from varlen.config import SHORT_TOKENS, EngineConfig
-from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import RequestDefaults, request_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.grammars import MAX_COMPILING, Grammars
-from varlen.decoding.token_bias import BadWords
-from varlen.decoding.token_bytes import TokenBytes
-from varlen.decoding.writer import TextWriter
+from varlen.decoding.grammar.grammars import MAX_COMPILING, Grammars
+from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.text.chat import ChatTemplate
+from varlen.decoding.text.token_bytes import TokenBytes
+from varlen.decoding.text.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
-from varlen.execution.executor import InlineExecutor, ModelExecutor
-from varlen.execution.model_info import StepInfo
-from varlen.execution.model_limits import edit_limits, limit_notes, queue_limit, text_limit
-from varlen.execution.overlap import OverlappingExecutor
-from varlen.execution.step_model import StepModel
+from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
+from varlen.execution.model_info import StepInfo, edit_limits, limit_notes, queue_limit, text_limit
+from varlen.execution.step_launcher import StepModel
 from varlen.execution.workers.step_models import load_step_model
 from varlen.intake.checks import Intake
 from varlen.intake.input_limits import InputLimits
@@ -38,9 +36,9 @@ from varlen.request.request import Prompt, Reply, Request
 from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.iteration import IterationScheduler
+from varlen.scheduling.iteration.iteration import IterationScheduler
+from varlen.scheduling.iteration.step_limits import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
-from varlen.scheduling.step_limits import StepLimits
 from varlen.service.grammar_requests import submit_with_grammar
 from varlen.service.running import MEGABYTE, RunningModel
 from varlen.service.sandbox import generation_sandbox

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from varlen.decoding.grammar_hold import GrammarHold
+from varlen.decoding.grammar.grammars import GrammarHold
 from varlen.intake.pool import TokenizerPool
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import Output, Reply, Request

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from tokenizers import Tokenizer
 
 from varlen.config import EngineConfig
-from varlen.decoding.chat import ChatTemplate, template_setup
-from varlen.decoding.grammars import grammar_tokens
-from varlen.execution.model_limits import generation_limit, text_limit
+from varlen.decoding.grammar.grammars import grammar_tokens
+from varlen.decoding.text.chat import ChatTemplate, template_setup
+from varlen.execution.model_info import generation_limit, text_limit
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.sandbox.limits import SandboxLimits
 from varlen.sandbox.process import Sandbox

@@ -10,12 +10,11 @@ from pathlib import Path
 from varlen.cache.flights import JoinLimits
 from varlen.cache.response_cache import CacheUse, ResponseCache
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen.decoding.chat import ChatTemplate
-from varlen.decoding.pair_template import PairTemplate
+from varlen.decoding.text.chat import ChatTemplate
+from varlen.decoding.text.pair_template import PairTemplate
 from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
-from varlen.execution.model_info import ModelInfo
-from varlen.execution.model_limits import limit_notes, queue_limit, text_limit
+from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
 from varlen.execution.workers.workers import Workers, load_workers
 from varlen.intake.checks import Intake
 from varlen.intake.input_limits import InputLimits
@@ -27,7 +26,7 @@ from varlen.request.request import Int32Array, Reply, Request
 from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.service.costs import costs_for, warm_up
 from varlen.service.running import MEGABYTE, RunningModel
 from varlen.service.sandbox import template_sandbox

@@ -274,7 +274,6 @@ class Exporter:
             stats: counts that only this object drains.
             snapshot: returns the value of each gauge, and of each total since the start; 0 where it has none.
             make_series: registers one series with the server; raises when metrics are off.
-            labels: labels of every series.
         """
         self._stats = stats
         self._snapshot = snapshot

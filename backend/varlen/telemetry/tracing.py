@@ -41,8 +41,6 @@ class RequestTrace:
 
     Attributes:
         parent: the server's span.
-        arrival: time of its arrival.
-        attributes: attributes of its spans.
         started: start of its first batch; None if it has not run.
         finished: time of its last output or error.
     """
@@ -120,8 +118,6 @@ class RequestTracer:
         """Make the spans of a request whose final response has been sent.
 
         Args:
-            trace: trace of the request.
-            outcome: name of the outcome in the metrics.
             error: sent to the client, if it failed.
         """
         from opentelemetry.trace import Status, StatusCode

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.decoding.token_bytes import TokenBytes
+from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.parameter import OPTION_JSON, JsonLimits, check_bytes, items_of, read_json, refuse

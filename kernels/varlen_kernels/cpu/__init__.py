@@ -10,7 +10,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.cpu.beam_ops import advance_searches, beam_step, follow_beams
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.int8_ops import (
     linear_int4_panels,
     linear_int4_panels_activate,
@@ -68,7 +68,7 @@ def activate(
     """Return the activation of x + bias, see `reference.activate`."""
     if not _compiles_activation(x, kind, x.shape[1]):
         return reference.activate(x, bias, kind=kind, out=out)
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     out = torch.empty_like(x) if out is None else out
     run_op("activate", (x, bias), [out], kind=kind)
@@ -101,7 +101,7 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
     """Return activation(gate) * up, see `reference.activate_gate`."""
     if not _compiles_activation(x, kind, x.shape[1] // 2):
         return reference.activate_gate(x, kind=kind, out=out)
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     out = x.new_empty(len(x), x.shape[1] // 2) if out is None else out
     run_op("activate_gate", (x,), [out], kind=kind)
@@ -139,7 +139,7 @@ def attention_varlen(
             window=window,
             out=out,
         )
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     kv_heads = num_kv_heads or num_heads
     if out is None:
@@ -163,7 +163,7 @@ def copy_blocks(memory: Tensor, copies: Tensor) -> None:
     if not has_compiled_ops():
         reference.copy_blocks(memory, copies)
         return
-    from varlen_kernels.cpu.calls import call_each
+    from varlen_kernels.cpu.calls.calls import call_each
 
     check_copies(memory, copies)
     block_bytes = memory[0, 0].nbytes
@@ -177,7 +177,7 @@ def all_reduce(
     out = torch.empty_like(x) if out is None else out
     if x.dtype not in _COMPILED_DTYPES or not has_compiled_ops():
         return reference.all_reduce(x, ranks, rank=rank, size=size, out=out)
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     run_op("all_reduce", (x, ranks), [out], rank=rank, size=size)
     return out
@@ -190,7 +190,7 @@ def gather_columns(
     out = x.new_empty(len(x), width) if out is None else out
     if x.dtype not in _COMPILED_DTYPES or not has_compiled_ops():
         return reference.gather_columns(x, ranks, rank=rank, size=size, width=width, out=out)
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     run_op("gather_columns", (x, ranks), [out], rank=rank, size=size)
     return out
@@ -226,7 +226,7 @@ def append_kv(
         return reference.append_kv(
             *operands, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, out=out
         )
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     results = []
     if cos_sin is not None:
@@ -267,7 +267,7 @@ def attention_paged(
             window=window,
             out=out,
         )
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     if out is None:
         out = qkv.new_empty(len(qkv), num_heads * key_cache.shape[3])
@@ -296,7 +296,7 @@ def sample_tokens(
     """Return one token of each row, see `reference.sample_tokens`."""
     if not has_compiled_ops():
         return reference.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform, out=out)
-    from varlen_kernels.cpu.calls import call
+    from varlen_kernels.cpu.calls.calls import call
 
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
     tokens = torch.empty(len(logits), dtype=torch.int32)
@@ -324,7 +324,7 @@ def edit_logits(
     if not has_compiled_ops():
         reference.edit_logits(logits, token_ids, logit_rows, rows, penalties, begun, state)
         return
-    from varlen_kernels.cpu.calls import call
+    from varlen_kernels.cpu.calls.calls import call
 
     check_edits(logits, rows, penalties, begun, state)
     call(

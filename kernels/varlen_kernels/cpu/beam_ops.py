@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference.beam_search import SearchResults, SearchState
 
@@ -25,7 +25,7 @@ def beam_step(
     """Return the best continuations of each sequence, see `reference.beam_step`."""
     if not has_compiled_ops():
         return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
-    from varlen_kernels.cpu.calls import call
+    from varlen_kernels.cpu.calls.calls import call
 
     width = check_beams(logits, scores, finished, width, edits, out)
     if out is None:
@@ -63,7 +63,7 @@ def follow_beams(
         of_step = token_ids, context_lens, cu_blocks, block_ids, slots, copies
         reference.follow_beams(state, searches, places, given, *of_step, block_size=block_size)
         return
-    from varlen_kernels.cpu.calls import call
+    from varlen_kernels.cpu.calls.calls import call
 
     call(
         "follow_beams",
@@ -88,7 +88,7 @@ def advance_searches(
     if not has_compiled_ops():
         reference.advance_searches(found, searches, places, divisors, ends, state, out)
         return
-    from varlen_kernels.cpu.calls import call
+    from varlen_kernels.cpu.calls.calls import call
 
     _, *kept = state
     heads = torch.empty(len(out.beams), dtype=torch.int32)

@@ -24,8 +24,8 @@ from pathlib import Path
 from platform import machine
 
 from varlen_kernels import CPU_LEVEL_VARIABLE
-from varlen_kernels.cpu.target_cpu import LEVELS, target_cpu
-from varlen_kernels.cpu.threads import usable_cores
+from varlen_kernels.cpu.native.target_cpu import LEVELS, target_cpu
+from varlen_kernels.cpu.native.threads import usable_cores
 from varlen_kernels.machine_memory import free_memory
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 def _missing(names: Iterable[str]) -> list[str]:
     """Return the functions without a file; none where no file can be kept."""
-    from varlen_kernels.cpu.machine_code import BESIDE, code_folder, file_name
+    from varlen_kernels.cpu.calls.machine_code import BESIDE, code_folder, file_name
 
     files = {name: file_name(name, target_cpu().level) for name in names}
     try:
@@ -221,7 +221,7 @@ def _choose(level: str) -> None:
 
 
 def _names(ops: tuple[str, ...] | None) -> tuple[str, ...]:
-    from varlen_kernels.cpu.entries import MAKERS
+    from varlen_kernels.cpu.calls.entries import MAKERS
 
     if ops is None:
         return _longest_first(MAKERS)
@@ -236,7 +236,7 @@ def _longest_first(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _compile(name: str) -> tuple[str, float]:
-    from varlen_kernels.cpu.machine_code import code_of
+    from varlen_kernels.cpu.calls.machine_code import code_of
 
     began = time.perf_counter()
     code_of(name)
@@ -245,7 +245,7 @@ def _compile(name: str) -> tuple[str, float]:
 
 def _remove_others(levels: Sequence[str], names: Sequence[str]) -> None:
     """Remove all other code than of these levels and functions beside the package."""
-    from varlen_kernels.cpu.machine_code import BESIDE, file_name
+    from varlen_kernels.cpu.calls.machine_code import BESIDE, file_name
 
     wanted = {file_name(name, level) for name in names for level in levels}
     for path in BESIDE.iterdir() if BESIDE.exists() else ():

@@ -12,14 +12,14 @@ from varlen_kernels.reference.linear_int8 import Int8Weight
 
 def linear_int8(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
     """Return x @ weight + bias in int8, see `reference.linear_int8.linear_int8`."""
-    from varlen_kernels.cpu.int8_torch import multiply_signed
+    from varlen_kernels.cpu.calls.int8_torch import multiply_signed
 
     return multiply_signed(x, layer, out)
 
 
 def linear_int8_packed(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
     """Return `linear_int8` of codes that `int8_torch.pack_codes` made."""
-    from varlen_kernels.cpu.int8_torch import multiply_packed
+    from varlen_kernels.cpu.calls.int8_torch import multiply_packed
 
     return multiply_packed(x, layer, out)
 
@@ -51,7 +51,7 @@ def linear_int4_panels_activate(
 def _run(
     kernel: str, x: Tensor, layer: Int8Weight, out: Tensor | None, **attributes: Activation
 ) -> Tensor:
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     out = torch.empty(len(x), len(layer.scale)) if out is None else out
     run_op(kernel, (x, layer), [out], **attributes)

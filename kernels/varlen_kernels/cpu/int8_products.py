@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu import int8_ops
-from varlen_kernels.cpu.int8_layout import pack_halves, pack_panels, panel_levels
-from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
+from varlen_kernels.cpu.bodies.int8_layout import pack_halves, pack_panels, panel_levels
+from varlen_kernels.cpu.calls.int8_torch import (
+    LOWEST_SIGNED,
+    pack_codes,
+    signed_sums,
+    unsigned_sums,
+)
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
     OUTLIERS,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -117,6 +117,6 @@ def _compiles(x: Tensor, weight: Tensor) -> bool:
 def _run(
     kernel: str, operands: Sequence[Tensor | None], results: Sequence[Tensor], eps: float
 ) -> None:
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     run_op(kernel, operands, results, eps=eps)

@@ -24,7 +24,7 @@ class PanelWeight(NamedTuple):
 
 def pack_panels(weight: Tensor) -> PanelWeight:
     """Return a weight, `[hidden, features]` fp32 or bf16, in the order in which products read it."""
-    from varlen_kernels.cpu import panel_layout
+    from varlen_kernels.cpu.bodies import panel_layout
 
     return PanelWeight(panel_layout.pack_panels(weight), weight.shape[1])
 
@@ -33,7 +33,7 @@ def linear_panels(
     x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Return `linear` of a weight that `pack_panels` made, `[tokens, features]`."""
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     out = x.new_empty(len(x), weight.features) if out is None else out
     run_op("linear_panels", (x, weight, bias), [out])
@@ -49,7 +49,7 @@ def linear_panels_activate(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the activation of `linear_panels`."""
-    from varlen_kernels.cpu.op_calls import run_op
+    from varlen_kernels.cpu.calls.calls import run_op
 
     out = x.new_empty(len(x), weight.features) if out is None else out
     run_op("linear_panels_activate", (x, weight, bias), [out], kind=kind)

@@ -3,7 +3,7 @@
 import json
 from threading import Event
 
-from varlen.decoding.grammars import Grammars, _key
+from varlen.decoding.grammar.grammars import Grammars, _key
 from varlen.sandbox.protocol import COMPILED, HEAD, MEMORY
 
 # Longest wait for what comes in any case.

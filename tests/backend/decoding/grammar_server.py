@@ -2,10 +2,10 @@
 
 import torch
 
-from varlen.decoding.sampling import Sampler
-from varlen.decoding.token_bias import BadWords
-from varlen.decoding.token_bytes import TokenBytes
-from varlen.decoding.writer import TextWriter
+from varlen.decoding.sampling.sampling import Sampler
+from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.text.token_bytes import TokenBytes
+from varlen.decoding.text.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 
 from .sandboxes import new_grammars

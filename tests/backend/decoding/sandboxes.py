@@ -1,7 +1,7 @@
 """Sandboxes of tests, with limits of their own."""
 
-from varlen.decoding.chat import ChatTemplate, template_setup
-from varlen.decoding.grammars import Grammars, grammar_tokens
+from varlen.decoding.grammar.grammars import Grammars, grammar_tokens
+from varlen.decoding.text.chat import ChatTemplate, template_setup
 from varlen.sandbox.limits import SandboxLimits
 from varlen.sandbox.process import Sandbox
 

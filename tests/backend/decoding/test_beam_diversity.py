@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from varlen.decoding.beam_search import BeamSearch
-from varlen.decoding.token_edits import TokenRules
+from varlen.decoding.search.beam_search import BeamSearch
+from varlen.decoding.search.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
 
 from .beam_oracles import TableModel

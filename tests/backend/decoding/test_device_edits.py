@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from varlen.decoding.sampling import Sampler
-from varlen.decoding.token_bias import BadWords
-from varlen.execution.device_edits import DeviceEdits, begun_arrays
-from varlen.execution.step_packing import draw_arrays, tensors_of
+from varlen.decoding.sampling.sampling import Sampler
+from varlen.decoding.sampling.token_bias import BadWords
+from varlen.execution.step_packing import DeviceEdits, begun_arrays, draw_arrays, tensors_of
 from varlen.scheduling.choices import EditLimits
 from varlen_kernels import cpu
 from varlen_kernels.reference.logit_edits import KEPT

@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 
-from varlen.decoding.grammars import _key
+from varlen.decoding.grammar.grammars import _key
 from varlen.errors import QueueFullError
 from varlen.sandbox.limits import SandboxLimits
 

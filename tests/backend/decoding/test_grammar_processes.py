@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from varlen.decoding.grammars import MAX_COMPILING
+from varlen.decoding.grammar.grammars import MAX_COMPILING
 from varlen.errors import EngineError, QueueFullError, RequestError
 from varlen.sandbox.protocol import HEAD, MASK, REFUSED
 

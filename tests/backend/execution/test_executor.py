@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.core_share import CoreShare
-from varlen.execution.executor import InlineExecutor, ThreadExecutor
+from varlen.execution.executor import CoreShare, InlineExecutor, ThreadExecutor
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import RequestState
 

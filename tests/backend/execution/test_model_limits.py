@@ -9,7 +9,7 @@ from transformers import AutoModel
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
-from varlen.execution.model_limits import limit_notes, queue_limit, text_limit
+from varlen.execution.model_info import limit_notes, queue_limit, text_limit
 from varlen.models.checkpoint_folder import Checkpoint
 
 from ..refusals import refused_request as refused

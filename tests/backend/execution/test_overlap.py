@@ -23,7 +23,7 @@ from varlen.execution import runner as runner_module
 from varlen.execution.cuda.buckets import Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import TimedExecutor
-from varlen.execution.overlap import OverlappingExecutor
+from varlen.execution.executor import OverlappingExecutor
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.workers import Workers, load_workers
 from varlen.memory.arena import Arena

@@ -8,11 +8,10 @@ from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
-from varlen.execution.arenas import step_arenas
+from varlen.execution.arenas import KvSize, step_arenas
 from varlen.execution.bound_program import BoundProgram
-from varlen.execution.kv_cache import KvSize
+from varlen.execution.programs import record_steps
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint

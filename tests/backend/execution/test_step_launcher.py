@@ -10,8 +10,7 @@ import pytest
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError
-from varlen.execution.step_launcher import StepLauncher
-from varlen.execution.step_model import NoChoice
+from varlen.execution.step_launcher import NoChoice, StepLauncher
 from varlen.scheduling.batch import StepBatch
 from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, SampledToken
 

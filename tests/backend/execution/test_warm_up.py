@@ -19,7 +19,7 @@ from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
-from varlen.execution.step_model import NoChoice
+from varlen.execution.step_launcher import NoChoice
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena

@@ -17,7 +17,7 @@ from varlen.models.loading import load_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.threads import using_cores
+from varlen_kernels.cpu.native.threads import using_cores
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.execution.cpu import int8_model
+from varlen.execution.int8 import int8_model
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta import DebertaConfig, distance_rows
 

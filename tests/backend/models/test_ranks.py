@@ -17,7 +17,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
-from varlen.execution.step_model import NoChoice
+from varlen.execution.step_launcher import NoChoice
 from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint.layers import Linear, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights

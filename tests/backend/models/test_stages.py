@@ -19,7 +19,7 @@ from varlen.errors import ConfigError
 from varlen.execution.cpu import stage_cut
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.runner import Runner
-from varlen.execution.step_model import NoChoice
+from varlen.execution.step_launcher import NoChoice
 from varlen.execution.step_runner import StepRunner
 from varlen.memory.shared import new_shared
 from varlen.models.checkpoint_folder import Checkpoint

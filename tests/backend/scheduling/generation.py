@@ -19,8 +19,8 @@ from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.choices import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.iteration import IterationScheduler
-from varlen.scheduling.step_limits import StepLimits
+from varlen.scheduling.iteration.iteration import IterationScheduler
+from varlen.scheduling.iteration.step_limits import StepLimits
 from varlen.telemetry.metrics import Stats
 
 from ..fakes.engine_parts import Clock, FakeReply, HeldExecutor

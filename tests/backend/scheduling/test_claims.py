@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.backend.requests import prompt_of
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Request, RequestOptions
-from varlen.scheduling.claims import Claims
+from varlen.scheduling.iteration.groups import Claims
 from varlen.scheduling.sequence import RequestState
 
 from ..fakes.engine_parts import FakeReply

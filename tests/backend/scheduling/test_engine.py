@@ -29,7 +29,7 @@ from varlen.errors import (
 )
 from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.telemetry.metrics import Stats
 
 from . import waiting

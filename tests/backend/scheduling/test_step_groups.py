@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.scheduling.step_groups import StepGroups, first_groups
+from varlen.scheduling.iteration.group_queues import StepGroups, first_groups
 
 
 @dataclass(eq=False)

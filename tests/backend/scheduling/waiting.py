@@ -8,7 +8,7 @@ from varlen.config import SHORTEST_QUEUE, EngineConfig
 from varlen.costs.model import CostModel
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import BatchResult
-from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.scheduling.sequence import Forecast, RequestState
 
 from .. import requests

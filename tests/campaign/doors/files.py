@@ -16,8 +16,8 @@ from tests.processes import NOBODY, as_user, locked_by
 from varlen.costs.store import CostStore
 from varlen.server.draining import marker_of, read_state, write_state
 from varlen_kernels.cache_files import CacheFolder, holder_pid
-from varlen_kernels.cpu import machine_code
-from varlen_kernels.cpu.target_cpu import target_cpu
+from varlen_kernels.cpu.calls import machine_code
+from varlen_kernels.cpu.native.target_cpu import target_cpu
 
 from ..phase import Campaign
 from ..report import Report

@@ -8,6 +8,10 @@ from varlen_kernels import tuning
 collect_ignore_glob = ["test_*.py"] if knobs.runtime.interpret else []
 
 
+def pytest_itemcollected(item):
+    item.add_marker("full")
+
+
 @pytest.fixture(autouse=True)
 def default_launches(monkeypatch):
     """Ignore the tuned launches of this machine's GPU."""

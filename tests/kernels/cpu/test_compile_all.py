@@ -10,9 +10,9 @@ import pytest
 
 from tests.ci.scripts import PROJECT
 from varlen_kernels.cpu import compile_all as command
-from varlen_kernels.cpu import entries, machine_code
+from varlen_kernels.cpu.calls import entries, machine_code
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.compile_all import common_ops, compile_missing
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
 _OPS = ("run_alone", "run_shared")

@@ -22,7 +22,7 @@ import torch
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.cuda.timeout import TimedExecutor
-from varlen.execution.overlap import OverlappingExecutor
+from varlen.execution.executor import OverlappingExecutor
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, Request

@@ -16,10 +16,10 @@ from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.grammars import Grammars
-from varlen.decoding.token_bias import BadWords
+from varlen.decoding.grammar.grammars import Grammars
+from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
-from varlen.execution.model_limits import edit_limits
+from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import step_models

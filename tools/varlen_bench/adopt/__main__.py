@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.adopt.stock_ensemble import NAME, write_stock_ensemble
 from varlen_bench.harness import command, machine

@@ -78,7 +78,7 @@ def adopt(
     try:
         # torch and the backend, which other commands do not need
         from varlen.errors import CheckpointError, ConfigError
-        from varlen.execution.cpu.calibration_texts import TEXTS
+        from varlen.execution.int8.calibration_texts import TEXTS
         from varlen_tools.adopt.adoption import Wish, adopt_model
         from varlen_tools.adopt.errors import AdoptError
         from varlen_tools.local_server import ServerError, end_on_sigterm

@@ -9,7 +9,7 @@ import numpy as np
 
 from varlen import Encoder, Generator
 from varlen.config import NO_LIMIT, DType, EngineConfig
-from varlen.execution.model_limits import generation_limit, sequence_limit
+from varlen.execution.model_info import generation_limit, sequence_limit
 from varlen.in_process.encoder import Inputs
 from varlen.intake.tokenization import Text, Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint

@@ -14,10 +14,10 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.grammars import Grammars
-from varlen.decoding.token_bias import BadWords
+from varlen.decoding.grammar.grammars import Grammars
+from varlen.decoding.sampling.token_bias import BadWords
 from varlen.errors import ConfigError
-from varlen.execution.model_limits import edit_limits
+from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.intake.tokenization import Tokenizer

@@ -16,7 +16,7 @@ from varlen.errors import DeadlineError, QueueFullError
 from varlen.request.request import Float32Array
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult
-from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen_tools.simulate.costs import MakeModel
 from varlen_tools.simulate.virtual import LEAST_SERVED, Run, highest, percentile, play
 from varlen_tools.workloads import Arrival

@@ -15,7 +15,7 @@ import typer
 from varlen.config import Execution
 from varlen.costs.batch_shape import BatchShape, FloatArray
 from varlen.costs.model import CostModel
-from varlen.scheduling.partition import best_partition
+from varlen.scheduling.one_shot.partition import best_partition
 from varlen_tools.simulate.command import (
     COSTS_HELP,
     MILLISECONDS,

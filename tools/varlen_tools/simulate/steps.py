@@ -16,10 +16,9 @@ from varlen.request.request import GeneratedPart
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult, StepBatch
 from varlen.scheduling.choices import BeamAnswer, SampledToken
-from varlen.scheduling.generation_counts import GenerationCounts
-from varlen.scheduling.iteration import IterationScheduler
+from varlen.scheduling.iteration.iteration import GenerationCounts, IterationScheduler
+from varlen.scheduling.iteration.step_limits import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence
-from varlen.scheduling.step_limits import StepLimits
 from varlen_tools.simulate.command import MILLISECONDS
 from varlen_tools.simulate.costs import StepCosts, kv_tokens
 from varlen_tools.simulate.virtual import (

@@ -32,15 +32,7 @@ _BISECTIONS = 10
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of an arrival.
-
-    Attributes:
-        arrival: the request.
-        sent: times of the parts of its answer, in order.
-        end: time of its answer; None without one.
-        error: the answer, if it is an error.
-        answers: number of answers.
-    """
+    """The result of an arrival, with the times of its parts and of its end."""
 
     arrival: Arrival
     sent: list[float] = field(default_factory=list)
@@ -57,11 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A whole simulated run.
-
-    Attributes:
-        outcomes: outcome of every arrival, in order.
-    """
+    """A simulated run, with the outcome of every arrival in order."""
 
     outcomes: list[Outcome]
 
@@ -89,11 +77,7 @@ class Run:
 
 @dataclass(slots=True)
 class VirtualClock:
-    """A clock whose time is set.
-
-    Attributes:
-        now: time in seconds.
-    """
+    """A clock whose time in seconds is set."""
 
     now: float = 0.0
 
@@ -103,17 +87,10 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class VirtualReply:
-    """Notes when the parts of an answer come.
-
-    Attributes:
-        outcome: result that is written here.
-        clock: the time.
-        on_answer: called after the answer.
-    """
+    """Notes when the parts of an answer come, in its outcome."""
 
     outcome: Outcome
     clock: VirtualClock
-    on_answer: Callable[[], None] | None = None
 
     def is_cancelled(self) -> bool:
         """Return False: every client waits."""
@@ -136,8 +113,6 @@ class VirtualReply:
     def _answer(self, error: VarlenError | None) -> None:
         self.outcome.answers += 1
         self.outcome.end, self.outcome.error = self.clock.now, error
-        if self.on_answer is not None:
-            self.on_answer()
 
 
 class _Running(NamedTuple):
@@ -165,11 +140,6 @@ class _Executor:
         """Time at which the next batch ends; infinity if none runs."""
         return self._running[0].end if self._running else math.inf
 
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until each running batch ends, summed."""
-        return sum(running.end - self._clock.now for running in self._running)
-
     def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
         result = self._run_batch(batch)
         end, complete = self._clock.now + result.seconds, partial(completed, batch, result)
@@ -186,54 +156,6 @@ class _Executor:
     def complete(self) -> None:
         """Complete the batch that ends next."""
         heappop(self._running).complete()
-
-
-class VirtualEngine:
-    """An engine whose batches end on a virtual clock."""
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        scheduler: Scheduler,
-        run_batch: Callable[[Batch], BatchResult],
-        *,
-        workers: int = 1,
-        new_writer: NewWriter | None = None,
-    ) -> None:
-        """Make an idle engine; the arguments are described at `play`."""
-        self._clock = clock
-        self._executor = _Executor(clock, run_batch, workers)
-        self._engine = Engine(scheduler, self._executor, Stats(), clock, new_writer)
-        self._wake_at: float | None = None
-
-    @property
-    def batch_end(self) -> float:
-        """Time at which the next batch ends; infinity if none runs."""
-        return self._executor.end
-
-    @property
-    def due(self) -> float:
-        """Time of the next batch end or batch start; infinity without requests."""
-        return min(self.batch_end, math.inf if self._wake_at is None else self._wake_at)
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until each running batch ends, summed."""
-        return self._executor.seconds_left
-
-    def submit(self, request: Request, reply: VirtualReply) -> None:
-        """Queue a request, or answer it with an error, and start batches."""
-        try:
-            self._engine.submit(request, reply)
-        except VarlenError as error:
-            reply.fail(error)
-        self._wake_at = self._engine.step()
-
-    def advance(self) -> None:
-        """Complete a batch that has ended, and start batches."""
-        if self._executor.end <= self._clock.now:
-            self._executor.complete()
-        self._wake_at = self._engine.step()
 
 
 def play(
@@ -253,27 +175,33 @@ def play(
         arrivals: requests in order of time.
         generation: returns the options of an arrival that generates; its reply is a `VirtualReply`.
         workers: number of batches that run at the same time.
-        new_writer: maker of writers for the engine.
     """
     clock = VirtualClock(arrivals[0].at if arrivals else 0.0)
-    engine = VirtualEngine(clock, scheduler, run_batch, workers=workers, new_writer=new_writer)
+    executor = _Executor(clock, run_batch, workers)
+    engine = Engine(scheduler, executor, Stats(), clock, new_writer)
     outcomes: list[Outcome] = []
     coming = deque(arrivals)
+    wake_at: float | None = None
     while True:
         arrival = coming[0].at if coming else math.inf
-        clock.now = max(clock.now, min(arrival, engine.due))
+        due = min(executor.end, math.inf if wake_at is None else wake_at)
+        clock.now = max(clock.now, min(arrival, due))
         if math.isinf(clock.now):
             return outcomes
-        if arrival <= clock.now < engine.batch_end:
+        if arrival <= clock.now < executor.end:
             outcomes.append(Outcome(coming.popleft()))
             reply = VirtualReply(outcomes[-1], clock)
-            engine.submit(request_of(reply.outcome.arrival, generation), reply)
-        else:
-            engine.advance()
+            try:
+                engine.submit(_request(reply.outcome.arrival, generation), reply)
+            except VarlenError as error:
+                reply.fail(error)
+        elif executor.end <= clock.now:
+            executor.complete()
+        wake_at = engine.step()
 
 
-def request_of(
-    arrival: Arrival, generation: Callable[[Arrival], GenerationOptions] | None = None
+def _request(
+    arrival: Arrival, generation: Callable[[Arrival], GenerationOptions] | None
 ) -> Request:
     """Return the request of an arrival; `generation` returns its options if it generates."""
     options = RequestOptions(

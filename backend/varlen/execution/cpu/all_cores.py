@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu.token_counts import padded
+from varlen.execution.executor import CoreShare
 from varlen.program.program import Op, Program, Value
-from varlen_kernels.cpu.threads import run_parts, usable_cores, using_cores
+from varlen_kernels.cpu.native.threads import run_parts, usable_cores, using_cores
 
 # With fewer tokens a part, a product mostly reads its weights, which each core would read again.
 _LEAST_TOKENS = 16

@@ -22,11 +22,11 @@ from varlen.memory.usage import Dims, Size
 from varlen.processes import python_command
 from varlen.program.program import PackedBatch, Program, State, Value
 from varlen_kernels import cpu
-from varlen_kernels.cpu.compiled_ops import has_compiled_ops
-from varlen_kernels.cpu.threads import usable_cores
+from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.native.threads import usable_cores
 
 if TYPE_CHECKING:
-    from varlen_kernels.cpu.call_rules import CallRule
+    from varlen_kernels.cpu.calls.call_rules import CallRule
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -128,7 +128,8 @@ class CompiledProgram:
             batch, kernels, region, out: see there.
             lone: the cores that a lone batch may use; None for the cores of the thread.
         """
-        from varlen_kernels.cpu.calls import ALWAYS, PARTS, run_calls
+        from varlen_kernels.cpu.calls.calls import ALWAYS, run_calls
+        from varlen_kernels.cpu.native.table import PARTS
 
         program, dims = self._program, batch.dims
         cores = usable_cores() if lone is None else lone.count
@@ -158,7 +159,7 @@ class CompiledProgram:
         cores: int,
     ) -> Int64Array:
         """Return the table of a run."""
-        from varlen_kernels.cpu.calls import PARTS, UNITS
+        from varlen_kernels.cpu.native.table import PARTS, UNITS
 
         table, begin, dims = self._table, region.memory.data_ptr(), batch.dims
         addresses = [
@@ -178,7 +179,8 @@ class CompiledProgram:
         return rows
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:
-        from varlen_kernels.cpu.calls import ARGUMENTS, FUNCTION, bits
+        from varlen_kernels.cpu.calls.calls import bits
+        from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION
 
         width = max((3 * len(call.tensors) + len(call.constants) for call in calls), default=0)
         rows = np.zeros((len(calls), ARGUMENTS + width), np.int64)
@@ -240,9 +242,9 @@ def compile_program(
 
 
 def _calls_of(program: Program) -> list[_Call]:
-    from varlen_kernels.cpu.call_rules import flat, rules_of, shape_of
+    from varlen_kernels.cpu.calls.call_rules import flat, rules_of, shape_of
+    from varlen_kernels.cpu.calls.machine_code import address_of
     from varlen_kernels.cpu.compile_all import OF_DECODERS, compile_missing
-    from varlen_kernels.cpu.machine_code import address_of
 
     found = []
     for number, op in enumerate(program.ops):
@@ -293,7 +295,7 @@ def _work(
 
 def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
     """Return the numbers of units and of parts of a function's work."""
-    from varlen_kernels.cpu.calls import parts_of
+    from varlen_kernels.cpu.calls.calls import parts_of
 
     extents = []
     for tensor in call.tensors:

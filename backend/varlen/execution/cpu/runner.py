@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu.all_cores import AllCores, LoneCores
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.cpu.token_counts import batch_sizes, padded
+from varlen.execution.executor import CoreShare
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.packing import dims_of, packed_batch, split_answers
 from varlen.memory.arena import Arena

@@ -13,7 +13,7 @@ from varlen.execution.step_packing import StepArrays, step_arrays, step_dims, te
 from varlen.memory.shared import map_shared, new_shared
 from varlen.program.stages import NO_STAGES, Stage
 from varlen.scheduling.batch import Chunk
-from varlen_kernels.cpu.threads import usable_cores, using_cores
+from varlen_kernels.cpu.native.threads import usable_cores, using_cores
 
 
 class CpuSteps:

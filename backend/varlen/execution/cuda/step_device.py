@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.step_model import StepChoice
+from varlen.execution.step_launcher import StepChoice
 from varlen.execution.step_packing import tokens_of_rows
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.batch import StepBatch

@@ -23,14 +23,17 @@ from torch import Tensor
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
-from varlen.execution.device_edits import DeviceEdits, begun_arrays
-from varlen.execution.device_searches import DeviceSearches, choices_of
 from varlen.execution.packing import InputLayout
-from varlen.execution.search_packing import beam_arrays, search_arrays
 from varlen.execution.step_packing import (
+    DeviceEdits,
+    DeviceSearches,
     StepArrays,
+    beam_arrays,
+    begun_arrays,
+    choices_of,
     draw_arrays,
     followed,
+    search_arrays,
     step_arrays,
 )
 from varlen.memory.device_copies import moved
@@ -39,7 +42,7 @@ from varlen.program.program import Value
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws
-from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS

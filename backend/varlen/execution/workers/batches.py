@@ -25,8 +25,8 @@ from varlen.execution.workers.child import (
     run_model,
     send,
 )
+from varlen.execution.workers.group.read_ahead import ReadAhead
 from varlen.execution.workers.messages import batch_message, receive_batch
-from varlen.execution.workers.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from varlen.execution.runner import Runner, WorkOfBatch
@@ -46,8 +46,8 @@ def _load(setup: Setup) -> Runner:
 
     from varlen.execution.device import cores_of_rank
     from varlen.execution.runner import Runner, WorkOfBatch
-    from varlen.execution.workers.rank_group import RankGroup
-    from varlen.execution.workers.stage_group import StageGroup
+    from varlen.execution.workers.group.rank_group import RankGroup
+    from varlen.execution.workers.group.stage_group import StageGroup
     from varlen.models.checkpoint_folder import Checkpoint
 
     config = setup.config

@@ -15,7 +15,7 @@ import socket
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from varlen.execution.core_share import CoreShare
+from varlen.execution.executor import CoreShare
 from varlen.execution.workers.child import (
     MAX_MESSAGE,
     MOST_DESCRIPTORS,

@@ -17,10 +17,8 @@ from threading import Lock
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
-from varlen.execution.core_share import CoreShare
-from varlen.execution.executor import WorkerEndedError
+from varlen.execution.executor import CoreShare, WorkerEndedError, raising
 from varlen.execution.model_info import ModelInfo
-from varlen.execution.outcome import raising
 from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.messages import send_batch
 from varlen.execution.workers.model_process import ENDED, ModelProcess

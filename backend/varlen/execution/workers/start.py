@@ -21,7 +21,7 @@ HOST = "varlen.execution.workers.host"
 STEPS = "varlen.execution.workers.steps"
 # The same of a model that several processes hold: the leader of one that runs batches, and all that do not lead.
 BATCHES = "varlen.execution.workers.batches"
-RANK = "varlen.execution.workers.rank"
+RANK = "varlen.execution.workers.group.rank"
 # Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from varlen.config import EngineConfig
 from varlen.execution.device import check_ranks, choose_device
-from varlen.execution.step_model import StepChoice, StepModel
+from varlen.execution.step_launcher import StepChoice, StepModel
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess

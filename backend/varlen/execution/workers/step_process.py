@@ -28,8 +28,7 @@ from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, StepInfo
-from varlen.execution.step_launcher import StepLauncher
-from varlen.execution.step_model import StepChoice
+from varlen.execution.step_launcher import StepChoice, StepLauncher
 from varlen.execution.step_packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.model_process import ENDED, ModelProcess
@@ -40,7 +39,7 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.batch import Batch, StepBatch
 from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
-from varlen.scheduling.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from varlen.execution.workers.child import (
     run_model,
     send,
 )
-from varlen.execution.workers.read_ahead import ReadAhead
+from varlen.execution.workers.group.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from varlen.execution.step_packing import PackedStep
@@ -50,11 +50,11 @@ def _load(setup: Setup) -> StepRunner:
 
     from varlen.execution.device import cores_of_rank
     from varlen.execution.rank_link import NO_OTHERS
-    from varlen.execution.step_model import NoChoice
+    from varlen.execution.step_launcher import NoChoice
     from varlen.execution.step_runner import StepRunner
     from varlen.execution.warm_up import warm_up, warm_up_draws
-    from varlen.execution.workers.rank_group import RankGroup
-    from varlen.execution.workers.stage_group import StageGroup
+    from varlen.execution.workers.group.rank_group import RankGroup
+    from varlen.execution.workers.group.stage_group import StageGroup
     from varlen.execution.workers.step_messages import step_message
     from varlen.models.checkpoint_folder import Checkpoint
 
@@ -75,7 +75,7 @@ def _load(setup: Setup) -> StepRunner:
 
 def _run_steps(control: socket.socket, runner: StepRunner) -> None:
     from varlen.execution.cpu.step_runner import CpuSteps
-    from varlen.execution.step_order import StepOrder
+    from varlen.execution.executor import StepOrder
     from varlen.execution.workers.step_messages import answers_of, receive_step
 
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)

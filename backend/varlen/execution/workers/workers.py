@@ -11,11 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from varlen.config import EngineConfig
-from varlen.execution.core_share import CoreShare
 from varlen.execution.cuda.timeout import with_timeout
-from varlen.execution.executor import BatchRunner, Launcher, ModelExecutor, ThreadExecutor
+from varlen.execution.executor import (
+    BatchRunner,
+    CoreShare,
+    Launcher,
+    ModelExecutor,
+    OverlappingExecutor,
+    ThreadExecutor,
+)
 from varlen.execution.model_info import GraphUse, ModelInfo
-from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.workers.process import WorkerHost, WorkerProcess
 from varlen.execution.workers.start import excludes_gpu
 from varlen.memory.memory_use import MemoryUse

@@ -31,10 +31,8 @@ class Attention(Protocol):
         """Record causal attention and return its context, `[tokens, heads.width]`.
 
         Args:
-            ops: has recorded `qkv`.
             layer: number of the layer, from 0.
             qkv: queries, keys and values of each token.
-            heads: heads of the layer.
             positions: rotary positions of queries and keys; None leaves both as they are.
             scale: multiplies the scores; None is heads.dim ** -0.5.
             window: number of last tokens that a token reads; 0 is all.
@@ -75,13 +73,7 @@ class PackedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _KvCaches:
-    """The KV caches of all layers.
-
-    Attributes:
-        num_blocks: number of blocks of each cache.
-        block_size: tokens of a block.
-        dtype: dtype of the caches.
-    """
+    """The KV caches of all layers."""
 
     num_blocks: int
     block_size: int
@@ -152,7 +144,6 @@ class CrossAttention(_KvCaches):
             ops: recorder of the encoder's program; has recorded `kv`.
             layer: number of the decoder's layer, from 0.
             kv: `[tokens, 2 * heads.keys * heads.dim]`: keys, then values of each token of the sources.
-            heads: heads of the layer.
         """
         keys, values = self._of(ops, layer, heads)
         no_queries = AttentionHeads(0, heads.keys, heads.dim)
@@ -167,7 +158,6 @@ class CrossAttention(_KvCaches):
             ops: recorder of the decoder's program; has recorded `queries`.
             layer: number of the layer, from 0.
             queries: `[tokens, heads.width]`.
-            heads: heads of the layer.
             scale: multiplies the scores.
         """
         keys, values = self._of(ops, layer, heads)

@@ -38,9 +38,6 @@ def read_tables(
     """Return the tables of a checkpoint.
 
     Args:
-        read: reader of the checkpoint.
-        names: names of its tensors.
-        hidden: features of a token.
         sources, targets: sizes of the vocabularies.
 
     Raises:
@@ -66,10 +63,7 @@ def check_tied(read: LayerReader, name: str, table: TokenTable, *shape: int) -> 
     """Raise CheckpointError if a matrix that config.json ties to the embedding table is another one.
 
     Args:
-        read: reader of the checkpoint.
         name: name of the matrix, which the checkpoint may lack.
-        table: the embedding of each token.
-        shape: shape of both.
     """
     if name not in read:
         return

@@ -31,7 +31,6 @@ class Heads:
     Attributes:
         pooling: pooling of a sequence into a classifier's row.
         dense: the layer in front of the classifier, if there is one.
-        activation: activation after that layer.
         norm: norm after the activation, if there is one.
         norm_eps: added to its variance.
         classifier: `[hidden, labels]`, of sequences or of tokens.
@@ -61,8 +60,6 @@ def record_head(
     """Record the head of `task` and return its fp32 output.
 
     Args:
-        ops: has recorded the encoder.
-        task: the task of the model.
         heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.

@@ -54,11 +54,6 @@ class MaskedLM:
 def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: TokenTable) -> MaskedLM:
     """Return the head of a checkpoint.
 
-    Args:
-        read: reader of the checkpoint.
-        layout: layout of the head.
-        table: the embedding of each token.
-
     Raises:
         CheckpointError: see `LayerReader`; or the checkpoint has another table than the embeddings, though it says that
             they are tied.

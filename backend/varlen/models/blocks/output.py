@@ -18,8 +18,6 @@ def read_output(read: LayerReader, table: TokenTable, *shape: int, is_tied: bool
     """Return the output layer, `[hidden, vocabulary]`, a view of the embedding table if they are tied.
 
     Args:
-        read: reader of the checkpoint.
-        table: the embedding of each token.
         shape: vocabulary and hidden features.
         is_tied: whether config.json ties the two.
 
@@ -37,8 +35,6 @@ def suppress_tokens(output: Linear, tokens: Sequence[int], first: int = 0) -> Li
     """Return the output layer with logits of -inf for these tokens.
 
     Args:
-        output: the layer.
-        tokens: the tokens.
         first: the first token of the layer, which may have a rank's part of them.
     """
     count = output.weight.shape[1]

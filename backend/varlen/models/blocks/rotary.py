@@ -38,13 +38,7 @@ class RotaryPositions:
 
 
 def rotary_table(rotary: RotaryConfig, dim: int, device: torch.device) -> Tensor:
-    """Return cosines, then sines, of all positions: `[positions, dim]` fp32.
-
-    Args:
-        rotary: the settings.
-        dim: features of a head.
-        device: device of the table.
-    """
+    """Return cosines, then sines, of all positions: `[positions, dim]` fp32."""
     import torch
 
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim

@@ -10,13 +10,7 @@ from varlen.models.checkpoint.logit_score import LogitScore
 
 
 def read_score(read: LayerReader, head: HeadConfig, hidden: int) -> Heads:
-    """Return the classifier of a checkpoint in fp32, none if its architecture has none.
-
-    Args:
-        read: reader of the checkpoint.
-        head: head of the checkpoint.
-        hidden: features of a token.
-    """
+    """Return the classifier of a checkpoint in fp32, none if its architecture has none."""
     if head.task not in ("classify", "token_classify"):
         return Heads()
     has_bias = head.task == "token_classify"
@@ -28,9 +22,7 @@ def read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: in
     """Return the layer whose output is the difference of two logits of the last token.
 
     Args:
-        read: reader of the checkpoint.
         score: has the two tokens.
-        name: name of the output matrix.
         shape: vocabulary and hidden features.
     """
     tokens = [each for each in (score.true_token, score.false_token) if each is not None]

@@ -26,9 +26,7 @@ def m2m_positions(positions: int, hidden: int, *, first: int) -> Tensor:
     """Return the table of M2M-100, `[positions, hidden]` fp32: sines of all angles, then cosines.
 
     Args:
-        positions: number of positions.
         hidden: features of a token, at least 4; a last odd one is 0.
-        first: number of the first position.
     """
     import torch
 

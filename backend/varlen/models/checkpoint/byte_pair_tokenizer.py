@@ -25,13 +25,7 @@ _CLASSES_WITHOUT_SPACE = (
 
 
 def check_byte_pair_tokenizer(config: Json, tokenizer: Json, class_name: str) -> None:
-    """Raise CheckpointError unless both files give the same token ids.
-
-    Args:
-        config: content of tokenizer_config.json.
-        tokenizer: content of tokenizer.json.
-        class_name: the class that transformers takes.
-    """
+    """Raise CheckpointError unless both files give the same token ids."""
     first, last = added_tokens(tokenizer)
     for key, token_key, added in (
         ("add_bos_token", "bos_token", first),

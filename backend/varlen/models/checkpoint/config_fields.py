@@ -21,7 +21,6 @@ class FieldRules:
     """The fields of config.json that a family knows.
 
     Attributes:
-        read: fields that it reads.
         harmless: fields that transformers reads, and that change no logit and no hidden state.
         fixed: fields that are served with one value; null means that value too.
     """

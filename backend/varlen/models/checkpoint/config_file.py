@@ -195,8 +195,6 @@ def check_fields(
     """Raise CheckpointError for a field that would change results and is not served.
 
     Args:
-        config: content of the file.
-        name: name of the file.
         known: fields that are read elsewhere, or change no result.
         fixed: fields that are served with one value; null means that value too.
         remedy: end of the message.

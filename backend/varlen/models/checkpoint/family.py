@@ -65,7 +65,6 @@ class Family(Generic[Model_co]):
         load: returns the model, given content of config.json; asks the reader for all of its tensors.
         is_unused: whether a tensor that `load` does not ask for changes no result, given the names of all tensors.
         tokenizer_class: the class that transformers takes where tokenizer_config.json names none.
-        kind: the parts of its models.
         has_token_types: whether its models tell the two texts of a pair apart by token types.
         masked_lm: returns the head of its masked language models; None if it is not served.
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.

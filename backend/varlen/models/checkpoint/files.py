@@ -33,10 +33,6 @@ def has_file(folder: Path, name: str) -> bool:
 def read_bytes(folder: Path, name: str) -> bytes:
     """Return the content of a file.
 
-    Args:
-        folder: folder of the checkpoint.
-        name: path of the file in it.
-
     Raises:
         CheckpointError: it is absent, too large, or no file of the folder; see `locate`.
     """

@@ -80,7 +80,6 @@ def check_form(shown: str | Path, names: Collection[str]) -> None:
     """Raise CheckpointError if a folder holds a model of another form.
 
     Args:
-        shown: name of the folder.
         names: names of its files, and of files in its folders with a slash.
     """
     forms = _OTHER_MODELS

@@ -26,7 +26,6 @@ class Labels:
     """What the outputs of a classification head are.
 
     Attributes:
-        names: names in the order of the logits.
         function: makes scores of logits, unless a request names another.
     """
 
@@ -44,7 +43,6 @@ def read_labels(config: Json, activation_class: str | None) -> Labels:
     `text-classification` in transformers.
 
     Args:
-        config: content of config.json.
         activation_class: the class in config_sentence_transformers.json, which comes first, if the file has one.
 
     Raises:

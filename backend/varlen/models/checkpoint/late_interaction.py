@@ -105,7 +105,6 @@ def read_late_interaction(folder: Path, path: str, transformer: Json) -> LateInt
     """Return the settings that MultiVectorEncoder has saved.
 
     Args:
-        folder: folder of the checkpoint.
         path: path of the folder of MultiVectorMask, relative to the checkpoint.
         transformer: content of sentence_bert_config.json.
 

@@ -63,7 +63,6 @@ class TokenTable:
     Attributes:
         weight: `[tokens, features]`; of a part, a row of zeros follows, which stands for all other tokens.
         vocab_size: tokens of all ranks.
-        rank: the rank whose part it is.
     """
 
     weight: Tensor
@@ -123,9 +122,6 @@ class LayerReader(Container[str]):
 
     A family's `load` runs with it, and as the check of a checkpoint with a `HeaderReader`, which reads no weight.
     Either raises CheckpointError for a tensor that is missing, has another shape, or is quantized.
-
-    Attributes:
-        rank: the rank whose parts it reads.
     """
 
     rank = ALONE
@@ -143,10 +139,7 @@ class LayerReader(Container[str]):
         """Read from mapped files.
 
         Args:
-            weights: the files.
-            dtype, device: dtype and device of the layers.
             last_dtype: dtype of the layers that `last` reads; None for `dtype`.
-            rank: the rank whose parts it reads.
             stage: the stage whose layers it reads; None for all layers.
         """
         self._weights = weights
@@ -183,7 +176,6 @@ class LayerReader(Container[str]):
         Layers of other stages have weights without memory.
 
         Args:
-            count: number of the layers.
             read: reads one of them, given its number.
             is_for_first_stage: whether the first stage has the whole stack, as it has the encoder of a decoder.
         """
@@ -281,8 +273,6 @@ class LayerReader(Container[str]):
 
         Args:
             names: names of the layers, whose files have weights `[out, in]`.
-            fan_in: features of the input.
-            fan_outs: features of each output.
             bias: whether they have one.
             split: the axis along which ranks divide the layer.
             units: numbers of heads whose features each output consists of; None where any feature may be apart.

@@ -34,7 +34,6 @@ def read_logit_score(folder: Path, path: str, transformer: Json, system: str) ->
     """Return the settings of the module.
 
     Args:
-        folder: folder of the checkpoint.
         path: path of the module's folder, relative to the checkpoint.
         transformer: content of sentence_bert_config.json.
         system: the default prompt of the model.

@@ -35,10 +35,7 @@ class MaskedLMLayout:
     """The head of one checkpoint.
 
     Attributes:
-        names: names of its tensors.
-        hidden: features that it reads.
         features: features of a row in front of the product.
-        vocabulary: number of terms.
         activation: between dense layer and norm.
         norm_eps: added to the variance.
         is_tied: whether the product reads the table of token embeddings.

@@ -73,7 +73,6 @@ class YarnScaling:
         positions: length of the sequences before the extension, in tokens.
         is_truncated: whether the ends of the ramp are rounded to whole features.
         attention_factor: multiplies cosines and sines; None derives it from `factor` and the two scales.
-        mscale, mscale_all_dim: scales of that factor.
     """
 
     factor: float
@@ -94,7 +93,6 @@ class RotaryConfig:
     """Rotary positions of a model.
 
     Attributes:
-        theta: the base of the frequencies.
         scaling: change of the frequencies for longer sequences.
         positions: longest sequence that it serves, in tokens.
     """
@@ -108,7 +106,6 @@ def read_rotary(config: Json, *, default_theta: float = 10_000.0) -> RotaryConfi
     """Return the rotary positions of a config.json.
 
     Args:
-        config: the content of the file.
         default_theta: the base of the frequencies where the file has none.
 
     Raises:

@@ -126,7 +126,6 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     """Return the settings in a checkpoint folder; defaults where files are absent.
 
     Args:
-        folder: folder of the checkpoint.
         pooling: default pooling, if no file names one.
 
     Raises:

@@ -41,9 +41,7 @@ def read_splade(folder: Path, path: str, max_active_dims: int | None) -> SpladeC
     """Return the settings of a SpladePooling module.
 
     Args:
-        folder: folder of the checkpoint.
         path: path of the module's folder, relative to the checkpoint.
-        max_active_dims: default of the model.
 
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.

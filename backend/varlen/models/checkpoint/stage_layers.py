@@ -18,7 +18,6 @@ class StageLayers:
     """The layers of one stage.
 
     Attributes:
-        is_first: whether it is the first stage.
         count: number of layers of all stages, once the model is read.
         layer_of: the layer of each weight, by the weight's id.
     """
@@ -28,7 +27,6 @@ class StageLayers:
 
         Args:
             first, last: bounds of the layers; equal to read none.
-            is_first: whether it is the first stage.
         """
         self.is_first = is_first
         self.count = 0

@@ -14,8 +14,6 @@ class TableNames:
     """Names of the tensors that hold the tables.
 
     Attributes:
-        source: embeddings of the encoder.
-        target: embeddings of the decoder.
         output: the output matrix, `[vocabulary, hidden]`.
     """
 

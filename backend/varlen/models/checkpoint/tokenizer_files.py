@@ -61,7 +61,6 @@ class TokenizerSettings:
         max_length: model_max_length, at which transformers truncates; None if no file has it.
         chat_templates: Jinja sources that make a prompt of chat messages, by name; DEFAULT_TEMPLATE is without a name.
         special_tokens: text of the tokens that a template may name, such as `bos_token`.
-        class_name: the class of transformers.
         gives_types: whether that class gives a pair token types.
         truncation_side: side on which a text that is too long is cut.
     """
@@ -80,8 +79,6 @@ def read_tokenizer_settings(
     """Return the settings in a checkpoint folder.
 
     Args:
-        folder: folder of the checkpoint.
-        family: family of the checkpoint.
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
         lowercase: whether sentence-transformers asks for lowercased texts.
 

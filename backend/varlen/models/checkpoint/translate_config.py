@@ -64,7 +64,6 @@ class TargetTokens:
         pad: the token that fills up targets, if there is one.
         forced_first: the first token of every target, if it is forced: the language, for instance.
         forced_last: tokens that end a target of the greatest length, any one of them; empty if none is forced.
-        bad_words: the tokens that no target has.
         suppressed: more of them, unless a request says otherwise.
         suppressed_first: the tokens that no target begins with; after a forced first token, the second is meant.
     """
@@ -117,8 +116,6 @@ def read_translate_settings(folder: Path, config: Json, *, vocab_size: int) -> T
     """Return the settings of a checkpoint.
 
     Args:
-        folder: folder of the checkpoint.
-        config: content of its config.json.
         vocab_size: token ids of targets are below it.
 
     Raises:

@@ -45,7 +45,6 @@ class DenseConfig:
     Attributes:
         path: path of its folder, relative to the checkpoint.
         in_features, out_features, bias: widths and bias of its linear layer.
-        activation: activation after it.
     """
 
     path: str
@@ -73,7 +72,6 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
     """Return the settings of a Dense module of a checkpoint folder.
 
     Args:
-        folder: folder of the checkpoint.
         path: path of the module's folder, relative to the checkpoint.
         of: vector that it reads and writes, by its name in sentence-transformers.
 
@@ -104,7 +102,6 @@ def check_widths(layers: Sequence[DenseConfig], features: int) -> None:
 
     Args:
         layers: layers in order.
-        features: features of a pooled vector.
     """
     for layer in layers:
         if layer.in_features != features:

@@ -44,10 +44,7 @@ class TensorHeader:
     """Entry of a tensor in a safetensors header.
 
     Attributes:
-        file: name of the file that holds it.
-        stored_name: its name there.
         dtype: dtype in safetensors' words, such as F32.
-        shape: its dimensions.
     """
 
     file: str
@@ -202,8 +199,6 @@ class CheckpointWeights:
         """Return parts of a tensor, one after another; nothing else of it is read.
 
         Args:
-            name: name of the tensor.
-            shape: shape of the whole tensor.
             axis: the axis that is cut: 0, or 1 of two.
             bounds: first and last row of each part, or column.
 

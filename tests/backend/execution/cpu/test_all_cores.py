@@ -9,18 +9,18 @@ import torch
 from tests.checkpoints import SMALL_ENCODERS, save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
-from varlen.execution.core_share import CoreShare
 from varlen.execution.cpu import all_cores
 from varlen.execution.cpu.all_cores import AllCores, LoneCores, token_bounds
 from varlen.execution.cpu.linear_paths import PACKED, use_paths
 from varlen.execution.cpu.runner import CpuRunner
+from varlen.execution.executor import CoreShare
 from varlen.execution.runner import Runner
 from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Op, Program, Value
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.threads import usable_cores
+from varlen_kernels.cpu.native.threads import usable_cores
 
 CORES = 3
 

@@ -15,21 +15,21 @@ from safetensors.torch import load_file, save_file
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.cpu import int8_model, quality
-from varlen.execution.cpu.calibration import Calibration, file_name, weights_hash
-from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.int8_encoder import CalibratedEncoder
-from varlen.execution.cpu.layer_inputs import choose_codes
 from varlen.execution.cpu.linear_paths import paths_of
-from varlen.execution.cpu.quality import VectorQuality, compare_vectors
-from varlen.execution.cpu.quantization import (
+from varlen.execution.device import choose_dtype
+from varlen.execution.int8 import int8_model, quality
+from varlen.execution.int8.calibration import Calibration, file_name, weights_hash
+from varlen.execution.int8.calibration_texts import TEXTS
+from varlen.execution.int8.int8_encoder import CalibratedEncoder
+from varlen.execution.int8.layer_inputs import choose_codes
+from varlen.execution.int8.quality import VectorQuality, compare_vectors
+from varlen.execution.int8.quantization import (
     LayerCodes,
     layer_key,
     linear_weights,
     quantize_layers,
     use_int8,
 )
-from varlen.execution.device import choose_dtype
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder

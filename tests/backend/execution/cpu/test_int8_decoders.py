@@ -9,14 +9,14 @@ import torch
 
 from varlen import Encoder, Generator
 from varlen.config import EngineConfig
-from varlen.execution.cpu import int8_model, quality
-from varlen.execution.cpu.calibration import Calibration
-from varlen.execution.cpu.calibration_texts import TEXTS
-from varlen.execution.cpu.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.cpu.quality import LogitQuality, compare_logits
-from varlen.execution.cpu.quantization import BITS
-from varlen.execution.step_model import NoChoice
-from varlen.execution.step_program import record_steps
+from varlen.execution.int8 import int8_model, quality
+from varlen.execution.int8.calibration import Calibration
+from varlen.execution.int8.calibration_texts import TEXTS
+from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
+from varlen.execution.int8.quality import LogitQuality, compare_logits
+from varlen.execution.int8.quantization import BITS
+from varlen.execution.programs import record_steps
+from varlen.execution.step_launcher import NoChoice
 from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder

@@ -13,11 +13,11 @@ from tests.backend.execution.test_step_packing import sequence_of_source
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
+from varlen.execution.arenas import KvSize
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.cpu.step_runner import CpuSteps
 from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.kv_cache import KvSize
-from varlen.execution.step_program import record_steps
+from varlen.execution.programs import record_steps
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint

@@ -1,0 +1,1 @@
+"""Grammars: compiled in a sandbox, and matched token by token."""

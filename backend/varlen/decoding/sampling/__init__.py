@@ -1,0 +1,1 @@
+"""Sampling: logits processors, random numbers, and a token for each sequence."""

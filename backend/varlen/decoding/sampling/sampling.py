@@ -1,0 +1,321 @@
+"""Chooses the next token of each sequence from the logits of a step.
+
+A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. What has to be known
+of its earlier tokens is kept with it and grows token by token.
+
+A step may begin before the engine has read the tokens of the one before it, so the sampler knows by itself what it
+chose last.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from varlen.decoding.grammar.grammar_matcher import wait_for_masks
+from varlen.decoding.grammar.grammars import Grammars
+from varlen.decoding.sampling.edit_list import EditedRow, edits_of
+from varlen.decoding.sampling.edit_places import EditedSequence, EditPlaces
+from varlen.decoding.sampling.random_numbers import uniform_numbers
+from varlen.decoding.sampling.sampler_state import SamplerState
+from varlen.decoding.sampling.token_bias import BadWords
+from varlen.memory.device_copies import moved
+from varlen.request.request import TokenLogprobs
+from varlen.scheduling.choices import Draws, EditLimits, SampledToken
+from varlen.scheduling.sequence import GeneratedSequence
+from varlen_kernels.cpu.greedy import best_tokens
+from varlen_kernels.ops import kernels_for
+from varlen_kernels.reference.logit_edits import NO_PLACE, EditLists, EditState
+
+_log = logging.getLogger(__name__)
+
+# Longest wait of a step for the masks of its rows, in seconds, and of a step in which all rows have to wait: a request
+# that comes meanwhile waits for it too. A row without a mask runs again in the next step.
+_MASK_SECONDS, _ALL_MASKS_SECONDS = 0.01, 0.02
+# Numbers of 4 bytes that keep the next row of them at an address of 16 bytes.
+_ALIGNED = 4
+
+
+class Sampler:
+    """Chooses tokens of sequences of one model."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        grammars: Grammars,
+        bad_words: BadWords,
+        device: torch.device,
+        edit_limits: EditLimits = EditLimits(0, 0),  # noqa: B008  # immutable
+    ) -> None:
+        """Prepare the choice.
+
+        Args:
+            vocab_size: width of the logits.
+            eos_ids: end tokens of the checkpoint.
+            grammars: grammars of sequences with structured output.
+            bad_words: tokens of words that requests forbid.
+            device: device of the logits.
+            edit_limits: room for edit lists on the device.
+        """
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._grammars = grammars
+        self._bad_words = bad_words
+        self._kernels = kernels_for(device)
+        self._places = EditPlaces(edit_limits, vocab_size)
+        # lists of the host are complete, and stay there
+        self._no_tokens = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
+        self._no_state = EditState.new(0, edit_limits.entries, device)
+
+    def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
+        """Return what the device draws tokens with.
+
+        It is known before the tokens before them are. None if the device cannot choose all of them: then only `sample`
+        can. A step whose draws are returned has to start before the next one's are asked for, or never.
+
+        Args:
+            sequences, lengths: see `sample`.
+        """
+        states = [self._state(sequence) for sequence in sequences]
+        if not all(state.is_drawn for state in states):
+            self._places.skip(states)
+            return None
+        edited = [
+            EditedSequence(row, sequence, state, length)
+            for row, (sequence, state, length) in enumerate(
+                zip(sequences, states, lengths, strict=True)
+            )
+            # nothing reads the token of one that has ended
+            if length < state.edited_until and sequence.status != "finished"
+        ]
+        draws = _draws_of(states, lengths)
+        if not edited:
+            return draws
+        edits = self._places.next_edits(edited)
+        return None if edits is None else draws._replace(edits=edits)
+
+    def note(
+        self,
+        sequences: Sequence[GeneratedSequence],
+        lengths: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Note tokens that the device has drawn.
+
+        The host may choose the next ones before the engine's thread has appended these.
+
+        Args:
+            sequences, lengths: see `sample`.
+            token_ids: the token of each sequence.
+        """
+        for sequence, length, token_id in zip(sequences, lengths, token_ids, strict=True):
+            if isinstance(state := sequence.sampler_state, SamplerState):
+                state.expect(token_id, length)
+
+    def forget(self) -> None:
+        """Forget what the device keeps of sequences: it has lost it."""
+        self._places.forget()
+
+    def sample(
+        self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
+    ) -> list[SampledToken]:
+        """Return the next token of each sequence.
+
+        Biases, bad words, penalties, the smallest number of tokens and the grammar change the logits, then temperature,
+        top-k, top-p and min-p apply. Log probabilities come from the unchanged logits.
+
+        Args:
+            logits: `[sequences, vocabulary]` fp32; overwritten.
+            sequences: whose `token_ids` hold all tokens that were chosen so far, or all but the last.
+            lengths: number of tokens of each answer so far.
+        """
+        states = [self._state(sequence) for sequence in sequences]
+        if all(map(_is_greedy, states, lengths)):
+            return [SampledToken(token_id) for token_id in _first_of_largest(logits)]
+
+        for state, sequence, length in zip(states, sequences, lengths, strict=True):
+            with state.guard():
+                state.read(sequence, length)
+        _await_masks(states)
+        reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
+        raw = torch.log_softmax(logits[reported], dim=1) if reported else None
+        self._edit(logits, states, lengths)
+        _mask(logits, states, lengths)
+        token_ids = self._choose(logits, states, lengths)
+        tokens = [SampledToken(token_id) for token_id in token_ids]
+        if raw is not None:
+            wanted = [states[row].num_logprobs or 0 for row in reported]
+            chosen = [token_ids[row] for row in reported]
+            for row, logprobs in zip(reported, _logprobs(raw, chosen, wanted), strict=True):
+                tokens[row] = SampledToken(token_ids[row], logprobs)
+        # samples of a prompt get their first tokens in one step: one whose mask is late holds back the others
+        held = {
+            sequence.first_sample
+            for sequence, state, length in zip(sequences, states, lengths, strict=True)
+            if state.is_pending and not length
+        }
+        for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+            is_held = not lengths[row] and sequence.first_sample in held
+            if state.is_void:
+                tokens[row] = SampledToken(token_ids[row], is_pending=True)
+            elif state.error is not None:
+                tokens[row] = SampledToken(token_ids[row], error=state.error)
+            elif state.is_pending or is_held:
+                tokens[row] = SampledToken(token_ids[row], is_pending=True)
+            else:
+                with state.guard():
+                    state.expect(token_ids[row], lengths[row])
+        return tokens
+
+    def _state(self, sequence: GeneratedSequence) -> SamplerState:
+        state = sequence.sampler_state
+        if state is None:
+            # an end token that is no token of the model cannot come
+            ends = self._eos_ids.union(sequence.generation.stop_token_ids)
+            end_ids = [token_id for token_id in ends if token_id < self._vocab_size]
+            state = SamplerState(sequence, end_ids, self._grammars, self._bad_words)
+            # else it has ended while a step had its next token
+            if sequence.status != "finished":
+                sequence.sampler_state = state
+        assert isinstance(state, SamplerState)
+        return state
+
+    def _edit(self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]) -> None:
+        """Apply biases, penalties and early bans of end tokens, with the host's edit lists."""
+        rows = [
+            # the mask of a grammar says when an end token may come
+            EditedRow(
+                row,
+                NO_PLACE,
+                is_added=False,
+                num_banned=0 if state.matcher is not None else state.num_early_ends(length),
+                penalties=state.penalties,
+                begun=state.edits,
+            )
+            for row, (state, length) in enumerate(zip(states, lengths, strict=True))
+            if state.edits is not None and length < state.edited_until
+        ]
+        if not rows:
+            return
+        edits = edits_of(rows)
+        (found,) = moved([edits._asdict()], logits.device)
+        begun = EditLists(found["tokens"], found["counts"], found["biases"])
+        self._kernels.edit_logits(
+            logits, *self._no_tokens, found["rows"], found["penalties"], begun, self._no_state
+        )
+
+    def _choose(
+        self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]
+    ) -> list[int]:
+        """Return a token for each row of the final logits."""
+        draws = _draws_of(states, lengths)
+        if draws.uniform is None:
+            return _first_of_largest(logits)
+        numbers = _on_device(draws.limits, draws.uniform, logits.device)
+        drawn: list[int] = self._kernels.sample_tokens(logits, *numbers).tolist()
+        return drawn
+
+
+def _draws_of(states: Sequence[SamplerState], lengths: Sequence[int]) -> Draws:
+    """Return the numbers that the next tokens are drawn with."""
+    limits = [state.limits for state in states]
+    if all(state.temperature == 0 for state in states):
+        return Draws(limits, None)
+    return Draws(limits, uniform_numbers([state.key for state in states], lengths))
+
+
+def _on_device(
+    limits: Sequence[tuple[float, int, float, float]],
+    uniform: npt.NDArray[np.float64],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return temperatures, top-k, top-p, min-p and random numbers, after one copy."""
+    # a random number takes as much space as two limits; the language Triton compiles a kernel again where the
+    # alignment of a pointer is another one
+    rows = len(limits)
+    packed = torch.empty(6, -(-rows // _ALIGNED) * _ALIGNED, pin_memory=device.type == "cuda")
+    on_host = packed.numpy()
+    on_host[:2].reshape(-1).view(np.float64)[:rows] = uniform
+    temperatures, top_ks, top_ps, min_ps = zip(*limits, strict=True)
+    on_host[2, :rows], on_host[4, :rows], on_host[5, :rows] = temperatures, top_ps, min_ps
+    on_host[3].view(np.int32)[:rows] = top_ks
+    # torch keeps pinned memory until the copy has run
+    packed = packed.to(device, non_blocking=True)
+    top_k, drawn = packed[3].view(torch.int32), packed[:2].view(-1).view(torch.float64)
+    return packed[2, :rows], top_k[:rows], packed[4, :rows], packed[5, :rows], drawn[:rows]
+
+
+def _first_of_largest(logits: Tensor) -> list[int]:
+    """Return the first token with the largest logit, for each row."""
+    best = logits.argmax(1) if logits.device.type == "cuda" else best_tokens(logits)
+    return list(best.tolist())
+
+
+def _await_masks(states: Sequence[SamplerState]) -> None:
+    """Wait for the masks of the rows, or until the time is over."""
+    waiting = [state for state in states if state.matcher is not None and not state.is_void]
+    began = time.monotonic()
+    while waiting:
+        for state in waiting:
+            with state.guard():
+                state.read_mask()
+        waiting = [state for state in waiting if state.is_pending]
+        # one slow grammar delays the other rows once per token, not in every step
+        awaited = [state for state in waiting if not state.has_waited]
+        seconds = _MASK_SECONDS
+        if len(waiting) == len(states):
+            awaited, seconds = waiting, _ALL_MASKS_SECONDS
+        left = began + seconds - time.monotonic()
+        if not awaited or left <= 0:
+            break
+        wait_for_masks([state.matcher for state in awaited if state.matcher is not None], left)
+    for state in waiting:
+        state.has_waited = True
+
+
+def _is_greedy(state: SamplerState, length: int) -> bool:
+    """Return whether the next token is the one with the largest logit."""
+    return state.is_drawn and state.temperature == 0 and length >= state.edited_until
+
+
+def _mask(logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]) -> None:
+    """Exclude last tokens of forbidden words, and tokens that do not match a grammar."""
+    rows: list[int] = []
+    excluded: list[int] = []
+    for row, (state, length) in enumerate(zip(states, lengths, strict=True)):
+        allowed = state.allowed
+        if allowed is not None:
+            # where the grammar is at its end, nothing else can come
+            ends = state.end_ids
+            if length < state.min_tokens and allowed.sum() > allowed[ends].sum():
+                allowed = allowed.copy()
+                allowed[ends] = False
+            logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+        banned = state.banned(length)
+        rows += [row] * len(banned)
+        excluded += banned
+    if rows:
+        logits[rows, excluded] = -torch.inf
+
+
+def _logprobs(raw: Tensor, chosen: list[int], wanted: list[int]) -> list[TokenLogprobs]:
+    """Return the log probabilities of the chosen tokens and of the best ones.
+
+    Args:
+        raw: log probabilities, `[rows, vocabulary]`.
+        chosen: one token per row.
+        wanted: number of best tokens, per row.
+    """
+    index = torch.tensor(chosen, device=raw.device)[:, None]
+    own = raw.gather(1, index).squeeze(1).tolist()
+    best = raw.topk(min(max(wanted), raw.shape[1]), dim=1)
+    rows = zip(chosen, own, best.indices.tolist(), best.values.tolist(), wanted, strict=True)
+    return [
+        TokenLogprobs(token_id, logprob, tuple(zip(ids, values, strict=True))[:number])
+        for token_id, logprob, ids, values, number in rows
+    ]

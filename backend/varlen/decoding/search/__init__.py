@@ -1,0 +1,1 @@
+"""Beam search, on the host and on the device."""

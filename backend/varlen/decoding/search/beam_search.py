@@ -1,0 +1,218 @@
+"""Beam search of one prompt: from the candidates of each step to the best answers.
+
+The model runs every beam as one row; live ones come first. A step takes the most likely tokens of each row, with their
+log probabilities, and tells which rows go on with which tokens. Beams are in one group, or in several that are kept
+apart by a penalty.
+Source: Hugging Face's `generate`, version 5. Groups: Vijayakumar et al. 2016, arXiv:1610.02424, with Hamming
+diversity as in version 4.56. Sibling rank: Li, Monroe, Jurafsky 2016, arXiv:1611.08562, section 3.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from varlen.decoding.sampling.random_numbers import random_key, uniform_range
+from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, bias_arrays
+from varlen.decoding.search.beam_group import Beam, BeamGroup, Candidate, by_score
+from varlen.decoding.search.beam_sampling import draw, edited, limited, normalized
+from varlen.decoding.search.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Float32Array
+from varlen.scheduling.choices import BeamAnswer, BeamStep
+
+
+class BeamSearch:
+    """Live beams of one prompt, and the answers that they lead to.
+
+    In each step the first rows of the model are the live beams, in order. In the first step there is one.
+
+    Attributes:
+        logit_bias: token ids, and the number to add to the logit of each, in every row; None without any.
+        step: the last step.
+    """
+
+    def __init__(
+        self,
+        options: GenerationOptions,
+        prompt_ids: Sequence[int],
+        *,
+        rules: TokenRules,
+        vocab_size: int,
+        forbidden: ForbiddenTokens = NOTHING_FORBIDDEN,
+    ) -> None:
+        """Start a search; with one beam it is greedy.
+
+        Args:
+            options: options of the request.
+            prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
+            rules: token rules of the checkpoint.
+            vocab_size: number of tokens of the model.
+            forbidden: tokens of the request's bad words.
+        """
+        self._options = options
+        # the same in every step
+        self.logit_bias = bias_arrays(options.logit_bias) if options.logit_bias else None
+        self._vocab_size = vocab_size
+        self._editor = TokenEditor.of_request(
+            rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden
+        )
+        self._end_ids = frozenset(self._editor.end_ids)
+        num_beams = options.num_beams // options.num_beam_groups
+        self._groups = [
+            BeamGroup(options, num_beams, self._end_ids, self._editor)
+            for _ in range(options.num_beam_groups)
+        ]
+        # before the first step all groups continue the same row
+        self._beams: list[Beam] = self._groups[0].beams
+        self._histories: list[TokenHistory] = self._groups[0].histories
+        self._first_rows = [0] * len(self._groups)
+        self._num_generated = 0
+        self.step = BeamStep((), ())
+        if options.do_sample:
+            seed = secrets.randbits(64) if options.seed is None else options.seed
+            self._key = random_key(seed, sample=0)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether steps need all log probabilities of each row, for `advance_sampled`."""
+        return self._options.do_sample
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of candidates that a step needs of each row.
+
+        They hold the best `num_beams` tokens that do not end an answer. With groups, penalties of other groups may
+        lower the order of as many tokens as these have beams.
+        """
+        return min(self._options.num_beams + len(self._end_ids), self._vocab_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of live beams; 0 once the search has ended."""
+        return len(self._beams)
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, for `advance_forced`; None if there is a choice."""
+        return self._editor.forced(self._num_generated)
+
+    @property
+    def scores(self) -> list[float]:
+        """Score of each live beam."""
+        return [beam.score for beam in self._beams]
+
+    def edits(self) -> TokenEdits | None:
+        """Return the edits of the next log probabilities; None if there are none."""
+        return self._editor.edits(self._histories, self._num_generated)
+
+    def advance(self, candidates: Sequence[Candidate]) -> BeamStep:
+        """Choose the next tokens out of the best ones of each row.
+
+        Args:
+            candidates: the best `num_candidates` tokens of each row, or more, with edits. The best candidate comes
+                first; among equal scores, the candidate of the lower row.
+        """
+        if len(self._groups) > 1:
+            self._advance_groups(candidates)
+        else:
+            if self._options.diversity_type == "sibling":
+                candidates = self._ranked_with_siblings(candidates)
+            self._groups[0].advance(candidates[: self._options.num_beams], candidates)
+        return self._finish_step()
+
+    def advance_forced(self) -> BeamStep:
+        """Continue each row with the forced token, whose log probability counts as 0."""
+        token = self.forced
+        assert token is not None
+        candidates = [(score, row, token) for row, score in enumerate(self.scores)]
+        return self.advance(sorted(candidates, key=by_score, reverse=True))
+
+    def advance_sampled(self, logprobs: Float32Array, *, renormalizes: bool = False) -> BeamStep:
+        """Choose the next tokens at random: beam sampling, where `is_sampled`.
+
+        Candidates are drawn without replacement, each with a probability proportional to the exponential of its score.
+        The first ones that are drawn may be answers; the best ones go on.
+
+        Args:
+            logprobs: `[num_rows, vocab_size]` fp32, log probabilities without the edits.
+            renormalizes: whether log probabilities of each row are normalized again after edits and limits.
+        """
+        options, num_ends = self._options, len(self._end_ids)
+        scores = edited(logprobs, self.edits())
+        scores = limited(scores, options, keep=max(2, 1 + num_ends))
+        if renormalizes:
+            scores = normalized(scores)
+        scores += np.array([beam.score for beam in self._beams])[:, None]
+        count = max(2, 1 + num_ends) * options.num_beams
+        first = self._num_generated * options.num_beams * self._vocab_size
+        drawn = draw(scores, uniform_range(self._key, first, scores.size), count)
+        self._groups[0].advance(
+            drawn[: options.num_beams], sorted(drawn, key=by_score, reverse=True)
+        )
+        return self._finish_step()
+
+    def _advance_groups(self, candidates: Sequence[Candidate]) -> None:
+        """Advance one group after another; each is kept apart from those before it."""
+        num_beams = self._options.num_beams // len(self._groups)
+        penalty = self._options.diversity_penalty if self.forced is None else 0.0
+        taken: Counter[int] = Counter()
+        for group, first_row in zip(self._groups, self._first_rows, strict=True):
+            if not group.beams:
+                continue
+            rows = range(first_row, first_row + len(group.beams))
+            own = [
+                (score - penalty * taken[token], row - first_row, token)
+                for score, row, token in candidates
+                if row in rows
+            ]
+            own.sort(key=_by_score_and_parent)
+            taken.update(group.advance(own[:num_beams], own))
+
+    def _ranked_with_siblings(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return candidates by their score minus a penalty for each better sibling."""
+        penalty = self._options.diversity_penalty
+        better: Counter[int] = Counter()
+        keyed: list[tuple[Candidate, Candidate]] = []
+        for score, parent, token in candidates:
+            keyed.append(
+                ((score - penalty * better[parent], parent, token), (score, parent, token))
+            )
+            better[parent] += 1
+        keyed.sort(key=lambda each: _by_score_and_parent(each[0]))
+        return [candidate for _, candidate in keyed]
+
+    def _finish_step(self) -> BeamStep:
+        """Return the new rows of all groups, or the answers."""
+        self._num_generated += 1
+        parents: list[int] = []
+        self._beams, self._histories = [], []
+        for index, group in enumerate(self._groups):
+            parents += [self._first_rows[index] + parent for parent in group.parents]
+            self._first_rows[index] = len(self._beams)
+            self._beams += group.beams
+            self._histories += group.histories
+        answers = None if self._beams else self._answers()
+        tokens = tuple(beam.token for beam in self._beams)
+        self.step = BeamStep(tuple(parents), tokens, answers)
+        return self.step
+
+    def _answers(self) -> tuple[BeamAnswer, ...]:
+        """Return the best answers of all groups."""
+        found = [answer for group in self._groups for answer in group.answers]
+        found.sort(key=attrgetter("score"), reverse=True)
+        return tuple(
+            BeamAnswer(
+                answer.beam.token_ids(),
+                answer.score,
+                "stop" if answer.beam.token in self._end_ids else "length",
+            )
+            for answer in found[: self._options.n]
+        )
+
+
+def _by_score_and_parent(candidate: Candidate) -> tuple[float, int]:
+    score, parent, _ = candidate
+    return -score, parent

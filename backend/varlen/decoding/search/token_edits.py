@@ -1,0 +1,261 @@
+"""Rules for the next token in beam search: forced, banned and repeated tokens.
+
+Edits change the log probability of single tokens and leave all others as they are, so the kernel applies them
+while it reads the logits. What they need of earlier tokens grows token by token and is shared by the beams that have
+these tokens in common.
+Source: the logits processors of Hugging Face's `generate`, version 5, which in beam search act on log probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Float32Array, Int32Array
+
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
+# Tokens that follow each (n - 1)-gram.
+_Followers: TypeAlias = Mapping[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Rules of a checkpoint for generated tokens, from its `generation_config.json`.
+
+    Attributes:
+        end_ids: tokens that end an answer.
+        forced_first_id: the first token after a prompt of one token; Hugging Face's `forced_bos_token_id`.
+        forced_last_id: the token at `max_tokens`; Hugging Face's `forced_eos_token_id`.
+        suppressed_ids: tokens that are not generated; `suppress_tokens`.
+        first_suppressed_ids: tokens that are not the first one, forced ones aside; `begin_suppress_tokens`.
+        banned_ids: tokens that are not generated, whatever a request suppresses; `bad_words_ids`.
+    """
+
+    end_ids: tuple[int, ...] = ()
+    forced_first_id: int | None = None
+    forced_last_id: int | None = None
+    suppressed_ids: tuple[int, ...] = ()
+    first_suppressed_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+
+    def with_options(self, options: GenerationOptions) -> TokenRules:
+        """Return these rules with what a request has instead."""
+        requested: dict[str, Any] = {
+            "end_ids": () if options.ignore_eos else None,
+            "forced_first_id": options.forced_bos_token_id,
+            "forced_last_id": options.forced_eos_token_id,
+            "suppressed_ids": options.suppress_tokens,
+            "first_suppressed_ids": options.begin_suppress_tokens,
+        }
+        given = {name: value for name, value in requested.items() if value is not None}
+        return replace(self, **given)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenEdits:
+    """Changed log probabilities: each one is multiplied by its factor.
+
+    Attributes:
+        rows: `[edits]` int32, ascending.
+        tokens: `[edits]` int32, unique within a row.
+        factors: `[edits]` fp32; infinity bans the token.
+    """
+
+    rows: Int32Array
+    tokens: Int32Array
+    factors: Float32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenHistory:
+    """What edits need of the generated tokens of one beam.
+
+    Attributes:
+        factors: the factor of each distinct token, where it has no edit in every step.
+        followers: followers of each (n - 1)-gram before a generated token.
+        suffix: the last n - 1 tokens, or fewer.
+        generated: the last generated tokens, as many as the longest bad word needs before its last one.
+    """
+
+    factors: Mapping[int, float] = field(default_factory=dict)
+    followers: _Followers = field(default_factory=dict)
+    suffix: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
+
+
+class TokenEditor:
+    """Forced tokens and edits of the beams of one prompt.
+
+    Attributes:
+        end_ids: tokens that end an answer.
+    """
+
+    @classmethod
+    def of_request(
+        cls,
+        rules: TokenRules,
+        options: GenerationOptions,
+        prompt_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        forbidden: ForbiddenTokens,
+    ) -> TokenEditor:
+        """Return the editor of a request, whose own rules replace the checkpoint's."""
+        rules = rules.with_options(options)
+        ends = dict.fromkeys((*rules.end_ids, *options.stop_token_ids))
+        return cls(
+            replace(rules, end_ids=tuple(ends)),
+            options,
+            prompt_ids,
+            vocab_size=vocab_size,
+            forbidden=forbidden,
+        )
+
+    def __init__(
+        self,
+        rules: TokenRules,
+        options: GenerationOptions,
+        prompt_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        forbidden: ForbiddenTokens = NOTHING_FORBIDDEN,
+    ) -> None:
+        """Prepare the edits.
+
+        Args:
+            rules: token rules of the checkpoint and the request.
+            options: options of the request.
+            prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
+            vocab_size: number of tokens of the model; rules for other tokens are ignored.
+            forbidden: tokens of the request's bad words.
+        """
+        self._rules = rules
+        self._forbidden = forbidden
+        self.end_ids = tuple(token for token in rules.end_ids if token < vocab_size)
+        self._max_tokens, self._min_tokens = options.max_tokens, options.min_tokens
+        self._vocab_size = vocab_size
+        self._has_forced_first = rules.forced_first_id is not None and len(prompt_ids) == 1
+        first = rules.first_suppressed_ids
+        self._first_suppressed = tuple(token for token in first if token < vocab_size)
+
+        penalty = options.repetition_penalty
+        self._penalty = penalty
+        fixed = dict.fromkeys(prompt_ids, penalty) if penalty != 1 else {}
+        banned = (*rules.suppressed_ids, *rules.banned_ids, *forbidden.always)
+        fixed |= dict.fromkeys(banned, math.inf)
+        # tokens with an edit in every step, of every beam
+        self._fixed = {token: factor for token, factor in fixed.items() if token < vocab_size}
+        self._fixed_tokens = np.array(list(self._fixed), dtype=np.int32)
+        self._fixed_factors = np.array(list(self._fixed.values()), dtype=np.float32)
+        self._fixed_places = {token: place for place, token in enumerate(self._fixed)}
+        # by number of rows
+        self._fixed_edits_of: dict[int, TokenEdits] = {}
+
+        size = self._ngram_size = options.no_repeat_ngram_size
+        self._prompt_followers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for start in range(len(prompt_ids) - size + 1 if size else 0):
+            *prefix, last = prompt_ids[start : start + size]
+            key = tuple(prefix)
+            self._prompt_followers[key] = (*self._prompt_followers.get(key, ()), last)
+        suffix = tuple(prompt_ids[max(len(prompt_ids) - size + 1, 0) :]) if size else ()
+        self._start = TokenHistory(suffix=suffix)
+
+    @property
+    def start(self) -> TokenHistory:
+        """The history before the first generated token."""
+        return self._start
+
+    def extend(self, history: TokenHistory, token: int) -> TokenHistory:
+        """Return the history of a beam that goes on with a token."""
+        size, longest = self._ngram_size, self._forbidden.longest
+        if self._penalty == 1 and not size and not longest:
+            return history
+        factors, followers, suffix = history.factors, history.followers, history.suffix
+        if self._penalty != 1 and token not in factors and token not in self._fixed:
+            factors = {**factors, token: self._penalty}
+        if size:
+            if len(suffix) == size - 1:
+                followers = {**followers, suffix: (*followers.get(suffix, ()), token)}
+            suffix = (*suffix, token)
+            suffix = suffix[max(len(suffix) - size + 1, 0) :]
+        generated = (*history.generated, token)[-longest:] if longest else ()
+        return TokenHistory(factors, followers, suffix, generated)
+
+    def forced(self, num_generated: int) -> int | None:
+        """Return the only token that may follow `num_generated` ones; None if there is a choice.
+
+        A forced token comes even if another rule bans it.
+        """
+        if num_generated == self._max_tokens - 1 and self._rules.forced_last_id is not None:
+            return self._rules.forced_last_id
+        return self._rules.forced_first_id if self._has_forced_first and not num_generated else None
+
+    def banned(self, num_generated: int) -> Int32Array:
+        """Return the tokens that may not come next, where no edit depends on a beam."""
+        edits = self.edits([self._start], num_generated)
+        return _NO_TOKENS if edits is None else edits.tokens
+
+    def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:
+        """Return the edits of the next tokens, a row per beam; None without any."""
+        early = self._early_bans(num_generated)
+        has_own = self._penalty != 1 or self._ngram_size or self._forbidden.longest
+        if not early and not has_own:
+            return self._fixed_edits(len(histories))
+        bans: list[list[int]] = []
+        added: list[Mapping[int, float]] = []
+        for history in histories:
+            forbidden = self._forbidden.next(history.generated)
+            banned = [*early, *self._repeated(history), *forbidden]
+            bans.append(
+                [place for token in banned if (place := self._fixed_places.get(token)) is not None]
+            )
+            new = dict.fromkeys((token for token in banned if token not in self._fixed), math.inf)
+            added.append({**history.factors, **new} if new else history.factors)
+
+        fixed = len(self._fixed)
+        sizes = [fixed + len(each) for each in added]
+        tokens, factors = np.empty(sum(sizes), np.int32), np.empty(sum(sizes), np.float32)
+        end = 0
+        for places, each, size in zip(bans, added, sizes, strict=True):
+            start, end = end, end + size
+            tokens[start : start + fixed] = self._fixed_tokens
+            factors[start : start + fixed] = self._fixed_factors
+            if places:
+                factors[[start + place for place in places]] = math.inf
+            tokens[start + fixed : end] = list(each)
+            factors[start + fixed : end] = list(each.values())
+        if not end:
+            return None
+        return TokenEdits(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), tokens, factors)
+
+    def _fixed_edits(self, rows: int) -> TokenEdits | None:
+        """Return only the edits of every step: most requests have no others."""
+        if not self._fixed:
+            return None
+        if rows not in self._fixed_edits_of:
+            self._fixed_edits_of[rows] = TokenEdits(
+                np.repeat(np.arange(rows, dtype=np.int32), len(self._fixed)),
+                np.concatenate([self._fixed_tokens] * rows),
+                np.concatenate([self._fixed_factors] * rows),
+            )
+        return self._fixed_edits_of[rows]
+
+    def _early_bans(self, num_generated: int) -> tuple[int, ...]:
+        """Return tokens that may not come after this number of tokens."""
+        ends = self.end_ids if num_generated < self._min_tokens else ()
+        is_first = num_generated == (1 if self._has_forced_first else 0)
+        return (*ends, *self._first_suppressed) if is_first else ends
+
+    def _repeated(self, history: TokenHistory) -> list[int]:
+        """Return tokens that would repeat an n-gram."""
+        if not self._ngram_size:
+            return []
+        key = history.suffix
+        found = (*self._prompt_followers.get(key, ()), *history.followers.get(key, ()))
+        return [token for token in found if token < self._vocab_size]

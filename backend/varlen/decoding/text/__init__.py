@@ -1,0 +1,1 @@
+"""Text on both sides of the tokens: chat templates, detokenization, stop strings."""

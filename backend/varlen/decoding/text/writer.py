@@ -1,0 +1,107 @@
+"""The answer of one sequence: its text in parts, and when it ends."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from tokenizers import Tokenizer
+
+from varlen.decoding.text.detokenizer import Detokenizer
+from varlen.decoding.text.stop_strings import StopStrings
+from varlen.decoding.text.token_bytes import TokenBytes
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import FinishReason, GeneratedPart
+from varlen.scheduling.choices import BeamAnswer, SampledToken
+
+
+class TextWriter:
+    """Makes the parts of an answer from its tokens: a `sequence.OutputWriter`.
+
+    An answer ends with an end token, with a stop string, or after `max_tokens`. The text of the end token, or the
+    stop string, is left out unless the request asks for it; the token ids have all tokens. Text that may become a stop
+    string waits for the next tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: GenerationOptions,
+        *,
+        prompt_ids: Sequence[int],
+        eos_ids: Collection[int],
+        token_bytes: TokenBytes,
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            tokenizer: tokenizer of the checkpoint; not changed.
+            options: options of the request.
+            prompt_ids: tokens of the prompt, whose text is not part of the answer.
+            eos_ids: end tokens of the checkpoint.
+            token_bytes: bytes of the tokens, for answers with log probabilities.
+        """
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=options.skip_special_tokens
+        )
+        self._stop_strings = StopStrings(options.stop, keep=options.include_stop_str_in_output)
+        self._end_ids = frozenset(
+            (*options.stop_token_ids, *(() if options.ignore_eos else eos_ids))
+        )
+        self._token_bytes = token_bytes
+        # whether the text so far does not end inside of a character
+        self._is_complete = True
+        self._options = options
+        self._num_tokens = 0
+
+    def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
+        """Return the part that a token adds, perhaps without text, or a whole answer."""
+        if isinstance(output, BeamAnswer):
+            return self._whole(output)
+        return self._add(output)
+
+    def _whole(self, answer: BeamAnswer) -> GeneratedPart:
+        # the end token is no text, whichever it is
+        text_ids = answer.token_ids[: -1 if answer.finish_reason == "stop" else None]
+        return GeneratedPart(
+            self._detokenizer.whole(text_ids),
+            answer.token_ids,
+            finish_reason=answer.finish_reason,
+            score=answer.score,
+        )
+
+    def _add(self, token: SampledToken) -> GeneratedPart:
+        options = self._options
+        self._num_tokens += 1
+        # the sampler chooses no end token before `min_tokens`, unless a grammar leaves no other
+        is_end = token.token_id in self._end_ids
+        is_last = is_end or self._num_tokens >= options.max_tokens
+        text, added = "", b""
+        if not is_end or options.include_stop_str_in_output:
+            text = self._detokenizer.add(token.token_id)
+            if token.logprobs is not None:
+                added = self._added_bytes(token.token_id, text)
+        if is_last:
+            text += self._detokenizer.finish()
+        text, is_stopped = self._stop_strings.add(
+            text, may_end=self._num_tokens > options.min_tokens
+        )
+        if is_last and not is_stopped:
+            text += self._stop_strings.finish()
+        finish_reason: FinishReason | None = None
+        if is_end or is_stopped:
+            finish_reason = "stop"
+        elif is_last:
+            finish_reason = "length"
+        logprobs = () if token.logprobs is None else (replace(token.logprobs, token_bytes=added),)
+        return GeneratedPart(text, (token.token_id,), logprobs, finish_reason)
+
+    def _added_bytes(self, token_id: int, text: str) -> bytes:
+        """Return the UTF-8 that a token adds, given the text that it completes.
+
+        An answer may start without the space of its first token, so the text decides. Only a part of a character has
+        the bytes of the token itself; if they are no character in the end, the text has replacement characters.
+        """
+        was_complete, self._is_complete = self._is_complete, self._detokenizer.is_complete
+        if was_complete and self._is_complete:
+            return text.encode(errors="replace")
+        skip = self._options.skip_special_tokens
+        return self._token_bytes.of(token_id, skip_special_tokens=skip)

@@ -1,0 +1,1 @@
+"""Models in int8: calibration, quantization and the quality of their answers."""

@@ -1,0 +1,172 @@
+"""A model that generates, as the calibration of int8 runs it.
+
+Its answer to a text is the logits of each token.
+
+Its steps run with small KV caches: a prompt is one step. Where an encoder reads source texts, the targets are what the
+model itself makes of them in fp32, by greedy search.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen.execution.arenas import KvSize, caches_of, new_caches
+from varlen.execution.bound_program import BoundProgram
+from varlen.execution.int8.quality import LogitQuality, compare_logits
+from varlen.execution.source_encoder import SourceEncoder
+from varlen.execution.step_packing import step_arrays, step_dims, tensors_of
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.layout import Layout
+from varlen.models.checkpoint.translate_config import TargetTokens
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import Program
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
+from varlen.scheduling.batch import Chunk
+from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
+from varlen_kernels import cpu
+
+_CPU = torch.device("cpu")
+# Longest text and longest target, in tokens; texts that are translated together.
+_LONGEST = 64
+_LONGEST_TARGET = 32
+_TOGETHER = 16
+# Tokens of a block; blocks of a text, and of its source.
+_BLOCK_TOKENS = 16
+_BLOCKS = _LONGEST // _BLOCK_TOKENS
+
+# KV caches that hold the texts of a step.
+CALIBRATION_KV = KvSize(2 * _BLOCKS * _TOGETHER, _BLOCK_TOKENS, 0, torch.float32)
+_OPTIONS = RequestOptions(generation=GenerationOptions())
+
+
+class CalibratedDecoder:
+    """A model that generates, with logits of each token; see `CalibratedModel`."""
+
+    name: str
+
+    def __init__(self, programs: Sequence[Program], checkpoint: Checkpoint) -> None:
+        """Keep the programs of a model.
+
+        Args:
+            programs: programs of `record_steps` in fp32 on the CPU, with `CALIBRATION_KV`.
+            checkpoint: checkpoint of the model.
+        """
+        self.programs: tuple[Program, ...] = tuple(programs)
+        self.checkpoint = checkpoint
+        self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
+        self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
+
+    def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
+        """Return texts of these token ids, or their translations."""
+        if self.checkpoint.translate is None:
+            return [Prompt(text) for text in texts]
+        steps, tokens = _Steps(self.programs, cpu), self.checkpoint.translate.tokens
+        length = min(self.longest, _LONGEST_TARGET)
+        return [
+            prompt
+            for first in range(0, len(texts), _TOGETHER)
+            for prompt in _translate(steps, texts[first : first + _TOGETHER], tokens, length)
+        ]
+
+    def run(
+        self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each prompt, `[tokens, vocabulary]`; see `CalibratedModel`."""
+        steps = _Steps(programs, kernels)
+        for prompt in prompts:
+            yield steps.logits([_chunk(prompt, 0, prompt.token_ids, 0, encodes=True)])
+
+    def compare(
+        self, answers: Iterator[Tensor], expected: Iterator[Tensor], prompts: Sequence[Prompt]
+    ) -> LogitQuality:
+        """Return the quality of logits."""
+        token_ids = (torch.from_numpy(prompt.token_ids) for prompt in prompts)
+        return compare_logits(zip(answers, expected, token_ids, strict=True))
+
+
+class _Steps:
+    """Runs steps of up to `_TOGETHER` texts."""
+
+    def __init__(self, programs: Sequence[Program], kernels: object) -> None:
+        caches = caches_of(programs[0].states, new_caches(programs[0].states, _CPU))
+        # the sources of a step are encoded together
+        tokens = _LONGEST * (_TOGETHER if len(programs) > 1 else 1)
+        largest = {"tokens": tokens, "sequences": _TOGETHER, "logit_rows": _LONGEST}
+        self._decoder, *encoders = [
+            BoundProgram(
+                program,
+                kernels,
+                Arena(Layout(program.buffers, alignment_of(_CPU)), largest, _CPU),
+                caches,
+                _BLOCK_TOKENS,
+            )
+            for program in programs
+        ]
+        self._encoders = [SourceEncoder(encoder) for encoder in encoders]
+
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Return the logits of all tokens of a step, `[tokens, vocabulary]`."""
+        for encoder in self._encoders:
+            encoder.encode(chunks)
+        inputs = tensors_of(step_arrays(chunks, _BLOCK_TOKENS))
+        inputs["logit_rows"] = torch.arange(len(inputs["token_ids"]), dtype=torch.int32)
+        dims = step_dims(inputs)
+        (logits,) = self._decoder.program.new_outputs(dims, _CPU)
+        self._decoder.run(inputs, dims, [logits])
+        return logits
+
+
+def _translate(
+    steps: _Steps, sources: Sequence[Int32Array], tokens: TargetTokens, length: int
+) -> list[Prompt]:
+    """Return source texts with their most probable targets of this length, token by token."""
+    start = np.array([tokens.start], np.int32)
+    prompts = [Prompt(start, payload=Source(source)) for source in sources]
+    targets = np.full((len(prompts), length), tokens.start, np.int32)
+    for position in range(length):
+        chunks = [
+            _chunk(prompt, position, target[position : position + 1], place, encodes=not position)
+            for place, (prompt, target) in enumerate(zip(prompts, targets, strict=True))
+        ]
+        logits = steps.logits(chunks)
+        is_forced = position == 0 and tokens.forced_first is not None
+        if position + 1 < length:
+            targets[:, position + 1] = tokens.forced_first if is_forced else logits.argmax(1)
+    return [
+        Prompt(_cut(target, tokens.eos), payload=prompt.payload)
+        for prompt, target in zip(prompts, targets, strict=True)
+    ]
+
+
+def _cut(target: Int32Array, eos: Sequence[int]) -> Int32Array:
+    """Return a target up to its first end token; the start may be one."""
+    ends = np.flatnonzero(np.isin(target[1:], eos))
+    return target[: ends[0] + 2] if len(ends) else target
+
+
+def _chunk(
+    prompt: Prompt, start: int, token_ids: Int32Array, place: int, *, encodes: bool
+) -> Chunk:
+    """Return tokens of a prompt as a chunk.
+
+    Args:
+        prompt: text, or target with its source.
+        start: position of the first token.
+        token_ids: the tokens.
+        place: number of the prompt in the step.
+        encodes: whether its source is encoded before.
+    """
+    (sequence,) = unanswered_sequences(Request((prompt,), _OPTIONS))
+    assert isinstance(sequence, GeneratedSequence)
+    blocks = range(2 * _BLOCKS * place, 2 * _BLOCKS * (place + 1))
+    held = -(-(start + len(token_ids)) // _BLOCK_TOKENS)
+    own, sources = tuple(blocks[:held]), tuple(blocks[_BLOCKS:])
+    chunk = Chunk(sequence, start, tuple(token_ids.tolist()), own, ())
+    source_ids = prompt.payload_tokens(Source)
+    if source_ids is None:
+        return chunk
+    source = tuple(source_ids.tolist())
+    return chunk._replace(source_block_ids=sources, encodes=source if encodes else ())

@@ -1,0 +1,66 @@
+"""An encoder, as the calibration of int8 runs it: a vector for each text."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from varlen.execution.int8.quality import VectorQuality, compare_vectors
+from varlen.execution.packing import dims_of, largest_dims, packed_batch
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.layout import Layout
+from varlen.models.blocks.heads import record_head
+from varlen.models.blocks.model_types import EncoderModel
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import Program
+from varlen.program.recorder import Recorder
+from varlen.request.request import DEFAULT_OPTIONS, Float32Array, Int32Array, Prompt
+
+_CPU = torch.device("cpu")
+
+
+class CalibratedEncoder:
+    """An encoder with one vector per text, whatever the task is; see `CalibratedModel`."""
+
+    name: str = "encoder"
+
+    def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
+        """Record the encoder.
+
+        Args:
+            encoder: encoder in fp32 on the CPU.
+            checkpoint: its checkpoint.
+        """
+        self.checkpoint = checkpoint
+        self.longest = checkpoint.max_sequence_tokens
+        ops = Recorder()
+        hidden = encoder.record(ops)
+        head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
+        self.programs: tuple[Program, ...] = (ops.finish(head),)
+
+    def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
+        """Return texts of these token ids."""
+        return [Prompt(text) for text in texts]
+
+    def run(
+        self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+    ) -> Iterator[Float32Array]:
+        """Yield the vector of each prompt, `[hidden]`; see `CalibratedModel`."""
+        (program,) = programs
+        longest = max(prompt.num_tokens for prompt in prompts)
+        layout = Layout(program.buffers, alignment_of(_CPU))
+        arena = Arena(layout, {**largest_dims(longest), "sequences": 1}, _CPU)
+        for prompt in prompts:
+            dims = dims_of([prompt.num_tokens])
+            batch = packed_batch(program.inputs, dims, [prompt], [DEFAULT_OPTIONS])
+            (output,) = program.run(batch, kernels, arena.allocate(dims))
+            yield output[0].numpy()
+
+    def compare(
+        self,
+        answers: Iterator[Float32Array],
+        expected: Iterator[Float32Array],
+        prompts: Sequence[Prompt],  # noqa: ARG002  # part of the protocol
+    ) -> VectorQuality:
+        """Return the quality of vectors."""
+        return compare_vectors(np.stack([*answers]), np.stack([*expected]))

@@ -1,0 +1,119 @@
+"""Codes of a weight whose errors cancel out on the inputs that its layer has.
+
+The nearest codes make the smallest error of each weight. The error of a layer's output is smaller if later columns
+correct the error of earlier ones, which they can where the inputs of both go together.
+Source: LDLQ, Chee et al. 2023, arXiv:2307.13304, section 3; the same codes as GPTQ, Frantar et al. 2022,
+arXiv:2210.17323, without an inverse. Columns with large inputs come first, as with GPTQ's `act_order`.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from varlen.execution.int8.quantization import WeightBits
+from varlen_kernels.reference.linear_int8 import WeightCodes, largest_code, nearest_codes
+
+# Columns of the input whose errors are corrected together, which bounds the memory: about half a GB.
+TOGETHER = 4096
+# Of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
+_DAMPING = 0.01
+# Columns of the input whose errors reach the columns after them in one product.
+_BLOCK = 64
+# Output features at a time, which bounds the memory.
+_FEATURES = 4096
+# Candidates for the scale of codes of 4 bits, by the scale of the nearest codes: smaller ones cut the largest weights.
+_SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+
+
+def rounded_codes(
+    weight: Tensor, outliers: Tensor, grams: Sequence[Tensor], bits: WeightBits = 8
+) -> WeightCodes:
+    """Return codes for `quantize_weight`.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
+        grams: sums over tokens of the products of two columns of the input: a matrix for every `TOGETHER` columns.
+            Columns whose sums are not finite get the nearest codes.
+        bits: number of bits of a code.
+    """
+    is_kept = torch.ones(len(weight), dtype=torch.bool).index_fill(0, outliers, value=False)
+    scale, codes = nearest_codes(weight, outliers, bits)
+    if bits == 4:
+        # too few for the largest weights of a feature and for the others
+        sizes = torch.cat([gram.diagonal() for gram in grams]) * is_kept
+        for part in _features(weight):
+            scale[part] = _best_scale(weight[:, part], scale[part], sizes, bits)
+    for number, gram in enumerate(grams):
+        columns = is_kept[number * TOGETHER : (number + 1) * TOGETHER].nonzero()[:, 0]
+        columns = columns[gram.diagonal()[columns].argsort(descending=True)]
+        feedback = _feedback(gram[columns][:, columns])
+        if feedback is not None:
+            columns += number * TOGETHER
+            for part in _features(weight):
+                codes[columns, part] = _codes(weight[columns, part], scale[part], feedback, bits)
+    return WeightCodes(scale, codes)
+
+
+def _features(weight: Tensor) -> Iterator[slice]:
+    """Yield parts of the features of a weight."""
+    for first in range(0, weight.shape[1], _FEATURES):
+        yield slice(first, first + _FEATURES)
+
+
+def _best_scale(weight: Tensor, scale: Tensor, sizes: Tensor, bits: WeightBits) -> Tensor:
+    """Return the scale of each feature whose nearest codes have the smallest error.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        scale: `[features]` fp32.
+        sizes: `[hidden]`, mean squares of the columns of the input, in any unit.
+        bits: number of bits of a code.
+    """
+    largest = largest_code(bits)
+    candidates = [scale * factor for factor in _SCALES]
+    errors = [
+        sizes @ ((weight / each).round_().clamp_(-largest, largest) * each - weight).square_()
+        for each in candidates
+    ]
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    return torch.stack(candidates).gather(0, best)[0]
+
+
+def _feedback(gram: Tensor) -> Tensor | None:
+    """Return the share of a column's error that each later column corrects.
+
+    The gram matrix is U D U' with a diagonal D and this upper triangle U, whose diagonal is 1.
+
+    Returns:
+        `[hidden, hidden]` fp32; None if the gram matrix is not finite.
+    """
+    gram = gram.double()
+    gram.diagonal().add_(_DAMPING * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
+    # from the last column to the first, the lower triangle becomes the upper one
+    lower, failed = torch.linalg.cholesky_ex(gram.flip(0, 1))
+    upper = lower.flip(0, 1)
+    return None if failed else (upper / upper.diagonal()).float()
+
+
+def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) -> Tensor:
+    """Return the codes of a weight, column of the input by column.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        scale: `[features]` fp32.
+        feedback: `[hidden, hidden]` fp32.
+        bits: number of bits of a code.
+    """
+    hidden, largest = len(weight), largest_code(bits)
+    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
+    for first in range(0, hidden, _BLOCK):
+        last = min(first + _BLOCK, hidden)
+        goals = weight[first:last] + feedback[:first, first:last].t() @ errors[:first]
+        for column in range(first, last):
+            code = (goals[column - first] / scale).round_().clamp_(-largest, largest)
+            codes[column] = code
+            errors[column] = weight[column] - code * scale
+            goals[column - first + 1 :].addr_(feedback[column, column + 1 : last], errors[column])
+    return codes.to(torch.int8)

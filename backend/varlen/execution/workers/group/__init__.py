@@ -1,0 +1,1 @@
+"""Several processes that hold one model: ranks and stages."""

@@ -1,0 +1,1 @@
+"""Iteration-level scheduling: which tokens run in the next step, and their KV cache blocks."""

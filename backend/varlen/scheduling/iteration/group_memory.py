@@ -1,0 +1,391 @@
+"""The KV blocks of groups of sequences, and what runs of them in a step.
+
+With reservations, a group gets all the blocks that it may ever need before it starts. Without them it gets what its
+prompt needs, and a block at a time after that.
+
+The beams of a search write into blocks of their own. Which of them a beam reads is decided where its tokens are chosen
+(`varlen_kernels.reference.beam_search`), so a step does not have to wait for the one before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
+from varlen.memory.blocks import BlockPool
+from varlen.request.request import Prompt, Source
+from varlen.scheduling.batch import Chunk
+from varlen.scheduling.iteration.groups import BeamBlocks, Group, divide_step
+from varlen.scheduling.sequence import GeneratedSequence
+
+
+class BlockCopies:
+    """Copies of the blocks of one pool.
+
+    Attributes:
+        next: source by destination of blocks that are copied before the next step that writes them.
+        in_flight: copies of each step in flight that has any, in order.
+        kept: sources of all these copies that no block table holds any more.
+    """
+
+    def __init__(self, blocks: BlockPool) -> None:
+        """Start without a copy.
+
+        Args:
+            blocks: the pool.
+        """
+        self._blocks = blocks
+        self.next: dict[int, int] = {}
+        self.in_flight: list[dict[int, int]] = []
+        self.kept: list[int] = []
+
+    def add(self, source: int, destination: int) -> None:
+        """Let the next step that writes to the copy of a block make it."""
+        self.next[destination] = source
+
+    def start(self, chunks: Iterable[Chunk]) -> dict[int, int]:
+        """Return the copies of a step that starts, which change while it is in flight.
+
+        Args:
+            chunks: chunks of the step.
+        """
+        if not self.next:
+            return {}
+        # a copy is the last block of its table; the host copies none for beams
+        written = {chunk.block_ids[-1] for chunk in chunks if not chunk.beams}
+        copies = {copy: source for copy, source in self.next.items() if copy in written}
+        if copies:
+            self.next = {copy: self.next[copy] for copy in self.next if copy not in copies}
+            self.in_flight.append(copies)
+        return copies
+
+    def end(self, copies: dict[int, int]) -> None:
+        """Forget the copies of a step, which were made."""
+        if self._remove(copies):
+            self._release_kept()
+
+    def take_back(self, copies: dict[int, int]) -> None:
+        """Let a later step make the copies of one that does not run or fails."""
+        if self._remove(copies):
+            self.next = {**copies, **self.next}
+
+    def forget(self) -> None:
+        """Forget all copies: what the blocks hold was lost."""
+        self.next.clear()
+        self.in_flight.clear()
+        self._release_kept()
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Release a block table."""
+        if not self.next and not self.in_flight:
+            # then no source of a copy is kept
+            self._blocks.release(block_ids)
+            return
+        sources, blocks = self.sources(), self._blocks
+        kept = {each for each in block_ids if each in sources and not blocks.is_shared(each)}
+        self.kept += kept
+        unused = blocks.release([each for each in block_ids if each not in kept])
+        for copies in (self.next, *self.in_flight):
+            for block in unused:
+                copies.pop(block, None)
+        self._release_kept()
+
+    def sources(self) -> set[int]:
+        """Return the sources of all copies that are not known to be made."""
+        return {source for copies in (self.next, *self.in_flight) for source in copies.values()}
+
+    def _remove(self, copies: dict[int, int]) -> bool:
+        """Remove copies in flight; return whether they were there."""
+        others = [each for each in self.in_flight if each is not copies]
+        was_there = len(others) < len(self.in_flight)
+        self.in_flight = others
+        return was_there
+
+    def _release_kept(self) -> None:
+        """Release the kept sources whose copies are made, or needed no more."""
+        sources = self.sources()
+        self._blocks.release([block for block in self.kept if block not in sources])
+        self.kept = [block for block in self.kept if block in sources]
+
+
+# Token ids of a chunk that runs a token which the step before it chooses.
+_UNKNOWN = (0,)
+
+
+class GroupMemory:
+    """The block tables of all running groups.
+
+    Attributes:
+        blocks: the pool.
+        reserves: whether groups reserve all that they may need.
+        copies: copies of their blocks.
+    """
+
+    def __init__(self, blocks: BlockPool, *, reserves: bool) -> None:
+        self.blocks = blocks
+        self.reserves = reserves
+        self.copies = BlockCopies(blocks)
+        # places of beams that none has, and how many there are
+        self._free_places: list[int] = []
+        self._num_places = 0
+
+    def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
+        """Return the most blocks that a prompt with its samples or beams may hold."""
+        alone, more = self._branch_need(prompt, max_tokens)
+        return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (num_branches - 1)
+
+    def least_available(self, group: Group, *, keep: int) -> int:
+        """Return the number of available blocks with which a group can start; see `start`."""
+        return self._first_need(group) + (0 if self.reserves else keep)
+
+    def forget_contents(self) -> None:
+        """Forget copies and what blocks hold, which was lost. No group may hold a block."""
+        self.copies.forget()
+        self.blocks.forget_contents()
+
+    def held(self, group: Group) -> int:
+        """Return the number of blocks that a group holds or reserves, shared ones too."""
+        return group.reserved + sum(map(len, _tables(group)))
+
+    def freed(self, group: Group) -> int:
+        """Return the number of blocks that are available once a group is released, at least."""
+        is_shared = self.blocks.is_shared
+        own = (block for table in _tables(group) for block in table if not is_shared(block))
+        return group.reserved + sum(1 for _ in own)
+
+    def start(self, group: Group, *, keep: int) -> bool:
+        """Give a group its first blocks; return False if too few are available.
+
+        Args:
+            group: holds no blocks.
+            keep: number of blocks that stay available for others, without reservations.
+        """
+        first, blocks = group.first, self.blocks
+        # keys and values of a decoder depend on the source text too
+        shared = (
+            []
+            if group.source_tokens
+            else blocks.find_prefix(first.token_ids, salt=first.options.cache_salt)
+        )
+        source, needed = blocks.blocks_of(group.source_tokens), self._first_need(group)
+        keep = 0 if self.reserves else keep
+        if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):
+            return False
+        group.reserved = needed - len(shared)
+        group.source_block_ids = [self._allocate(group) for _ in range(source)]
+        first.block_ids = shared
+        first.num_computed = len(shared) * blocks.block_size
+        if group.has_beams:
+            places = self._take_places(group.max_branches)
+            group.beams = BeamBlocks(places, first.num_tokens, blocks.block_size)
+        return True
+
+    def next_chunks(
+        self, groups: list[Group], step_tokens: int, logit_rows: Mapping[GeneratedSequence, int]
+    ) -> dict[Group, Chunk]:
+        """Return what runs of each group in the next step, with blocks for it.
+
+        Chunks of one token come first: the others attend in a way of their own. From now on its tokens count as
+        computed.
+
+        Args:
+            groups: groups of the step in order, whose branches have the block of a token to generate.
+            step_tokens: see `divide_step`.
+            logit_rows: row of the logits of the step in flight, by sequence.
+        """
+        parts = list(zip(groups, divide_step(groups, step_tokens), strict=True))
+        parts.sort(key=lambda part: part[1] > 1)
+        return {group: self._chunk(group, tokens, logit_rows) for group, tokens in parts}
+
+    def extend(self, group: Group) -> bool:
+        """Allocate the block of each branch's next token; return False if one is not available.
+
+        A branch that has its block keeps it.
+        """
+        first, blocks = group.first, self.blocks
+        if group.beams is not None and first.num_computed >= first.num_tokens:
+            return self._extend_beams(group, group.beams)
+        table = first.block_ids
+        is_full = first.num_computed == len(table) * blocks.block_size
+        # only the block of the last token is ever shared and not full
+        if not is_full and not blocks.is_shared(table[-1]):
+            return True
+        if not group.reserved and not blocks.available:
+            return False
+        if is_full:
+            table.append(self._allocate(group))
+        else:
+            source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
+            self.copies.add(source, copy)
+        return True
+
+    def _extend_beams(self, group: Group, beams: BeamBlocks) -> bool:
+        """Allocate the block of each beam's next token, as `extend` does."""
+        position = group.first.num_computed
+        while len(beams.blocks) < beams.column(position).stop:
+            if not group.reserved and not self.blocks.available:
+                return False
+            beams.blocks.append(self._allocate(group))
+        return True
+
+    def follow(self, group: Group, parents: Sequence[int]) -> None:
+        """Give back blocks that no beam of a search reads any more.
+
+        Args:
+            group: the group of the search.
+            parents: the beam of the last step that each beam continues.
+        """
+        # with reservations it may need as many again
+        if group.beams is not None and not self.reserves:
+            self.copies.release(group.beams.follow(parents))
+
+    def store(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
+        """Let others share the blocks that a chunk has filled.
+
+        Args:
+            group: its group.
+            chunk: the chunk. What beams have generated is not shared: only the device knows it.
+            repeated: number of the last tokens that run again.
+        """
+        begin, end, size = chunk.start, chunk.end - repeated, self.blocks.block_size
+        if chunk.beams or group.source_tokens or begin // size == end // size:
+            return
+        first = group.first
+        self.blocks.store(
+            first.token_ids, first.block_ids, begin=begin, end=end, salt=first.options.cache_salt
+        )
+
+    def undo(self, group: Group, chunk: Chunk, *, tokens: int | None = None) -> None:
+        """Let the tokens of a step run again.
+
+        Args:
+            group: a group of the step; what later steps have of it is ignored.
+            chunk: its chunk in the step.
+            tokens: number of the last tokens of the chunk that run again; None is all of them.
+        """
+        group.first.num_computed = chunk.start if tokens is None else chunk.end - tokens
+        for sample in chunk.samples:
+            sample.num_unknown = chunk.end - len(sample.token_ids)
+        if chunk.encodes and group.first.num_computed == chunk.start:
+            group.is_encoded = False
+
+    def split(self, group: Group) -> list[Group]:
+        """Return a group for each sample that goes on; they share their prompt's blocks."""
+        first = group.first
+        table, num_computed = first.block_ids, first.num_computed
+        left = [sequence for sequence in group.sequences if sequence.status == "running"]
+        # its own blocks are released here, not the blocks of its samples
+        first.block_ids = []
+        groups = [self._alone(group, sequence, table, num_computed) for sequence in left]
+        if self.reserves:
+            _, more = self._branch_need(first.prompt, first.generation.max_tokens)
+            for alone in groups:
+                alone.reserved = more
+            # the first to write a shared block copies it; the last one writes in place, so it needs one block less
+            groups[-1].reserved = group.reserved - more * (len(group.sequences) - 1)
+            group.reserved -= sum(alone.reserved for alone in groups)
+        self.copies.release(table)
+        # its first sequence has a table again, which is not its own
+        self._unreserve(group)
+        return groups
+
+    def _alone(
+        self, group: Group, sequence: GeneratedSequence, table: list[int], num_computed: int
+    ) -> Group:
+        """Return a group of one sample, which shares the blocks of its prompt."""
+        rank, number, _ = group.order
+        alone = Group((rank, number, sequence.row), (sequence,), group.claim, has_started=True)
+        sequence.num_computed = num_computed
+        sequence.block_ids = [*table]
+        self.blocks.fork(table)
+        return alone
+
+    def release(self, group: Group) -> None:
+        """Release all that a group holds."""
+        for table in _tables(group):
+            self.copies.release(table)
+        group.first.block_ids = []
+        if group.beams is not None:
+            for place in group.beams.places:
+                heapq.heappush(self._free_places, place)
+        group.source_block_ids, group.beams = [], None
+        self._unreserve(group)
+
+    def _chunk(
+        self, group: Group, tokens: int, logit_rows: Mapping[GeneratedSequence, int]
+    ) -> Chunk:
+        """Return the next tokens of a group, see `next_chunks`."""
+        first, beams = group.first, 0
+        begin, end = first.num_computed, first.num_computed + tokens
+        source = None if group.is_encoded else first.prompt.payload_tokens(Source)
+        follows = None
+        if group.beams is not None and begin >= first.num_tokens:
+            beams = group.num_branches
+            token_ids, block_ids = _UNKNOWN * beams, group.beams.tables(begin, first.block_ids)
+        else:
+            num_blocks = self.blocks.blocks_of(end)
+            # of those that are reserved; a sequence that generates has its block
+            while len(first.block_ids) < num_blocks:
+                first.block_ids.append(self._allocate(group))
+            token_ids = tuple(first.token_ids[begin:end])
+            if end > len(first.token_ids):
+                token_ids, follows = _UNKNOWN, logit_rows[first]
+            # it has more of them after a larger step that ran out of memory
+            block_ids = tuple(first.block_ids[:num_blocks])
+        chunk = Chunk(
+            first,
+            begin,
+            token_ids,
+            block_ids,
+            group.sequences[: 1 if group.has_beams else None] if end == first.length else (),
+            tuple(group.source_block_ids),
+            () if source is None else tuple(source.tolist()),
+            follows,
+            () if group.beams is None else group.beams.places,
+            beams,
+        )
+        first.num_computed = end
+        for sample in chunk.samples:
+            sample.num_unknown += 1
+        group.is_encoded = True
+        return chunk
+
+    def _first_need(self, group: Group) -> int:
+        """Return the number of blocks that a group has when it starts, shared ones included."""
+        first, blocks = group.first, self.blocks
+        if self.reserves:
+            return self.need(first.prompt, first.generation.max_tokens, group.max_branches)
+        return blocks.blocks_of(group.source_tokens) + blocks.blocks_of(len(first.token_ids))
+
+    def _branch_need(self, prompt: Prompt, max_tokens: int) -> tuple[int, int]:
+        """Return the most blocks of a branch, and those that each further one adds."""
+        length = len(prompt.token_ids)
+        # the last token is never stored
+        alone = self.blocks.blocks_of(length + max_tokens - 1)
+        return alone, alone - length // self.blocks.block_size if max_tokens > 1 else 0
+
+    def _allocate(self, group: Group) -> int:
+        return self.blocks.allocate(reserved=self._use_reserved(group))
+
+    def _unreserve(self, group: Group) -> None:
+        self.blocks.unreserve(group.reserved)
+        group.reserved = 0
+
+    def _take_places(self, count: int) -> tuple[int, ...]:
+        """Return the lowest free places of beams."""
+        while len(self._free_places) < count:
+            heapq.heappush(self._free_places, self._num_places)
+            self._num_places += 1
+        return tuple(heapq.heappop(self._free_places) for _ in range(count))
+
+    def _use_reserved(self, group: Group) -> bool:
+        """Return whether a group has a reserved block left, and use it."""
+        is_reserved = group.reserved > 0
+        group.reserved -= is_reserved
+        return is_reserved
+
+
+def _tables(group: Group) -> tuple[list[int], ...]:
+    """Return the lists of blocks that a group holds."""
+    own = [] if group.beams is None else group.beams.held()
+    return group.first.block_ids, group.source_block_ids, own

@@ -1,0 +1,322 @@
+"""Groups of sequences that are computed as one, and how they divide a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Prompt, Request
+from varlen.scheduling.fair_share import FairShare
+from varlen.scheduling.sequence import GeneratedSequence
+
+# See decision 0044.
+_PATIENCE = 2
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Tokens that a part of a request may still run, owed to its tenant.
+
+    The part is what starts as one group.
+
+    Attributes:
+        tenant: see `FairShare`.
+        unserved: tokens that may still run, if its answers have `max_tokens`.
+        groups: groups that it consists of now.
+    """
+
+    tenant: str
+    unserved: int
+    groups: int = 1
+
+
+class Claims:
+    """Open claims of all tenants.
+
+    The waiting work of a tenant in `FairShare` is the sum of what its claims have unserved.
+    """
+
+    def __init__(self) -> None:
+        self._share = FairShare(_PATIENCE)
+
+    def enter(self, first: GeneratedSequence) -> tuple[int, Claim]:
+        """Return the rank and the claim of a group that begins to wait.
+
+        Args:
+            first: first sequence of the group.
+        """
+        options, tokens = first.options, _work(first.prompt, first.generation)
+        rank = self._share.enter(options.tenant, tokens, 1 + options.priority)
+        return rank, Claim(options.tenant, tokens)
+
+    def part_before(self, request: Request) -> float:
+        """Return the part of waiting work that runs before a new request. From any thread."""
+        options = request.options
+        assert options.generation is not None
+        work = max(_work(prompt, options.generation) for prompt in request.prompts)
+        return self._share.part_before(options.tenant, work, 1 + options.priority)
+
+    def serve(self, claim: Claim, tokens: int) -> None:
+        """Count tokens that have run; tokens beyond the claim were lost and ran again."""
+        served = min(tokens, claim.unserved)
+        claim.unserved -= served
+        self._share.serve(claim.tenant, served)
+        self._share.repeat(tokens - served)
+
+    def leave(self, claim: Claim) -> None:
+        """Count one group less; the claim ends with its last one."""
+        claim.groups -= 1
+        if not claim.groups:
+            self._share.serve(claim.tenant, claim.unserved)
+            self._share.leave(claim.tenant)
+
+
+def _work(prompt: Prompt, options: GenerationOptions) -> int:
+    """Return the most tokens that a prompt and its answers run."""
+    return prompt.num_tokens + max(options.n, options.num_beams) * options.max_tokens
+
+
+# In the place of a block that was given back, of the prompt's last one, and of one that only the device knows.
+_GIVEN_BACK, _OF_PROMPT, _UNKNOWN = -1, -2, 0
+
+
+@dataclass(slots=True, eq=False)
+class BeamBlocks:
+    """Blocks of the beams of a search.
+
+    A column is a place in block tables: the blocks of one column hold the same positions.
+
+    Attributes:
+        places: place of each beam among all beams that run, in the state that the device keeps of them.
+        num_tokens: length of the prompt.
+        block_size: tokens of a block.
+        blocks: blocks of one column after another, one for each beam. The first beam goes on in the last block of the
+            prompt, so a column that begins with the prompt has one less.
+    """
+
+    places: tuple[int, ...]
+    num_tokens: int
+    block_size: int
+    blocks: list[int] = field(default_factory=list)
+    # blocks of each beam when the last column began, and what beams continue since then
+    _tables: list[list[int]] = field(default_factory=list)
+    _parents: list[tuple[int, ...]] = field(default_factory=list)
+    _num_followed: int = 0
+
+    @property
+    def num_beams(self) -> int:
+        """Number of beams."""
+        return len(self.places)
+
+    def column(self, position: int) -> slice:
+        """Return the place of the blocks that hold a position of the answer."""
+        full, rest = divmod(self.num_tokens, self.block_size)
+        begin = self.num_beams * (position // self.block_size - full) - (rest > 0)
+        return slice(max(0, begin), begin + self.num_beams)
+
+    def held(self) -> list[int]:
+        """Return the blocks that were not given back."""
+        return [block for block in self.blocks if block != _GIVEN_BACK]
+
+    def tables(self, position: int, prompt_blocks: Sequence[int]) -> tuple[int, ...]:
+        """Return the block tables of beams up to a position, as a step has them.
+
+        The first tables are the prompt's, with blocks of the beams for what they write. Later ones depend on what the
+        beams continue; a block that they begin is theirs by number.
+
+        Args:
+            position: position of the token that runs.
+            prompt_blocks: block table of the prompt.
+        """
+        column, place = divmod(position, self.block_size)
+        is_first = position == self.num_tokens
+        known = prompt_blocks[:column] if is_first else [_UNKNOWN] * column
+        last = self.blocks[self.column(position)]
+        if is_first and place:
+            last = [prompt_blocks[column], *last]
+        elif place:
+            last = [_UNKNOWN] * self.num_beams
+        return tuple(block for own in last for block in (*known, own))
+
+    def follow(self, parents: Sequence[int]) -> list[int]:
+        """Note which beams the next ones continue; return blocks that none reads any more.
+
+        Args:
+            parents: the beam of the last step that each beam continues; fewer if some are not alive.
+        """
+        # of those that are not alive, any
+        self._parents.append((*parents, *[0] * (self.num_beams - len(parents))))
+        position = self.num_tokens + self._num_followed
+        self._num_followed += 1
+        if position % self.block_size:
+            return []
+        for at, each in enumerate(self._parents, start=position - len(self._parents) + 1):
+            self._continue(each, at)
+        self._parents.clear()
+        read = {block for table in self._tables for block in table} | {_GIVEN_BACK}
+        full = range(self.column(position).start)
+        unread = [place for place in full if self.blocks[place] not in read]
+        given_back = [self.blocks[place] for place in unread]
+        for place in unread:
+            self.blocks[place] = _GIVEN_BACK
+        return given_back
+
+    def _continue(self, parents: Sequence[int], position: int) -> None:
+        """Let each beam have the table of the one that it continues.
+
+        The rule is the one of `varlen_kernels.reference.follow_beams`. A table gets the block of a column once the
+        first position of it has run.
+        """
+        place = position % self.block_size
+        if position == self.num_tokens:
+            own = [_OF_PROMPT, *self.blocks[self.column(position)]] if place else []
+            self._tables = [[block] for block in own] or [[] for _ in parents]
+            return
+        before = self._tables
+        if (position - 1) % self.block_size == 0:
+            own = self.blocks[self.column(position - 1)]
+            before = [[*table, block] for table, block in zip(before, own, strict=True)]
+        self._tables = [[*before[parent]] for parent in parents]
+        if not place:
+            return
+        unused = iter(sorted(set(range(self.num_beams)).difference(parents)))
+        for beam, parent in enumerate(parents):
+            if parent in parents[:beam]:
+                self._tables[beam][-1] = before[next(unused)][-1]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sequences that are computed as one.
+
+    They are the samples of a prompt until it has run, or its beams.
+
+    Attributes:
+        order: place among running and waiting sequences: by rank, then by arrival, then by row.
+        sequences: sequences of the answer, at least one.
+        claim: tokens that it shares with the other samples of its prompt.
+        first: the first sequence of the answer, whose status is the group's.
+        max_length: most tokens of a branch, prompt and answer together.
+        has_beams: whether its answer is searched with beams.
+        max_branches: most of its samples or beams that run at the same time.
+        beams: blocks that its beams write, and their places, while it runs.
+        source_tokens: length of its source text; 0 without one.
+        source_block_ids: blocks of the keys and values of its source text.
+        is_encoded: whether these are stored; also without a source text.
+        reserved: blocks that are reserved for it and not used yet.
+        has_started: whether it has run before.
+        skipped: number of steps that did not run it since it last ran or started, while no step in flight ran it.
+    """
+
+    order: tuple[int, int, int]
+    sequences: tuple[GeneratedSequence, ...]
+    claim: Claim
+    first: GeneratedSequence = field(init=False)
+    max_length: int = field(init=False)
+    has_beams: bool = field(init=False)
+    max_branches: int = field(init=False)
+    beams: BeamBlocks | None = None
+    source_tokens: int = field(init=False)
+    source_block_ids: list[int] = field(default_factory=list)
+    is_encoded: bool = field(init=False)
+    reserved: int = 0
+    has_started: bool = False
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.first = self.sequences[0]
+        self.max_length = self.first.num_tokens + self.first.generation.max_tokens
+        generation = self.first.generation
+        self.has_beams = self.first.is_searched
+        self.max_branches = generation.num_beams if self.has_beams else len(self.sequences)
+        self.source_tokens = self.first.prompt.num_source_tokens
+        self.is_encoded = not self.source_tokens
+
+    @property
+    def num_branches(self) -> int:
+        """Number of branches in the next step: beams once a search has begun, else one."""
+        is_searching = self.has_beams and self.first.length > self.first.num_tokens
+        return self.max_branches if is_searching else 1
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens of each branch to run before one is chosen."""
+        return self.first.length - self.first.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether steps in flight choose its last token."""
+        return self.first.length >= self.max_length
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether it can go on before tokens of steps in flight are known.
+
+        The samples of a prompt part after their first token.
+        """
+        return self.has_beams or not self.first.num_unknown or len(self.sequences) == 1
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a client waits for the token that its next step chooses.
+
+        The client has read a token of it before. The answer of a search comes in one part.
+        """
+        first = self.first
+        is_stream = first.options.streams and not self.has_beams
+        return is_stream and first.length > first.num_tokens and self.remaining == 1
+
+    @property
+    def least_tokens(self) -> int:
+        """Least number of tokens that it runs in a step."""
+        # most groups of a step, asked several times
+        if self.is_encoded:
+            return self.num_branches if self.has_beams else 1
+        return self.num_branches + self.source_tokens
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that run again if it starts again."""
+        first = self.first
+        # a search begins anew, so each of its beams generates all its tokens again
+        again = self.max_branches * (first.length - first.num_tokens) if self.has_beams else 0
+        return first.num_computed + again + (self.source_tokens if self.is_encoded else 0)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was removed, or has generated its last token."""
+        if self.first.status != "finished":
+            return False
+        return all(sequence.status == "finished" for sequence in self.sequences)
+
+    def restart(self) -> None:
+        """Make it start again.
+
+        Samples keep their tokens; a search begins anew with its prompt.
+        """
+        self.is_encoded = not self.source_tokens
+        self.skipped = 0
+        first = self.first
+        first.num_computed = 0
+        if self.has_beams:
+            first.num_unknown = 0
+            first.sampler_state = None
+
+
+def divide_step(groups: list[Group], step_tokens: int) -> list[int]:
+    """Return the number of tokens of each branch of the groups.
+
+    Each has one, and prompts have the rest in order.
+
+    Args:
+        groups: groups of the step, in order.
+        step_tokens: number of tokens of the step, unless the groups run more in any case.
+    """
+    spare = max(0, step_tokens - sum(group.least_tokens for group in groups))
+    lengths = []
+    for group in groups:
+        more = min(group.remaining - 1, spare)
+        lengths.append(1 + more)
+        spare -= more
+    return lengths

@@ -1,0 +1,457 @@
+"""The scheduler of models that generate: which tokens run in the next step.
+
+Every running sequence runs in every step. One that generates runs its last token; prompts have what is left of the
+step, which is smaller while answers are streamed (`step_budget`). The order is fair by tokens (`fair_share`): prompt
+and `max_tokens` are the size of a request, so a short one passes long ones, for a while. Waiting sequences start in
+this order, and may take the place of running ones (`group_queues`).
+
+KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that memory
+never interrupts it. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
+last one gives back its own and is computed again later, its generated tokens included; a beam search starts again. So
+are all sequences after the end of a worker process, whose KV memory is lost.
+
+A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
+prompt. The beams of a search run in the same steps, as many in each; where their tokens are chosen, it is known which
+beam each one continues.
+
+While a step runs, the next one can be scheduled and started, before its tokens are known: a sequence that generates
+goes on with the token that the step before it chooses. If that ends its answer, its token of the later step is ignored.
+The steps are the ones that would run without this, so where that is not certain, the next one waits: for the samples
+of a prompt, and before anything is preempted that runs. Steps run in their order, so what a sequence no longer needs is
+free at once.
+
+A model may be divided into stages, which run one after another. Then as many steps are in flight as there are stages,
+each with its share of the running groups (`step_groups`), so that no stage is idle. A group is in one step at a time,
+and its tokens are known when its next step is scheduled. All steps share blocks and places. If a step fails, the other
+steps go on, unless KV memory is lost. The seconds of a step are the time between the ends of two steps. A sequence runs
+in one of `stages` steps, so `admit` expects too short a run time for a sequence that waits for other steps.
+
+The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call.
+
+Source: Orca (Yu et al. 2022, OSDI), algorithm 1; chunks of prompts beside sequences that generate follow
+Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption follows vLLM (Kwon et al. 2023, arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import cast
+
+from varlen.config import KvPolicy
+from varlen.costs.batch_shape import BatchShape
+from varlen.errors import EngineError
+from varlen.memory.blocks import BlockCounts, BlockPool
+from varlen.request.request import Request
+from varlen.scheduling.admission import Admission, Work
+from varlen.scheduling.batch import (
+    Batch,
+    BatchResult,
+    Chunk,
+    Event,
+    Failure,
+    SequenceFailure,
+    StepBatch,
+    append_token,
+    write_answers,
+)
+from varlen.scheduling.choices import BeamStep, SampledToken
+from varlen.scheduling.iteration.group_memory import GroupMemory
+from varlen.scheduling.iteration.group_queues import (
+    GroupQueues,
+    HeldByStepError,
+    StepGroups,
+    first_groups,
+)
+from varlen.scheduling.iteration.groups import Claims, Group
+from varlen.scheduling.iteration.step_budget import tokens_of_step
+from varlen.scheduling.iteration.step_cost import StepCost
+from varlen.scheduling.iteration.step_in_flight import StepInFlight, StepsInFlight
+from varlen.scheduling.iteration.step_limits import StepLimits, StepSize, check_fits
+from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCounts:
+    """What a scheduler does now, and has done so far.
+
+    Attributes:
+        running, waiting: sequences; of samples of one prompt, each counts.
+        blocks: use of KV memory.
+        prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
+        decode_tokens: generated tokens that have run.
+        memory_preemptions: number of times that sequences gave back their blocks because there were too few.
+        order_preemptions: number of times that sequences gave back their blocks to a request before them.
+    """
+
+    running: int
+    waiting: int
+    blocks: BlockCounts
+    prefill_tokens: int
+    decode_tokens: int
+    memory_preemptions: int
+    order_preemptions: int
+
+    @property
+    def preemptions(self) -> int:
+        """Number of times that sequences gave back their blocks."""
+        return self.memory_preemptions + self.order_preemptions
+
+
+_log = logging.getLogger(__name__)
+
+_STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
+_WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
+_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
+# A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
+_MAX_CRASHES = 2
+
+
+class IterationScheduler:
+    """Queues requests, and forms steps of generation."""
+
+    def __init__(
+        self,
+        limits: StepLimits,
+        blocks: BlockPool,
+        kv_policy: KvPolicy,
+        admission: Admission,
+    ) -> None:
+        """Start with an empty queue.
+
+        Args:
+            limits: limits of a step and of a sequence.
+            blocks: KV memory, which nothing else uses.
+            kv_policy: condition for the start of a sequence; see the settings.
+            admission: counts waiting work.
+        """
+        self._limits = limits
+        places = limits.new_places()
+        # steps of a pipeline divide the running sequences
+        self._sequences_per_step = max(1, places.count // limits.stages)
+        self._blocks = blocks
+        self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
+        self._admission = admission
+        self._queues = GroupQueues(self._memory, places)
+        self._step_groups = StepGroups(limits.stages)
+        self._claims = Claims()
+        self._cost = StepCost()
+        self._step_size = StepSize(limits.max_step_tokens)
+        self._group_of: dict[GeneratedSequence, Group] = {}
+        self._numbers = count()
+        # groups of each request that have not run yet
+        self._new: Counter[RequestState] = Counter()
+        self._in_flight = StepsInFlight(limits.stages)
+        # whether the last try found that the next step needs the end of one in flight
+        self._is_blocked = False
+        self._prefill_tokens = self._decode_tokens = 0
+
+    def snapshot(self) -> GenerationCounts:
+        """Return what runs and waits now, and totals. From any thread."""
+        return GenerationCounts(
+            running=self._queues.num_running,
+            waiting=self._queues.num_waiting,
+            blocks=self._blocks.counts(),
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            memory_preemptions=self._queues.memory_preemptions,
+            order_preemptions=self._queues.order_preemptions,
+        )
+
+    def admit(self, request: Request, now: float) -> Forecast:
+        """Count a request as waiting and return its expected run time. From any thread.
+
+        Raises:
+            RequestError: it can never run: it is too long, has too many samples or needs too many KV blocks.
+            QueueFullError, DeadlineError: see `Admission.enter`.
+        """
+        options = request.options.generation
+        assert options is not None
+        for row, prompt in enumerate(request.prompts):
+            check_fits(row, prompt, options, self._limits, self._memory)
+        forecast = self._cost.forecast(
+            request,
+            max_step_tokens=self._limits.max_step_tokens,
+            max_running_sequences=self._sequences_per_step,
+            part_before=self._claims.part_before(request),
+        )
+        self._admission.enter(request, forecast, now)
+        return forecast
+
+    def withdraw(self, request: Request, forecast: Forecast) -> None:
+        """Subtract a request that was admitted and is not added. From any thread."""
+        self._admission.leave(Work(1, request.num_tokens, forecast.seconds))
+
+    def add(self, request: RequestState) -> None:
+        """Queue an admitted request."""
+        sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
+        self._is_blocked = False
+        number, samples = next(self._numbers), sequences[0].generation.n
+        for row in range(0, len(sequences), samples):
+            rank, claim = self._claims.enter(sequences[row])
+            group = Group((rank, number, row), sequences[row : row + samples], claim)
+            self._group_of.update(dict.fromkeys(group.sequences, group))
+            self._new[request] += 1
+            self._queues.add(group)
+
+    def wake_at(self, now: float) -> float | None:
+        """Return `now` if a step can be scheduled.
+
+        None if nothing waits, or the next step has to wait for one in flight.
+        """
+        return None if self._queues.is_empty or self._has_to_wait else now
+
+    @property
+    def _has_to_wait(self) -> bool:
+        """Whether the next step has to wait for the end of one in flight."""
+        return self._is_blocked or self._in_flight.is_full
+
+    def schedule(self, now: float) -> StepBatch | None:
+        """Return the next step and mark its sequences as running; None if there is none."""
+        if self._has_to_wait:
+            return None
+        chunks = self._next_chunks()
+        if chunks:
+            copies = self._memory.copies.start(chunks.values())
+            return self._start(self._in_flight.start(chunks, copies), now)
+        self._is_blocked = bool(self._in_flight.steps)
+        return None
+
+    def trim(self, batch: Batch, now: float) -> StepBatch | None:
+        """Return a scheduled step without its finished sequences; None if all are finished."""
+        self._admission.end(batch)
+        step = self._in_flight.steps[-1]
+        for group in [group for group in step.chunks if group.is_finished]:
+            del step.chunks[group]
+        if step.chunks:
+            return self._start(step, now)
+        self._in_flight.steps.pop()
+        self._memory.copies.take_back(step.copies)
+        self._is_blocked = False
+        return None
+
+    def update(self, batch: Batch, result: BatchResult) -> list[Event]:
+        """Return the new tokens of a step that has run, or its failures."""
+        self._admission.end(batch)
+        self._is_blocked = False
+        number = cast(StepBatch, batch).number
+        step = self._in_flight.end(number)
+        if step is None:
+            # a fault kept a later step from starting, which ended first; all requests have failed
+            return []
+        if step.number != number:
+            # a fault kept it from starting, and its requests have failed
+            self._undo(step, "batch")
+            return self.update(batch, result)
+        if result.failure is not None:
+            return self._fail_step(step, batch.shape.tokens, result.failure)
+        self._cost.learn(batch.shape.tokens, result.seconds)
+        self._step_size.grow()
+        self._memory.copies.end(step.copies)
+        outputs = iter(result.outputs)
+        events: list[Event] = []
+        # the end of one sample ends others, which then have no events
+        present = set(step.groups)
+        for group, chunk in step.chunks.items():
+            chosen = list(islice(outputs, len(chunk.samples)))
+            if group in present:
+                events += self._update_group(group, chunk, chosen)
+        return events
+
+    def remove(self, request: RequestState) -> None:
+        """Finish all sequences of a request, and release their blocks."""
+        self._is_blocked = False
+        groups = {self._group_of[s]: None for s in request.sequences if s in self._group_of}
+        waiting = [group for group in groups if group.first.status == "waiting"]
+        # a fault may have come between the start of a group and its first step
+        new = [group for group in groups if not group.has_started]
+        for group in waiting:
+            self._queues.remove_waiting(group)
+        self._admission.leave(self._leave(new))
+        for sequence in request.sequences:
+            sequence.finish()
+        for group in groups:
+            if group in waiting:
+                self._forget(group)
+            else:
+                self._end(group)
+
+    def drain(self) -> None:
+        """Do nothing: no step waits for more requests."""
+
+    def _next_chunks(self) -> dict[Group, Chunk]:
+        """Return what runs of each group in the next step."""
+        queues, size, chooser = self._queues, self._step_size, self._step_groups
+        held, before = self._in_flight.groups, self._in_flight.followed
+        if before is not None and not before.can_be_followed:
+            return {}
+        # only a step that follows can run groups in flight
+        busy = held if before is None else frozenset[Group]()
+        with suppress(HeldByStepError):
+            candidates = chooser.candidates(queues.running, busy)
+            if queues.extend_running(first_groups(candidates, size.tokens), held):
+                queues.start_waiting(size, held)
+            groups = chooser.take(queues.running, busy, size.tokens)
+            latency = self._limits.step_latency_seconds
+            tokens = tokens_of_step(groups, size.tokens, self._cost, latency, beside=busy)
+            logit_rows = {} if before is None else before.logit_rows()
+            return self._memory.next_chunks(groups, tokens, logit_rows)
+        return {}
+
+    def _start(self, step: StepInFlight, now: float) -> StepBatch:
+        """Return a step as a batch."""
+        chunks = tuple(step.chunks.values())
+        lengths: list[int] = []
+        for chunk in chunks:
+            lengths += [1] * chunk.beams or [len(chunk.token_ids)]
+        sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
+        shape = BatchShape.of(lengths + sources)
+        reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
+        sequences = tuple(chunk.sequence for chunk in chunks)
+        seconds = self._cost.seconds(1, shape.tokens)
+        copies = tuple((source, copy) for copy, source in step.copies.items())
+        batch = StepBatch(
+            sequences, shape, seconds, reason, chunks, copies, step.number, step.after
+        )
+        new = [group for group in step.chunks if not group.has_started]
+        self._admission.start(batch, until=now + seconds, left=self._leave(new))
+        return batch
+
+    def _fail_step(self, step: StepInFlight, tokens: int, failure: Failure) -> list[Event]:
+        """Return the failures of a step that has failed; groups without one run again.
+
+        Args:
+            step: the step, which was the first one in flight.
+            tokens: number of its tokens.
+            failure: reason of the failure.
+        """
+        if step.is_void:
+            return []
+        present = step.groups
+        if failure == "worker":
+            # steps that do not follow it ran at the same time, in other stages
+            others = [each for each in self._in_flight.steps if each.after is None]
+            present += [group for each in others for group in each.groups]
+        self._undo(step, failure)
+        if failure == "memory" and (
+            len(step.chunks) > 1 or next(iter(step.chunks)).least_tokens < tokens
+        ):
+            self._step_size.reduce(tokens)
+            _log.warning("too little memory for a step of %d tokens", tokens)
+            return []
+        if failure == "worker":
+            return self._restart_all(present)
+        error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
+        return [SequenceFailure(group.first, error) for group in present]
+
+    def _undo(self, step: StepInFlight, failure: Failure) -> None:
+        """Let a failed step run again, and the steps that are lost with it."""
+        # the last one first: it was scheduled last
+        for each in (*reversed(self._in_flight.lost_after(failure)), step):
+            for group in each.groups:
+                self._memory.undo(group, each.chunks[group])
+            each.is_void = True
+            self._memory.copies.take_back(each.copies)
+
+    def _restart_all(self, present: list[Group]) -> list[Event]:
+        """Let all running groups start again, after their worker ended; return the failures.
+
+        Args:
+            present: groups of the steps that ran then.
+        """
+        requests = {group.first.request: group.first for group in present}
+        self._queues.preempt_all()
+        self._memory.forget_contents()
+        for request in requests:
+            request.crashes += 1
+        return [
+            SequenceFailure(sequence, EngineError(_WORKERS_ENDED))
+            for request, sequence in requests.items()
+            if request.crashes >= _MAX_CRASHES
+        ]
+
+    def _update_group(self, group: Group, chunk: Chunk, outputs: Sequence[object]) -> list[Event]:
+        """Return the events of a group that has run."""
+        is_pending = not group.has_beams and any(
+            each.is_pending for each in cast(Sequence[SampledToken], outputs)
+        )
+        if is_pending:
+            # the last token runs again for its logits; until then its block is not shared
+            self._memory.undo(group, chunk, tokens=1)
+            for step in self._in_flight.steps:
+                step.ignored.add(group)
+        elif not group.has_beams:
+            for sample in chunk.samples:
+                sample.num_unknown -= 1
+        self._count_computed(group, chunk, repeated=int(is_pending))
+        return [] if is_pending else self._continue(group, outputs)
+
+    def _count_computed(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
+        """Count the tokens of a group that have run, and share its full blocks."""
+        served = len(chunk.token_ids) + len(chunk.encodes)
+        is_last = len(chunk.token_ids) == max(1, chunk.beams) and chunk.samples
+        if is_last and chunk.num_generated:
+            self._decode_tokens += served
+        else:
+            self._prefill_tokens += served
+        self._claims.serve(group.claim, served)
+        self._memory.store(group, chunk, repeated=repeated)
+
+    def _continue(self, group: Group, outputs: Sequence[object]) -> list[Event]:
+        """Return the events of a group that has run, and split or release it."""
+        events: list[Event] = []
+        if group.has_beams:
+            for step in cast(Sequence[BeamStep], outputs):
+                events += self._answers(group, step)
+        else:
+            sampled = zip(group.sequences, cast(Sequence[SampledToken], outputs), strict=False)
+            events = [append_token(*each) for each in sampled]
+        if group.is_finished:
+            self._end(group)
+        elif outputs and len(group.sequences) > 1 and not group.has_beams:
+            self._split(group)
+        return events
+
+    def _answers(self, group: Group, step: BeamStep) -> list[Event]:
+        """Return the answers of a search, if it has ended."""
+        if step.error is not None:
+            return [SequenceFailure(group.first, step.error)]
+        if step.answers is None:
+            self._memory.follow(group, step.parents)
+            return []
+        return write_answers(group.sequences, step.answers)
+
+    def _split(self, group: Group) -> None:
+        """Replace a group by one for each unfinished sample."""
+        groups = self._queues.split(group)
+        group.claim.groups += len(groups)
+        self._forget(group)
+        self._group_of.update((each.first, each) for each in groups)
+
+    def _end(self, group: Group) -> None:
+        """Release all of a finished group that was running."""
+        self._queues.remove_running(group)
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        for sequence in group.sequences:
+            del self._group_of[sequence]
+        self._claims.leave(group.claim)
+
+    def _leave(self, groups: list[Group]) -> Work:
+        """Return the work of groups that no longer wait for their first step."""
+        requests, tokens, seconds = 0, 0, 0.0
+        for group in groups:
+            group.has_started = True
+            request, count = group.first.request, group.first.num_tokens + group.source_tokens
+            tokens += count
+            seconds += count * request.seconds_per_token
+            self._new[request] -= 1
+            if not self._new[request]:
+                del self._new[request]
+                requests += 1
+        return Work(requests, tokens, seconds)

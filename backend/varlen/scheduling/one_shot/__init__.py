@@ -1,0 +1,1 @@
+"""One-shot scheduling: the queue, the DP partition and the policies it is compared with."""

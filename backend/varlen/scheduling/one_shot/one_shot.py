@@ -1,0 +1,192 @@
+"""The scheduler of models that run a sequence once: queue, admission, policy and costs together.
+
+The engine's thread owns it, except for `admit`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import cast
+
+from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.model import CostModel
+from varlen.errors import EngineError
+from varlen.request.request import Float32Array, Request
+from varlen.scheduling.admission import Admission, Work
+from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceFailure, SequenceOutput
+from varlen.scheduling.one_shot.forecast import Forecaster
+from varlen.scheduling.one_shot.partition import DpPartition
+from varlen.scheduling.one_shot.policy import FullBatches, Policy
+from varlen.scheduling.one_shot.queue import RequestQueue
+from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
+
+_log = logging.getLogger(__name__)
+
+_MILLISECOND = 1e-3
+_BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
+_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
+
+
+class OneShotScheduler:
+    """Queues requests and forms batches. A sequence is finished once it has run."""
+
+    def __init__(
+        self, config: EngineConfig, costs: CostModel, admission: Admission, max_batch_tokens: int
+    ) -> None:
+        """Start with an empty queue.
+
+        Args:
+            config: names the policy, the trigger and the limits of a batch.
+            costs: predicts the run time of batches; refined here.
+            admission: counts waiting work.
+            max_batch_tokens: largest batch of several sequences; a longer sequence runs by itself.
+        """
+        is_by_cost = config.policy == "dp"
+        self._queue = RequestQueue("tokens" if is_by_cost else "sequences")
+        self._admission = admission
+        self._costs = costs
+        self._max_delay = config.max_delay_ms * _MILLISECOND if config.trigger == "lazy" else 0.0
+        self._limits = _limits(config, max_batch_tokens)
+        self._forecaster = Forecaster(costs, self._limits)
+        self._policy: Policy
+        if is_by_cost:
+            pressure = math.inf if config.dp_pressure == "infinite" else float(config.dp_pressure)
+            self._policy = DpPartition(self._limits, costs, admission.slots, pressure)
+        else:
+            self._policy = FullBatches(self._limits, costs)
+        # parts of batches that ran out of memory; they run first
+        self._split: deque[Batch] = deque()
+
+    def admit(self, request: Request, now: float) -> Forecast:
+        """Count a request as waiting and return its expected run time. From any thread.
+
+        Raises:
+            RequestError, QueueFullError, DeadlineError: it is refused; see `Admission.enter`.
+        """
+        forecast = self._forecaster.forecast([prompt.num_tokens for prompt in request.prompts])
+        self._admission.enter(request, forecast, now)
+        return forecast
+
+    def withdraw(self, request: Request, forecast: Forecast) -> None:
+        """Subtract a request that was admitted and is not added. From any thread."""
+        self._admission.leave(Work(1, request.num_tokens, forecast.seconds))
+
+    def add(self, request: RequestState) -> None:
+        """Queue an admitted request."""
+        forecast = request.forecast
+        # when its time comes, a batch may just have started, and its own runs after that
+        self._queue.add(request, request.deadline - forecast.seconds - 2 * forecast.batch_seconds)
+
+    def wake_at(self, now: float) -> float | None:
+        """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""
+        if self._split:
+            return now
+        return self._starts_at(now) if self._queue else None
+
+    def schedule(self, now: float) -> Batch | None:
+        """Return the next batch and mark it as running; None if it is too early."""
+        while self._split:
+            part = self.trim(self._split.popleft(), now)
+            if part is not None:
+                return self._start(part, now)
+        if not self._queue.promote(now):
+            return None
+        if self._starts_at(now) > now:
+            return None
+        batch = self._policy.choose(self._queue, self._forecaster.slowdown)
+        for sequence in batch.sequences:
+            sequence.status = "running"
+        left = _work_of(batch.sequences, requests=self._queue.remove(batch.sequences))
+        if not self._queue and self._admission.is_idle:
+            batch = replace(batch, seconds=batch.seconds * self._forecaster.alone(batch.shape))
+        self._admission.start(batch, until=now + batch.seconds, left=left)
+        return batch
+
+    def trim(self, batch: Batch, now: float) -> Batch | None:
+        """Return a scheduled batch without its finished sequences; None if all are finished."""
+        left = [sequence for sequence in batch.sequences if sequence.status == "running"]
+        if len(left) == len(batch.sequences):
+            return batch
+        self._admission.end(batch)
+        return self._start(self._part(left, batch.reason), now) if left else None
+
+    def update(self, batch: Batch, result: BatchResult) -> list[Event]:
+        """Return the outputs and the failures of a batch that has run."""
+        self._admission.end(batch)
+        if result.failure == "memory" and len(batch.sequences) > 1:
+            self._split_in_two(batch)
+            return []
+        running = [sequence.status == "running" for sequence in batch.sequences]
+        if result.failure is not None:
+            error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
+            return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
+        if result.cores == "one":
+            self._forecaster.learn(batch.shape, result.seconds)
+        elif result.cores == "all":
+            self._forecaster.learn_alone(batch.shape, result.seconds)
+        outputs = zip(batch.sequences, cast(list[Float32Array], result.outputs), strict=True)
+        events = [SequenceOutput(*output) for output in compress(outputs, running)]
+        for event in events:
+            event.sequence.finish()
+        return [*events]
+
+    def remove(self, request: RequestState) -> None:
+        """Drop the waiting sequences of a request; outputs of running ones are ignored."""
+        self._queue.discard(request)
+        waiting = [sequence for sequence in request.sequences if sequence.status == "waiting"]
+        if waiting:
+            self._admission.leave(_work_of(waiting, requests=1))
+        for sequence in request.sequences:
+            sequence.finish()
+
+    def drain(self) -> None:
+        """Stop waiting for fuller batches: no more requests come."""
+        self._max_delay = 0.0
+
+    def _start(self, batch: Batch, now: float) -> Batch:
+        self._admission.start(batch, until=now + batch.seconds)
+        return batch
+
+    def _split_in_two(self, batch: Batch) -> None:
+        _log.warning("too little memory for a batch of %d sequences", len(batch.sequences))
+        half = len(batch.sequences) // 2
+        for part in (batch.sequences[half:], batch.sequences[:half]):
+            self._split.appendleft(self._part(part, "split after running out of memory"))
+
+    def _part(self, sequences: Sequence[SequenceState], reason: str) -> Batch:
+        shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
+        seconds = self._forecaster.slowdown * self._costs.seconds(shape)
+        return Batch(tuple(sequences), shape, seconds, reason)
+
+    def _starts_at(self, now: float) -> float:
+        """Return when the next batch of a queue that is not empty starts."""
+        if not self._max_delay or self._queue.is_urgent or self._is_full():
+            return now
+        oldest = min(request.arrival for request in self._queue.requests)
+        return max(now, min(oldest + self._max_delay, self._queue.next_promotion))
+
+    def _is_full(self) -> bool:
+        waiting = self._queue.first(self._limits.max_sequences + 1)
+        tokens = sum(sequence.num_tokens for sequence in waiting)
+        longest = max(sequence.num_tokens for sequence in waiting)
+        return not self._limits.allow(len(waiting) + 1, tokens + 1, longest)
+
+
+def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
+    by_policy = {"none": 1, "token_budget": max_tokens}
+    sequences = by_policy.get(config.policy, config.max_batch_sequences)
+    return BatchLimits(min(sequences, max_tokens), max_tokens, config.execution)
+
+
+def _work_of(sequences: Sequence[SequenceState], *, requests: int) -> Work:
+    """Return the work of sequences and requests that wait no longer."""
+    tokens = sum(sequence.num_tokens for sequence in sequences)
+    return Work(
+        requests, tokens, sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
+    )

@@ -1,0 +1,1 @@
+"""The functions that become machine code, by op."""

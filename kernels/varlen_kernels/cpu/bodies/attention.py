@@ -1,0 +1,403 @@
+"""Attention inside packed sequences on a CPU, compiled by numba.
+
+One step is one key head of one sequence. Its keys are copied as panels of 16 keys, with the features as rows, so that
+16 scores of a query are one vector; its values are copied as rows. Tiles of 16 queries read blocks of 128 keys with a
+running maximum (Milakov, Gimelshein 2018, arXiv:1805.02867), so scores stay in the first-level cache. A sequence has
+the same result by itself and in a batch, to the last bit.
+Source: the specification is `reference.attention_varlen`.
+"""
+
+import numpy as np
+
+from varlen_kernels.cpu.bodies.attention_distances import (
+    copy_distances,
+    distance_bytes,
+    make_distances,
+    write_distance_scores,
+)
+from varlen_kernels.cpu.bodies.attention_weights import (
+    ROWS,
+    clear_rows,
+    clear_unread,
+    copy_head,
+    forget_keys,
+    multiply,
+    weigh,
+    write_context,
+    write_score_bias,
+)
+from varlen_kernels.cpu.native.lanes import load, splat, sum_of, transpose
+from varlen_kernels.cpu.native.native import (
+    aligned,
+    clear,
+    fp32_matrix,
+    fp32_vector,
+    free_memory,
+    inlined,
+    inlined_view,
+    new_memory,
+)
+from varlen_kernels.cpu.native.target_cpu import LANES
+
+# The score of no key: its weight is 0 beside the lowest score too.
+_NO_KEY = np.float32(-3e38)
+_QUERY_TILE = 16
+_KEY_BLOCK = 128
+
+
+@inlined
+def _copy_keys_and_values(
+    qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+):
+    """Write panels of scaled keys, and rows of values.
+
+    With distances rows of keys are kept too; they are not scaled.
+    """
+    width = values.shape[1]
+    lanes = key_rows
+    for first in range(0, length, LANES):
+        count = min(LANES, length - first)
+        if distances is not None:
+            lanes = key_rows[first:]
+        for i in range(count):
+            row = start + first + i
+            copy_head(qkv, row, columns[0], head_dim, lanes, i)
+            copy_head(qkv, row, columns[1], head_dim, values, first + i)
+        clear_rows(lanes, count, LANES)
+        for feature in range(0, width, LANES):
+            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
+
+
+@inlined
+def _attend_tile(
+    queries,
+    count,
+    tile,
+    length,
+    key_length,
+    is_causal,
+    window,
+    score_bias,
+    keys_values,
+    distances,
+    room,
+):
+    """Write the sum of weighted values of some queries, and the sums of their weights.
+
+    Args:
+        queries: queries of the sequence from `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
+        length, key_length: number of queries of the sequence, and of keys that they may read.
+        keys_values, distances, room: see `attend_items`; room is overwritten.
+    """
+    key_rows, panels, values = keys_values
+    scores, context, totals, top = room
+    width = queries.shape[1]
+    rows = (count + ROWS - 1) // ROWS * ROWS
+    first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
+    last_key = key_length
+    if is_causal:
+        last_key = min(key_length, tile + count)
+    elif window:
+        last_key = min(key_length, tile + count + window - 1)
+    for block in range(first_key, last_key, _KEY_BLOCK):
+        keys = min(_KEY_BLOCK, last_key - block)
+        is_first = block == first_key
+        if distances is not None:
+            write_distance_scores(scores, queries, count, tile, key_rows, keys, block, distances)
+        for column in range(0, keys, LANES):
+            panel = (block + column) // LANES * width
+            for row in range(0, rows, ROWS):
+                is_only = distances is None
+                multiply(scores, row, column, queries, width, panels, panel, 0, is_only)
+        # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
+        for row in range(count):
+            for column in range(keys, (keys + LANES - 1) // LANES * LANES):
+                scores[row, column] = _NO_KEY
+        for row in range(count):
+            offset = block - (tile + row) + length - 1
+            weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
+        for feature in range(0, width, LANES):
+            for row in range(0, rows, ROWS):
+                multiply(context, row, feature, scores, keys, values, block, feature, is_first)
+
+
+@inlined
+def _attend(
+    sequence,
+    kv_head,
+    qkv,
+    cu_seqlens,
+    bias,
+    key_lengths,
+    num_kv_heads,
+    scale,
+    is_causal,
+    window,
+    out,
+    distances,
+    views,
+):
+    """Write the attention of one key head of one sequence.
+
+    Args:
+        distances: result of `make_distances`, filled for this head; None: compiled without them.
+        views: result of `attention_views`, overwritten.
+    """
+    _, _, keys_values, _ = views
+    num_heads = bias.shape[0]
+    group = num_heads // num_kv_heads
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    start = cu_seqlens[sequence]
+    length = cu_seqlens[sequence + 1] - start
+    key_length = key_lengths[sequence] if len(key_lengths) else length
+    key_rows, panels, values = keys_values
+    columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
+    _copy_keys_and_values(
+        qkv, start, key_length, columns, head_dim, scale, distances, key_rows, panels, values
+    )
+    attend_queries(
+        qkv,
+        start,
+        0,
+        length,
+        key_length,
+        kv_head * group,
+        group,
+        head_dim,
+        bias,
+        is_causal,
+        window,
+        out,
+        distances,
+        views,
+    )
+
+
+@inlined
+def attend_queries(
+    qkv,
+    start,
+    first_query,
+    length,
+    key_length,
+    first_head,
+    num_heads,
+    head_dim,
+    bias,
+    is_causal,
+    window,
+    out,
+    distances,
+    views,
+):
+    """Write the attention of a key head, whose keys and values are copied.
+
+    Args:
+        start: row of the first query.
+        first_query: place of the first query in the sequence, whose further tokens are queries too.
+        length: tokens of the sequence.
+        key_length: keys that the queries may read.
+        first_head, num_heads: the query heads.
+    """
+    score_bias, queries, keys_values, room = views
+    context, totals, top = room[1:]
+    for head in range(first_head, first_head + num_heads):
+        column = head * head_dim
+        if score_bias.shape[1]:
+            write_score_bias(score_bias, length, bias, head, is_causal, window)
+        for tile in range(first_query, length, _QUERY_TILE):
+            count = min(_QUERY_TILE, length - tile)
+            first_row = start + tile - first_query
+            for row in range(count):
+                copy_head(qkv, first_row + row, column, head_dim, queries, row)
+            # up to a multiple of ROWS
+            clear_rows(queries, count, min(count + ROWS - 1, _QUERY_TILE))
+            if key_length < length:
+                forget_keys(totals, top, count)
+            _attend_tile(
+                queries,
+                count,
+                tile,
+                length,
+                key_length,
+                is_causal,
+                window,
+                score_bias,
+                keys_values,
+                distances,
+                room,
+            )
+            if key_length < length:
+                clear_unread(context, totals, top, count)
+            for row in range(count):
+                total = sum_of(load(totals, row, 0))
+                write_context(context, row, total, out, first_row + row, column, head_dim)
+
+
+@inlined
+def _sizes(longest, width, needs_score_bias, keeps_keys):
+    """Return the sizes of the memory of `_attend`, in bytes; see `attention_views`."""
+    panels = (longest + LANES - 1) // LANES
+    # a vector that begins at the last distance ends LANES - 1 further
+    distances = 2 * longest + LANES if needs_score_bias else 0
+    key_rows = panels * LANES if keeps_keys else LANES
+    matrices = aligned(4 * width * key_rows), 4 * LANES * panels * width
+    tile = aligned(4 * _QUERY_TILE * width)
+    return aligned(4 * distances), matrices[0], matrices[1], tile
+
+
+@inlined_view
+def attention_views(memory, longest, width, needs_score_bias, keeps_keys):
+    """Return the memory of `_attend` for sequences of up to `longest` tokens.
+
+    Args:
+        memory: its address.
+        width: features of a head, rounded up to a multiple of 16.
+        needs_score_bias: whether something is added to scores, or keys are hidden.
+        keeps_keys: whether rows of all keys are kept.
+
+    Returns:
+        What is added to scores, `[1, distances]` or `[1, 0]`; rows of queries; rows of keys, panels of keys, and
+        rows of values; scores, context, totals and largest scores.
+    """
+    sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
+    panels = (longest + LANES - 1) // LANES
+    distances = 2 * longest + LANES if needs_score_bias else 0
+    clear(memory, sizes[0])
+    score_bias = fp32_matrix(memory, 1, distances)
+    memory += sizes[0]
+    key_rows = fp32_matrix(memory, panels * LANES if keeps_keys else LANES, width)
+    memory += sizes[1]
+    key_panels = fp32_matrix(memory, panels * width, LANES)
+    memory += sizes[2]
+    values = fp32_matrix(memory, panels * LANES, width)
+    memory += sizes[2]
+    queries = fp32_matrix(memory, _QUERY_TILE, width)
+    context = fp32_matrix(memory + sizes[3], _QUERY_TILE, width)
+    memory += 2 * sizes[3]
+    scores = fp32_matrix(memory, _QUERY_TILE, _KEY_BLOCK)
+    memory += 4 * _QUERY_TILE * _KEY_BLOCK
+    totals = fp32_matrix(memory, _QUERY_TILE, LANES)
+    top = fp32_vector(memory + 4 * _QUERY_TILE * LANES, _QUERY_TILE)
+    return score_bias, queries, (key_rows, key_panels, values), (scores, context, totals, top)
+
+
+@inlined
+def attention_bytes(longest, width, needs_score_bias, keeps_keys):
+    """Return the size of the memory of `attention_views`."""
+    sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
+    fixed = 4 * _QUERY_TILE * (_KEY_BLOCK + LANES) + aligned(4 * _QUERY_TILE)
+    return sizes[0] + sizes[1] + 2 * sizes[2] + 2 * sizes[3] + fixed
+
+
+@inlined
+def attend_items(
+    first_item,
+    last_item,
+    qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    cu_seqlens,  # [sequences + 1]
+    bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
+    key_lengths,  # [sequences], the keys that each reads, or [0] for all
+    num_kv_heads,
+    scale,
+    is_causal,
+    window,
+    out,  # [tokens, num_heads * head_dim]
+):
+    """Write the attention of some items, ordered by sequence; return whether memory ran out.
+
+    An item is one key head of one sequence.
+    """
+    head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
+    width = (head_dim + LANES - 1) // LANES * LANES
+    longest = 0
+    for item in range(first_item, last_item):
+        sequence = item // num_kv_heads
+        longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+    needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
+    memory = new_memory(attention_bytes(longest, width, needs_score_bias, False))
+    if memory == 0:
+        return 1
+    views = attention_views(memory, longest, width, needs_score_bias, False)
+    for item in range(first_item, last_item):
+        _attend(
+            item // num_kv_heads,
+            item % num_kv_heads,
+            qkv,
+            cu_seqlens,
+            bias,
+            key_lengths,
+            num_kv_heads,
+            scale,
+            is_causal,
+            window,
+            out,
+            None,
+            views,
+        )
+    free_memory(memory)
+    return 0
+
+
+@inlined
+def attend_items_with_distances(
+    first_item,
+    last_item,
+    tables,
+    qkv,
+    cu_seqlens,
+    bias,
+    key_lengths,
+    num_heads,
+    scale,
+    is_causal,
+    window,
+    out,
+):
+    """Write the attention of some items, ordered by head; return whether memory ran out.
+
+    An item is one head of one sequence. All sequences share the panels of a head's distances.
+
+    Args:
+        tables: see `make_distances`.
+        first_item, last_item, qkv, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out: see
+            `attend_items`.
+    """
+    head_dim = qkv.shape[1] // (3 * num_heads)
+    width = (head_dim + LANES - 1) // LANES * LANES
+    sequences = len(cu_seqlens) - 1
+    longest = 0
+    for item in range(first_item, last_item):
+        sequence = item % sequences
+        longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+    needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
+    own_bytes = attention_bytes(longest, width, needs_score_bias, True)
+    more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    memory = new_memory(own_bytes + more_bytes)
+    if memory == 0:
+        return 1
+    views = attention_views(memory, longest, width, needs_score_bias, True)
+    distances = make_distances(memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    copied_head = -1
+    for item in range(first_item, last_item):
+        head = item // sequences
+        if head != copied_head:
+            copied_head = head
+            copy_distances(tables, head * head_dim, head_dim, scale, views[1], distances)
+        _attend(
+            item % sequences,
+            head,
+            qkv,
+            cu_seqlens,
+            bias,
+            key_lengths,
+            num_heads,
+            scale,
+            is_causal,
+            window,
+            out,
+            distances,
+            views,
+        )
+    free_memory(memory)
+    return 0

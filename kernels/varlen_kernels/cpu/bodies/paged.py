@@ -1,0 +1,333 @@
+"""Attention of single tokens over KV blocks on a CPU, for functions that numba compiles.
+
+A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are,
+once for all query heads of a key head, and no score leaves the cache of its core. The tokens of a block are read as
+four runs side by side: a core reads several streams of memory faster than one. The products of 16 keys are summed
+together, so that no score is a sum of its own.
+Source: the specification is `reference.attention_paged`; docs/decisions/0019-cpu-decoding.md has measurements.
+"""
+
+import numpy as np
+
+from varlen_kernels.cpu.bodies.attention_weights import LOWEST, copy_head, weigh, write_context
+from varlen_kernels.cpu.bodies.kv_blocks import block_row, copy_row
+from varlen_kernels.cpu.native.lanes import (
+    fold_1,
+    fold_2,
+    fold_4,
+    fold_8,
+    load,
+    multiply_add,
+    splat,
+    store,
+    sum_of,
+)
+from varlen_kernels.cpu.native.native import (
+    aligned,
+    clear,
+    fp32_matrix,
+    fp32_vector,
+    free_memory,
+    inlined,
+    inlined_view,
+    matrix_like,
+    new_memory,
+)
+from varlen_kernels.cpu.native.target_cpu import LANES
+
+# The score of no key: its weight is 0 beside the lowest score too.
+_NO_KEY = np.float32(-3e38)
+_ZERO = np.float32(0)
+# Parts of a block that are read side by side, each in its order.
+_RUNS = 4
+# Vectors of a context whose sums are in registers.
+_SUMS = 4
+
+
+@inlined
+def _run_length(count):
+    """Return the tokens of a run: a multiple of 4, so 4 runs fill vectors."""
+    return (count + LANES - 1) // LANES * (LANES // _RUNS)
+
+
+@inlined
+def _column(run, place):
+    """Return the column of a token's score: a vector has four scores of each run."""
+    tokens = LANES // _RUNS
+    return place // tokens * LANES + run * tokens + place % tokens
+
+
+@inlined
+def _rows(first, last, place, length):
+    """Return the row at one place of each run; past the last row, the last."""
+    row = first + place
+    return (
+        min(row, last),
+        min(row + length, last),
+        min(row + 2 * length, last),
+        min(row + 3 * length, last),
+    )
+
+
+@inlined
+def _multiply_keys(query, member, keys, first, last, place, length):
+    """Return four parts of each product of a query with four keys.
+
+    The keys are at one place of each run; lanes 4 · run to 4 · run + 3 belong to it.
+    """
+    row_a, row_b, row_c, row_d = _rows(first, last, place, length)
+    a = b = c = d = splat(_ZERO)
+    for feature in range(0, query.shape[1], LANES):
+        lanes = load(query, member, feature)
+        a = multiply_add(load(keys, row_a, feature), lanes, a)
+        b = multiply_add(load(keys, row_b, feature), lanes, b)
+        c = multiply_add(load(keys, row_c, feature), lanes, c)
+        d = multiply_add(load(keys, row_d, feature), lanes, d)
+    return fold_4(fold_8(a, c), fold_8(b, d))
+
+
+@inlined
+def _write_scores(scores, query, keys, first, count):
+    """Write the products of the queries of a key head with some keys.
+
+    Args:
+        first, count: first row and number of the keys. Places past them have the scores of the last key.
+    """
+    length, last = _run_length(count), first + count - 1
+    for place in range(0, length, LANES // _RUNS):
+        for member in range(query.shape[0]):
+            a = _multiply_keys(query, member, keys, first, last, place, length)
+            b = _multiply_keys(query, member, keys, first, last, place + 1, length)
+            c = _multiply_keys(query, member, keys, first, last, place + 2, length)
+            d = _multiply_keys(query, member, keys, first, last, place + 3, length)
+            scores_of_four = fold_1(fold_2(a, c), fold_2(b, d))
+            store(scores, member, _column(0, place), scores_of_four)
+
+
+@inlined
+def _bias_scores(scores, member, count, bias, head, distance):
+    """Add the bias of a head; the first key has the distance `distance`."""
+    length, reach = _run_length(count), bias.shape[1] // 2
+    for i in range(count):
+        column = max(distance + i, -reach) + reach
+        scores[member, _column(i // length, i % length)] += bias[head, column]
+
+
+@inlined
+def _add_values(context, member, weights, values, first, count):
+    """Add `count` weighted values, from row `first` on, to a context."""
+    length, last, width = _run_length(count), first + count - 1, context.shape[1]
+    whole = width // (_SUMS * LANES) * (_SUMS * LANES)
+    for feature in range(0, whole, _SUMS * LANES):
+        a = load(context, member, feature)
+        b = load(context, member, feature + LANES)
+        c = load(context, member, feature + 2 * LANES)
+        d = load(context, member, feature + 3 * LANES)
+        for place in range(length):
+            for run in range(_RUNS):
+                weight = splat(weights[member, _column(run, place)])
+                row = min(first + place + run * length, last)
+                a = multiply_add(load(values, row, feature), weight, a)
+                b = multiply_add(load(values, row, feature + LANES), weight, b)
+                c = multiply_add(load(values, row, feature + 2 * LANES), weight, c)
+                d = multiply_add(load(values, row, feature + 3 * LANES), weight, d)
+        store(context, member, feature, a)
+        store(context, member, feature + LANES, b)
+        store(context, member, feature + 2 * LANES, c)
+        store(context, member, feature + 3 * LANES, d)
+    for feature in range(whole, width, LANES):
+        # a sum of each run: one sum would wait for itself
+        a = load(context, member, feature)
+        b = c = d = splat(_ZERO)
+        for place in range(length):
+            row_a, row_b, row_c, row_d = _rows(first, last, place, length)
+            weight_a = splat(weights[member, _column(0, place)])
+            weight_b = splat(weights[member, _column(1, place)])
+            weight_c = splat(weights[member, _column(2, place)])
+            weight_d = splat(weights[member, _column(3, place)])
+            a = multiply_add(load(values, row_a, feature), weight_a, a)
+            b = multiply_add(load(values, row_b, feature), weight_b, b)
+            c = multiply_add(load(values, row_c, feature), weight_c, c)
+            d = multiply_add(load(values, row_d, feature), weight_d, d)
+        store(context, member, feature, (a + b) + (c + d))
+
+
+@inlined
+def _begin(queries, sequence, column, head_dim, scale, state):
+    """Copy the scaled queries of a key head, and clear what is summed for them."""
+    query, context, totals, top = state
+    for member in range(query.shape[0]):
+        copy_head(queries, sequence, column + member * head_dim, head_dim, query, member)
+        for feature in range(0, query.shape[1], LANES):
+            store(query, member, feature, load(query, member, feature) * splat(scale))
+            store(context, member, feature, splat(_ZERO))
+        store(totals, member, 0, splat(_ZERO))
+        top[member] = LOWEST
+
+
+@inlined
+def _attend_keys(keys, values, first, count, bias, first_head, distance, scores, no_bias, state):
+    """Add some keys and values to the contexts of the queries of a key head.
+
+    Args:
+        first, count: first row and number of the keys.
+        bias: `[num_heads, 2 * reach + 1]`, or `[num_heads, 0]` for none.
+        distance: the distance from the query to the first key.
+        scores: overwritten.
+        no_bias: `[1, 0]`.
+        state: queries, contexts, sums of weights and largest scores, `[query heads, ...]`.
+    """
+    query, context, totals, top = state
+    length = _run_length(count)
+    _write_scores(scores, query, keys, first, count)
+    for member in range(query.shape[0]):
+        if bias.shape[1]:
+            _bias_scores(scores, member, count, bias, first_head + member, distance)
+        for i in range(count, _RUNS * length):
+            scores[member, _column(i // length, i % length)] = _NO_KEY
+        weigh(scores, member, _RUNS * length, no_bias, 0, top, totals, context, False)
+        _add_values(context, member, scores, values, first, count)
+
+
+@inlined
+def _attend_token(
+    row,
+    length,
+    queries,
+    keys,
+    values,
+    blocks,
+    first_block,
+    kv_head,
+    num_kv_heads,
+    block_size,
+    bias,
+    scale,
+    window,
+    out,
+    memory,
+):
+    """Write the attention of one token for one key head; see `attend_tokens`."""
+    scores, no_bias, state, key_rows, value_rows = memory
+    query, context, totals, _ = state
+    head_dim, group = keys.shape[1], query.shape[0]
+    first_head = kv_head * group
+    begin = max(0, length - window) if window else 0
+    _begin(queries, row, first_head * head_dim, head_dim, scale, state)
+    for block in range(begin // block_size, (length + block_size - 1) // block_size):
+        position = max(begin, block * block_size)
+        count = min(length, (block + 1) * block_size) - position
+        first = block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
+        block_keys, block_values = keys, values
+        if key_rows.shape[0]:
+            for i in range(count):
+                copy_row(keys, first + i, 0, head_dim, key_rows, i)
+                copy_row(values, first + i, 0, head_dim, value_rows, i)
+            block_keys, block_values, first = key_rows, value_rows, 0
+        distance = position - (length - 1)
+        _attend_keys(
+            block_keys,
+            block_values,
+            first,
+            count,
+            bias,
+            first_head,
+            distance,
+            scores,
+            no_bias,
+            state,
+        )
+    for member in range(group):
+        total = sum_of(load(totals, member, 0))
+        column = (first_head + member) * head_dim
+        write_context(context, member, total, out, row, column, head_dim)
+
+
+@inlined
+def _token_bytes(group, width, columns, copied_rows, item_bytes):
+    """Return the size of the memory of `_token_views`, and of its parts."""
+    sizes = aligned(4 * group * columns), aligned(4 * group * width)
+    copied = aligned(item_bytes * copied_rows * width)
+    total = sizes[0] + 2 * sizes[1] + 2 * copied + 4 * group * LANES + aligned(4 * group)
+    return total, sizes[0], sizes[1], copied
+
+
+@inlined_view
+def _token_views(place, keys, group, width, columns, copied_rows):
+    """Return the memory of `_attend_token`, from an address on.
+
+    Returns:
+        Scores; a matrix without numbers; queries, contexts, sums of weights and largest scores; and copies of rows of
+        keys and of values with zeros behind them, where rows of the cache are not whole vectors.
+    """
+    _, score_bytes, head_bytes, copied = _token_bytes(
+        group, width, columns, copied_rows, keys.itemsize
+    )
+    no_bias, scores = fp32_matrix(place, 1, 0), fp32_matrix(place, group, columns)
+    place += score_bytes
+    query = fp32_matrix(place, group, width)
+    context = fp32_matrix(place + head_bytes, group, width)
+    place += 2 * head_bytes
+    clear(place, 2 * copied)
+    key_rows = matrix_like(keys, place, copied_rows, width)
+    value_rows = matrix_like(keys, place + copied, copied_rows, width)
+    place += 2 * copied
+    totals = fp32_matrix(place, group, LANES)
+    top = fp32_vector(place + 4 * group * LANES, group)
+    return scores, no_bias, (query, context, totals, top), key_rows, value_rows
+
+
+@inlined
+def attend_tokens(
+    first_item,
+    last_item,
+    queries,  # [tokens, at least num_heads * head_dim]
+    keys,  # [blocks * num_kv_heads * block_size, head_dim]
+    values,  # [blocks * num_kv_heads * block_size, head_dim]
+    num_kv_heads,
+    block_size,
+    cu_seqlens,  # [sequences + 1]
+    context_lens,  # [sequences]
+    blocks,  # [blocks in use]
+    cu_blocks,  # [sequences + 1]
+    bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
+    scale,
+    window,
+    out,  # [tokens, num_heads * head_dim]
+):
+    """Write the attention of sequences with one new token; return whether memory ran out.
+
+    An item is one key head of one sequence. The heads of a sequence lie side by side in its blocks, and their items
+    follow one another. The context of a sequence without keys is NaN.
+    """
+    head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
+    width = (head_dim + LANES - 1) // LANES * LANES
+    columns = _RUNS * _run_length(block_size)
+    copied_rows = 0 if width == head_dim else block_size
+    memory = new_memory(_token_bytes(group, width, columns, copied_rows, keys.itemsize)[0])
+    if memory == 0:
+        return 1
+    views = _token_views(memory, keys, group, width, columns, copied_rows)
+    for item in range(first_item, last_item):
+        sequence, kv_head = item // num_kv_heads, item % num_kv_heads
+        start = cu_seqlens[sequence]
+        if cu_seqlens[sequence + 1] - start == 1:
+            _attend_token(
+                start,
+                context_lens[sequence],
+                queries,
+                keys,
+                values,
+                blocks,
+                cu_blocks[sequence],
+                kv_head,
+                num_kv_heads,
+                block_size,
+                bias,
+                scale,
+                window,
+                out,
+                views,
+            )
+    free_memory(memory)
+    return 0

@@ -1,0 +1,1 @@
+"""Calls of compiled functions: their entries, rules, tables and machine code."""

@@ -1,0 +1,186 @@
+"""Codes of weights whose errors cancel out, beside GPTQ with an inverse."""
+
+import pytest
+import torch
+
+from varlen.execution.int8 import layer_inputs, rounding
+from varlen.execution.int8.layer_inputs import choose_codes
+from varlen.execution.int8.rounding import rounded_codes
+from varlen.program.recorder import Recorder
+from varlen_kernels import cpu
+from varlen_kernels.reference.linear_int8 import OUTLIERS, WeightCodes, nearest_codes
+
+
+@pytest.fixture
+def numbers():
+    return torch.Generator().manual_seed(0)
+
+
+def related_inputs(tokens, hidden, numbers):
+    """Return inputs whose columns go together, in a few directions."""
+    directions = torch.randn(max(hidden // 8, 1), hidden, generator=numbers)
+    few = torch.randn(tokens, len(directions), generator=numbers)
+    return few @ directions + 0.1 * torch.randn(tokens, hidden, generator=numbers)
+
+
+def error(weight, outliers, chosen, x):
+    restored = chosen.codes * chosen.scale
+    restored[outliers] = weight[outliers]
+    return float((x @ (restored - weight)).square().sum())
+
+
+def gptq_codes(weight, outliers, gram, scale, largest):
+    """Return GPTQ's codes as in its paper, by the Cholesky factor of an inverse."""
+    kept = [column for column in range(len(weight)) if column not in outliers.tolist()]
+    kept.sort(key=lambda column: -float(gram[column, column]))
+    rest, scale = weight[kept].double(), scale.double()
+    inner = gram[kept][:, kept].double()
+    inner += 0.01 * inner.diagonal().mean() * torch.eye(len(kept))
+    inverse = torch.linalg.cholesky(torch.linalg.inv(inner), upper=True)
+    codes = torch.zeros(weight.shape, dtype=torch.int8)
+    for place, column in enumerate(kept):
+        code = (rest[place] / scale).round().clamp(-largest, largest)
+        codes[column] = code
+        lost = (rest[place] - code * scale) / inverse[place, place]
+        rest[place + 1 :] -= inverse[place, place + 1 :, None] * lost
+    return codes
+
+
+@pytest.mark.parametrize("bits, largest", [(8, 127), (4, 7)])
+@pytest.mark.parametrize("hidden, features", [(8, 3), (100, 40), (150, 5)])
+def test_codes_are_those_of_gptq(numbers, hidden, features, bits, largest):
+    weight = torch.randn(hidden, features, generator=numbers)
+    x = related_inputs(300, hidden, numbers)
+    outliers = torch.arange(1, 1 + OUTLIERS)
+
+    scale, codes = rounded_codes(weight, outliers, [x.t() @ x], bits)
+
+    expected = gptq_codes(weight, outliers, x.t() @ x, scale, largest)
+    # fp32 decides another way where a value is almost half way between two codes
+    assert (codes == expected).float().mean() > 0.98
+    assert not codes[outliers].any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_errors_on_the_inputs_are_smaller_than_those_of_the_nearest_codes(numbers, bits):
+    weight, outliers = torch.randn(96, 70, generator=numbers), torch.arange(OUTLIERS)
+    x = related_inputs(600, 96, numbers)
+    seen, others = x[:400], x[400:]
+
+    codes = rounded_codes(weight, outliers, [seen.t() @ seen], bits)
+
+    nearest = nearest_codes(weight, outliers, bits)
+    for inputs in (seen, others):
+        assert error(weight, outliers, codes, inputs) < 0.5 * error(
+            weight, outliers, nearest, inputs
+        )
+
+
+def test_columns_that_never_go_together_get_the_nearest_codes(numbers):
+    weight, outliers = torch.randn(30, 9, generator=numbers), torch.arange(OUTLIERS)
+    gram = torch.diag(torch.rand(30, generator=numbers))
+
+    chosen, nearest = rounded_codes(weight, outliers, [gram]), nearest_codes(weight, outliers)
+    assert torch.equal(chosen.codes, nearest.codes)
+    assert torch.equal(chosen.scale, nearest.scale)
+
+
+def test_scales_of_4_bits_have_the_smallest_error_of_the_nearest_codes(numbers):
+    weight, outliers = torch.randn(200, 9, generator=numbers), torch.arange(OUTLIERS)
+    gram = torch.diag(torch.rand(200, generator=numbers))
+    x = gram.sqrt()
+
+    chosen = rounded_codes(weight, outliers, [gram], 4)
+
+    # of normal numbers, the largest is so far out that it costs more than it is worth
+    whole = nearest_codes(weight, outliers, 4)
+    assert (chosen.scale < whole.scale).any()
+    for feature in range(9):
+        column = weight[:, [feature]]
+        errors = []
+        for factor in (1.0, 0.9, 0.8, 0.7):
+            scale = whole.scale[[feature]] * factor
+            codes = (column / scale).round().clamp(-7, 7)
+            errors.append(error(column, outliers, WeightCodes(scale, codes), x))
+        own = WeightCodes(chosen.scale[[feature]], chosen.codes[:, [feature]])
+        assert error(column, outliers, own, x) <= min(errors) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30])
+def test_columns_without_values_have_codes(numbers, value):
+    weight, outliers = torch.randn(20, 9, generator=numbers), torch.arange(OUTLIERS)
+
+    chosen = rounded_codes(weight, outliers, [torch.full((20, 20), value)])
+
+    assert chosen.codes.abs().max() <= 127
+
+
+def test_many_features_have_the_codes_that_they_have_alone(numbers, monkeypatch):
+    monkeypatch.setattr(rounding, "_FEATURES", 4)
+    weight, outliers = torch.randn(40, 10, generator=numbers), torch.arange(OUTLIERS)
+    x = related_inputs(100, 40, numbers)
+    gram = x.t() @ x
+
+    alone = [rounded_codes(weight[:, i : i + 1], outliers, [gram]).codes for i in range(10)]
+
+    assert torch.equal(rounded_codes(weight, outliers, [gram]).codes, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("most, passes", [(2**20, 1), (1600, 3), (1, 3)])
+def test_layers_are_observed_as_memory_allows(numbers, monkeypatch, most, passes):
+    monkeypatch.setattr(layer_inputs, "_MOST_SUMS", most)
+    weights = [torch.randn(40, 40, generator=numbers) for _ in range(3)]
+    ops = Recorder()
+    hidden = ops.input("x", ("tokens", 40), torch.float32)
+    for weight in weights:
+        hidden = ops.linear(hidden, weight, None)
+    program = ops.finish(hidden)
+    x = related_inputs(200, 40, numbers)
+    runs = []
+
+    def run(kernels):
+        runs.append(kernels)
+        values = x
+        for weight in weights:
+            values = kernels.linear(values, weight)
+
+    codes = choose_codes([program], run)
+
+    assert len(runs) == passes
+    inputs = x
+    for weight, (outliers, chosen) in zip(weights, codes.values(), strict=True):
+        expected = rounded_codes(weight, outliers, [inputs.t() @ inputs])
+        assert torch.equal(chosen.codes, expected.codes)
+        inputs = cpu.linear(inputs, weight)
+
+
+def test_wide_inputs_are_corrected_in_parts(numbers, monkeypatch):
+    for module in (layer_inputs, rounding):
+        monkeypatch.setattr(module, "TOGETHER", 16)
+    weight = torch.randn(40, 9, generator=numbers)
+    ops = Recorder()
+    program = ops.finish(ops.linear(ops.input("x", ("tokens", 40), torch.float32), weight, None))
+    x = related_inputs(200, 40, numbers)
+
+    ((outliers, chosen),) = choose_codes(
+        [program], lambda kernels: kernels.linear(x, weight)
+    ).values()
+
+    for part in (slice(0, 16), slice(16, 32), slice(32, 40)):
+        is_other = torch.ones(40, dtype=torch.bool)
+        is_other[part] = False
+        others = torch.cat([outliers, is_other.nonzero()[:, 0]]).unique()
+        expected = gptq_codes(weight, others, x.t() @ x, chosen.scale, 127)
+        # columns of other parts change the damping a little
+        assert (chosen.codes[part] == expected[part]).float().mean() > 0.9
+    nearest = nearest_codes(weight, outliers)
+    assert error(weight, outliers, chosen, x) < error(weight, outliers, nearest, x)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_inputs_that_are_not_finite_leave_the_nearest_codes(numbers, bits):
+    weight, outliers = torch.randn(20, 9, generator=numbers), torch.arange(OUTLIERS)
+
+    chosen = rounded_codes(weight, outliers, [torch.full((20, 20), torch.nan)], bits)
+
+    assert torch.equal(chosen.codes, nearest_codes(weight, outliers, bits).codes)

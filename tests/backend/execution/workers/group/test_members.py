@@ -1,0 +1,65 @@
+"""A stage that does not lead waits for the stage before, not for ever."""
+
+import socket
+from pathlib import Path
+from threading import Timer
+
+import pytest
+
+from varlen.config import EngineConfig
+from varlen.errors import EngineError
+from varlen.execution.workers.child import Setup
+from varlen.execution.workers.group import members
+from varlen.execution.workers.group.members import StageMember
+from varlen.memory.shared import new_shared
+
+LIMIT = 0.05
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Return the second of three stages, and the stages before and behind it."""
+    monkeypatch.setattr(members, "longest_wait", lambda config, before: before * LIMIT)
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    leader, behind, before = (ours for ours, _ in pairs)
+    connection, sends, receives = (theirs.detach() for _, theirs in pairs)
+    descriptors = [connection, sends, new_shared(0), receives, new_shared(0)]
+    config = EngineConfig(device="cpu", pipeline_parallel=3)
+    yield StageMember(Setup(leader, Path(), config, 1, descriptors)), before, behind
+    for each in (leader, behind, before):
+        each.close()
+
+
+def has_message(end):
+    """Return whether a message of no bytes came, as `multiprocessing.connection` sends it."""
+    end.settimeout(60)
+    return end.recv(16) == bytes(4)
+
+
+def test_a_stage_runs_after_the_one_before_it_and_before_the_one_behind(stage):
+    member, before, behind = stage
+    before.sendall(bytes(4))
+    place = member.handoffs.place
+
+    with member.running(None):
+        behind.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            behind.recv(1)
+        assert member.handoffs.place == (place + 1) % 3
+
+    assert has_message(behind)
+
+
+def test_no_stage_is_late_until_all_have_loaded(stage):
+    member, before, behind = stage
+    Timer(4 * LIMIT, before.sendall, [bytes(4)]).start()
+    with member.running(None):
+        pass
+    assert has_message(behind)
+
+    member.finish_load()
+    with (
+        pytest.raises(EngineError, match="stage 1 did not answer within 10 s"),
+        member.running(None),
+    ):
+        pytest.fail("it runs")
