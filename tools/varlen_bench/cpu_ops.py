@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -55,7 +55,7 @@ def cases() -> list[Case]:
     found = []
     for name, dtype in _DTYPES.items():
         for head_dim, (sizes, lengths) in product(_HEAD_DIMS, LENGTHS.items()):
-            heads = {"heads": _HEADS, "head_dim": head_dim}
+            heads: dict[str, Any] = {"heads": _HEADS, "head_dim": head_dim}
             call = op_call("attention_varlen", dtype, lengths=lengths, **heads)
             case = f"{sizes}, {_HEADS} heads of {head_dim}"
             found.append(Case("attention_varlen", case, name, call))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import torch
 import typer
@@ -91,7 +92,7 @@ def measure_rooms(machine: Machine, tokens: int, lengths: tuple[int, ...]) -> It
     for length in lengths:
         count = max(1, tokens // length)
         for factor in _ROOMS:
-            sizes = {"lengths": [length] * count, "slots": factor * count}
+            sizes: dict[str, Any] = {"lengths": [length] * count, "slots": factor * count}
             call = op_call("attention_varlen", torch.bfloat16, "tiles", **sizes)
             inputs = call.make(machine.device, 0)
             call.prepare(machine.kernels, inputs)

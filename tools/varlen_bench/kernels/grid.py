@@ -1,11 +1,13 @@
-"""The measured calls by name for `--only`, at shapes of TurboTransformers, of a server, and tiny ones.
+"""The measured calls by name for `--only`.
 
+Their shapes are TurboTransformers', a server's, and tiny ones for a CPU.
 Source of the paper's shapes: Fang et al. 2021, arXiv:2010.05680, section 6: 12 heads, hidden 768, batches of 1 and 20.
 """
 
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -130,7 +132,9 @@ def _attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     call for each bucket of it.
     """
     tokens, heads = grid.serving_tokens, grid.heads
-    widths = [{"heads": count, "head_dim": width // count} for width, count in grid.serving_widths]
+    widths: list[dict[str, Any]] = [
+        {"heads": count, "head_dim": width // count} for width, count in grid.serving_widths
+    ]
     exact, op = grid.serving_lengths(), "attention_varlen"
     calls = [op_call(op, dtype, lengths=exact, **width) for width in widths]
     for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
@@ -142,7 +146,7 @@ def _attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
             op_call(op, dtype, "tiles", shape=text, lengths=lengths, slots=slots, **width)
             for width in widths
         ]
-    sizes = {"heads": heads, "head_dim": grid.hidden // heads}
+    sizes: dict[str, Any] = {"heads": heads, "head_dim": grid.hidden // heads}
     for batch, n in grid.paper():
         text = f"{batch}x{n} {{heads}}x{{head_dim}}"
         calls.append(op_call(op, dtype, shape=text, lengths=[n] * batch, **sizes))
@@ -162,7 +166,7 @@ def _paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     decoding, longest = 2 * count, max(each[2] for each in grid.paged)
     contexts = [new] + [longest] * decoding
     steps.append(([new] + [1] * decoding, contexts, f"{new} and {decoding}x1 of {longest}"))
-    decoders = [
+    decoders: list[dict[str, Any]] = [
         dict(zip(("heads", "kv_heads", "head_dim"), heads, strict=True))
         for heads in grid.decoder_heads
     ]
@@ -215,10 +219,10 @@ def _rows(
     op: str, grid: Grid, dtype: torch.dtype, size: str = "hidden", factor: int = 1
 ) -> list[OpCall]:
     """Return calls on rows of each width for a server's batch, then for the paper."""
-    tables = {"vocabulary": grid.vocabulary, "positions": grid.positions}
+    sizes: dict[str, Any] = {"vocabulary": grid.vocabulary, "positions": grid.positions}
 
     def make(tokens: int, width: int, text: str = "") -> OpCall:
-        return op_call(op, dtype, shape=text, tokens=tokens, **{size: factor * width}, **tables)
+        return op_call(op, dtype, shape=text, tokens=tokens, **{**sizes, size: factor * width})
 
     calls = [make(grid.serving_tokens, width) for width, _ in grid.serving_widths]
     width = grid.hidden

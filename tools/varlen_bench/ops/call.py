@@ -162,7 +162,7 @@ class OpCall:
         return tuple(inputs[name] for name in self.written) if self.written else result
 
     def exact(self, inputs: Inputs) -> Tensor:
-        """Return the result in float64, or that of an op without errors; the inputs stay as they are."""
+        """Return the exact result; the inputs stay as they are."""
         if self.formula is not None:
             return self.formula(inputs)
         copies = {name: _copied(value, widen=self.max_error > 0) for name, value in inputs.items()}

@@ -66,8 +66,8 @@ def _attention(label: str, narrow: int | None = 8, **more: Any) -> CompiledCall:
 
 def _paged(label: str, new: int, narrow: int | None = 30, **more: Any) -> CompiledCall:
     count = more.pop("sequences", 4)
-    lengths = {"lengths": [new + 24] * count, "new": [new] * count}
-    return _call("attention_paged", label, narrow, **lengths, **more)
+    more |= {"lengths": [new + 24] * count, "new": [new] * count}
+    return _call("attention_paged", label, narrow, **more)
 
 
 def _append(label: str, narrow: int | None, optional: str = "", **more: Any) -> CompiledCall:

@@ -28,7 +28,7 @@ def flat(result: Any, _: Inputs) -> Tensor:
 
 
 def appended(result: Any, inputs: Inputs) -> Tensor:
-    """Return the keys and values in the slots of `append_kv`, after the queries if they are rotated."""
+    """Return the keys and values in the slots, after the queries if they are rotated."""
     # [blocks * block_size, kv_heads, head_dim] each
     rows = [cache.transpose(1, 2).flatten(0, 1) for cache in result]
     found = torch.stack([each[inputs["slots"]] for each in rows])

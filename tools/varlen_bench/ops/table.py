@@ -1,7 +1,7 @@
-"""The table of ops: a row for each op with a kernel says how it is called, and what bounds its time.
+"""The table of ops: how each kernel is called, and what bounds its time.
 
 Benchmarks, tuner, GPU report, compile checks and kernel tests make their calls from it, by name and sizes. The
-arguments of a call are those of the reference.
+reference names the arguments of a call.
 """
 
 import random
@@ -40,7 +40,7 @@ from varlen_kernels.reference.beam_search import (
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, EditLists, EditState
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
-# Sizes of a call by name, such as `tokens`; those that are not given are of BERT-base.
+# Sizes of a call by name, such as `tokens`. The sizes of BERT-base are the defaults.
 Sizes: TypeAlias = SimpleNamespace
 Of: TypeAlias = Callable[[Sizes], Any]
 
@@ -87,12 +87,18 @@ def op_call(
     Args:
         op: name in the table.
         dtype: dtype of the model.
-        optional: names of the optional tensor arguments; None for those of the row.
+        optional: names of the optional tensor arguments; None for the names of the row.
         shape: text for tables, or its format; the row's if empty.
-        given: sizes, and options of the op. `lengths` are the tokens of each sequence, `tokens` are those of one
-            sequence, and `batch` is a number of sequences whose tokens do not matter.
+        given: sizes and options of the op. `lengths` are the tokens of each sequence; `tokens` is the length of a
+            single sequence, and `batch` a number of sequences of one token.
+
+    Raises:
+        TypeError: the op has no such size or option.
     """
-    row, s = TABLE[op], _sizes(op, dtype, given)
+    row = TABLE[op]
+    if unknown := given.keys() - {"lengths"} - _BERT_BASE.keys() - row.sizes.keys() - {*_names(op)}:
+        raise TypeError(f"{op} has no sizes or options {', '.join(sorted(unknown))}")
+    s = _sizes(op, dtype, given)
     s.optional = frozenset((row.optional if optional is None else optional).split())
     recipes = {name: ARGUMENTS.get(f"{op}.{name}") or ARGUMENTS.get(name) for name in _names(op)}
     inputs = {
@@ -233,7 +239,7 @@ def _paged_tiles(s: Sizes) -> Make:
 
 
 def _pairs(s: Sizes) -> list[list[int]]:
-    """Return copies of blocks into others, and of one to itself; at most half of the blocks are copied."""
+    """Return copies of blocks into others, and of one to itself."""
     half = _BLOCKS // 2
     return [[i, half + i] for i in range(s.batch)] + [[half - 1, half - 1]]
 
@@ -275,7 +281,7 @@ def _search_state(make: Tensors) -> SearchState:
 
 
 def _followed_state(s: Sizes) -> Make:
-    """Return how to make beams that take the tables of others; every second one is continued twice."""
+    """Return how to make searches whose every second beam is continued twice."""
     rows, count = s.batch * s.beams, s.blocks
     parents = [beam // 2 * 2 for beam in range(s.beams)] * s.batch
 
