@@ -9,6 +9,8 @@ from varlen_bench.ops.sequences import attention_varlen
 
 from .compare import DTYPES
 
+pytestmark = pytest.mark.full
+
 
 @DTYPES
 @pytest.mark.parametrize("op", ANY_BATCH)
