@@ -8,6 +8,8 @@ from varlen_bench.ops.table import TABLE, op_call
 
 from .compare import DTYPES
 
+pytestmark = pytest.mark.full
+
 
 @DTYPES
 @pytest.mark.parametrize("op", TABLE)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.backend.decoding.search.beam_oracles import TableModel
+from tests.backend.decoding.sequences import sequences_of
 from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.decoding.search.beam_search import BeamSearch
@@ -14,12 +16,9 @@ from varlen.decoding.search.device_search import DeviceSearch, can_leave_to_devi
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.execution.step_packing import DeviceSearches, choices_of, pack_step, tensors_of
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import DeviceChoice
 from varlen_kernels import cpu, reference
-
-from .beam_oracles import TableModel
-from .sequences import sequences_of
 
 VOCABULARY = 12
 END = 3
@@ -96,7 +95,7 @@ class Steps:
             assert chunks[-1].num_generated == length
             rules.append(search.rules(length))
             rows += [model.logprobs(beam) for beam in beams]
-        step = StepBatch((), BatchShape.of([1]), 0.0, "", tuple(chunks))
+        step = Batch((), BatchShape.of([1]), 0.0, "", tuple(chunks))
         choice = DeviceChoice(searches=rules, renormalizes=self.renormalizes)
         packed = pack_step(step, 64, choice)
         logits = torch.from_numpy(np.array(rows, np.float32))
