@@ -268,8 +268,6 @@ def template_variables(
     """Return the variables of the chat template, as the server takes them.
 
     Args:
-        name: name of the template.
-        variables: variables of the request.
         strict: whether those that the template does not read are refused; vLLM ignores them.
     """
     options: dict[str, Any] = {} if name is None else {"chat_template": name}

@@ -30,10 +30,8 @@ class Route:
     """A route with a body.
 
     Attributes:
-        path: its path.
         answer: function of the gateway and the body; its docstring describes the route.
         example: a body that it takes.
-        tags: interfaces that have it.
     """
 
     path: str

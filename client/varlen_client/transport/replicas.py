@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, nullcon
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from varlen_client.errors import (
     ModelProcessEnded,
     ModelUnloaded,
@@ -26,12 +28,12 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.probe import probe_prompt, probe_rows
+from varlen_client.generation import OperationRequest
 from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.transport import Transport
 from varlen_client.transport.watch import ModelWatch
-from varlen_client.wire import ModelInfo
+from varlen_client.wire import InferRequest, ModelInfo, Rows
 
 # Moves per request that was sent, and those that are always allowed, counted over about these seconds.
 BUDGET_SHARE = 0.1
@@ -78,13 +80,7 @@ class RetryBudget:
 
 
 class Replica:
-    """The connections to one server, and what this client knows of it.
-
-    Args:
-        endpoint: address of the server.
-        ca_file: certificates to trust with TLS, instead of the default ones.
-        watch_seconds: argument of `ModelWatch`.
-    """
+    """The connections to one server, and what this client knows of it."""
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None, watch_seconds: float) -> None:
         self.endpoint = endpoint
@@ -179,12 +175,7 @@ class Replica:
 
 
 class Replicas:
-    """The replicas of a server; with one, requests never move on.
-
-    Args:
-        discovery: endpoints of the replicas, all of one protocol.
-        new_replica: returns the replica of an endpoint.
-    """
+    """The replicas of a server; with one, requests never move on."""
 
     def __init__(self, discovery: Discovery, new_replica: Callable[[Endpoint], Replica]) -> None:
         self._discovery = discovery
@@ -317,3 +308,25 @@ def _connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+_PARAMETERS = {"operation": "tokenize"}
+_TEXT = "a"
+# The server passes on only inputs that the model has.
+_TOKEN_ID = 0
+
+
+def probe_prompt(info: ModelInfo) -> OperationRequest:
+    """Return the small request for a model that generates."""
+    if "text_input" in info.inputs:
+        return OperationRequest(("text_input", _TEXT), _PARAMETERS, stream=False)
+    return OperationRequest(("input_ids", [_TOKEN_ID]), _PARAMETERS, stream=False)
+
+
+def probe_rows(info: ModelInfo) -> InferRequest:
+    """Return the small request for a model of any other task."""
+    text = (_TEXT.encode(), b"") if info.requires_pairs else (_TEXT.encode(),)
+    ids = np.full(1, _TOKEN_ID, dtype=np.int64)
+    rows = Rows(texts=(text,)) if "text" in info.inputs else Rows(ids=(ids,))
+    row = range(1)
+    return InferRequest(row, rows.tensors(row), (next(iter(info.outputs)),), _PARAMETERS)

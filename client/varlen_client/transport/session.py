@@ -60,12 +60,7 @@ class Session:
     """The connections to a server or its replicas, for one model and one event loop.
 
     Args:
-        endpoints: addresses of the replicas, at least one.
         model: the model's name; None for the only ready model of the server.
-        retry: policy of requests that are sent again.
-        ca_file: certificates to trust with TLS, instead of the default ones.
-        tenant: tenant of all requests that name none.
-        watch_seconds: argument of `ModelWatch`.
     """
 
     def __init__(
