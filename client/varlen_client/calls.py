@@ -210,9 +210,6 @@ def _with_rows(error: VarlenClientError, rows: range, total: int) -> VarlenClien
     return type(error)(message, rows=rows)
 
 
-_T = TypeVar("_T")
-
-
 def check_one_sample(sampling: Mapping[str, Any], message: str) -> None:
     """Raise InvalidRequest with this message if `n` asks for several samples."""
     if sampling.get("n", 1) != 1:

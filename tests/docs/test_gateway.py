@@ -12,8 +12,7 @@ from varlen_client.calls import DEFAULT_ROWS_PER_REQUEST
 from varlen_client.gateway import GatewaySettings, unserved_fields
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.bodies import MAX_INPUTS
-from varlen_client.gateway.chat import ChatBody
-from varlen_client.gateway.completions import CompletionsBody
+from varlen_client.gateway.generation import ChatBody, CompletionsBody
 
 GATEWAY = (PROJECT / "docs/tasks/gateway.md").read_text()
 TASK_PAGES = [page for page in (PROJECT / "docs/tasks").glob("*.md") if page.stem != "gateway"]

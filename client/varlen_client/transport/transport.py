@@ -41,35 +41,27 @@ class Transport(Protocol):
 
     async def server_ready(self) -> bool:
         """Return whether the server is ready for requests."""
-        ...
 
     async def model_ready(self, model: str) -> bool:
         """Return whether the model is ready for requests."""
-        ...
 
     async def server_identity(self) -> ServerIdentity:
         """Return the server's name and version."""
-        ...
 
     async def models(self) -> list[ModelState]:
         """Return the state of each model in the server's repository index."""
-        ...
 
     async def model_config(self, model: str) -> Mapping[str, object]:
         """Return the model's config in its JSON form."""
-        ...
 
     async def infer(self, model: str, request: InferRequest) -> Arrays:
         """Return the requested outputs."""
-        ...
 
     def generate(self, model: str, request: GenerateRequest) -> AsyncGenerator[Response, None]:
         """Send the request, and return its responses as they come; closing it cancels the request."""
-        ...
 
     async def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 # The errors of a stream have no status, so the backend writes it before the message.
