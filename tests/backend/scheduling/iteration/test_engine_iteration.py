@@ -87,7 +87,7 @@ class StepScheduler:
     def _finish(self, sequence):
         sequence.finish()
         self.steps.pop(sequence, None)
-        if sequence.request.is_finished:
+        if not sequence.request.unfinished:
             self.admitted -= 1
 
     def _batch(self, sequences):
