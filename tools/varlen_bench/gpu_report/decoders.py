@@ -1,4 +1,4 @@
-"""Random decoders on a GPU: first loads, steps of a chosen size, and requests that generate."""
+"""Random decoders on a GPU: first loads, steps, and requests that generate."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -162,7 +162,7 @@ def step_of(chunks: tuple[Chunk, ...]) -> Batch:
 
 
 def measure_steps(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[Figure]:
-    """Yield the times of a decoder's steps; `bandwidth` is in bytes a second, read and written."""
+    """Yield the times of a decoder's steps; `bandwidth` is in bytes a second."""
     row = partial(figure, "decode")
     with loaded(name, grid) as service:
         runner, use = service.runner, service.runner.graph_use
