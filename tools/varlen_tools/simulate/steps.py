@@ -17,7 +17,7 @@ from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.choices import BeamAnswer, SampledToken
 from varlen.scheduling.iteration.iteration import GenerationCounts, IterationScheduler
-from varlen.scheduling.iteration.step_limits import StepLimits
+from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_tools.simulate.command import MILLISECONDS
 from varlen_tools.simulate.costs import StepCosts, kv_tokens

@@ -831,7 +831,7 @@ def test_a_step_that_the_scheduler_lost_is_forgotten_when_the_next_one_ends():
 
     assert isinstance(lost.end, EngineError)
     assert tokens_of(later) == {0: answer(prompt_of(5, 2), 9)}
-    bench.admission.end(batch)
+    bench.admission.mark_ended(batch)
     bench.check_idle()
 
 
