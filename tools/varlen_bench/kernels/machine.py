@@ -1,4 +1,4 @@
-"""The machine of a run, a GPU or a fake, and the rows of a run."""
+"""The machine of a run, a GPU or a fake, and its rows."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

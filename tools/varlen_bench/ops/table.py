@@ -60,7 +60,7 @@ class Row:
         optional: optional tensor arguments of a call that does not choose them.
         sizes: defaults that differ from BERT-base.
         tiles: the op that fills the argument `tiles`.
-        out: how to make the result, if `OPS` does not tell its shape.
+        out: recipe of the result, if `OPS` does not tell its shape.
         read, formula, written, moved, flops, threshold: see `OpCall`.
     """
 
