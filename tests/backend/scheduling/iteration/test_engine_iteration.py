@@ -201,7 +201,7 @@ def test_a_deadline_ends_a_sequence_that_runs():
     assert in_time.end == "finished"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     actions=st.lists(
         st.one_of(
