@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source
 from varlen.scheduling.batch import Chunk
-from varlen.scheduling.iteration.groups import BeamBlocks, Group, Part, divide_step
+from varlen.scheduling.iteration.groups import BeamBlocks, Group, Part
 from varlen.scheduling.sequence import GeneratedSequence
 
 
@@ -382,3 +382,21 @@ def _tables(group: Group) -> tuple[list[int], ...]:
     """Return the lists of blocks that a group holds."""
     own = [] if group.beams is None else group.beams.held()
     return group.first.block_ids, group.source_block_ids, own
+
+
+def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
+    """Return the number of tokens of each branch of the groups.
+
+    Each has one, and prompts have the rest in order.
+
+    Args:
+        parts: groups of the step, in order.
+        step_tokens: number of tokens of the step, unless the groups run more in any case.
+    """
+    spare = max(0, step_tokens - sum(part.least_tokens for part in parts))
+    lengths = []
+    for part in parts:
+        more = min(part.remaining - 1, spare)
+        lengths.append(1 + more)
+        spare -= more
+    return lengths

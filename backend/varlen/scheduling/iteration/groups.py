@@ -185,16 +185,7 @@ class Group:
 
         The samples of a prompt part after their first token.
         """
-        return self.has_beams or not self.first.num_unknown or len(self.sequences) == 1
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether a client waits for the token that its next step chooses.
-
-        The client has read a token of it before.
-        """
-        length = self.first.length
-        return self.streams and self.first.num_tokens < length == self.first.num_computed + 1
+        return len(self.sequences) == 1 or self.has_beams or not self.first.num_unknown
 
     @property
     def least_tokens(self) -> int:
@@ -242,21 +233,3 @@ class Part(NamedTuple):
     group: Group
     remaining: int
     least_tokens: int
-
-
-def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
-    """Return the number of tokens of each branch of the groups.
-
-    Each has one, and prompts have the rest in order.
-
-    Args:
-        parts: groups of the step, in order.
-        step_tokens: number of tokens of the step, unless the groups run more in any case.
-    """
-    spare = max(0, step_tokens - sum(part.least_tokens for part in parts))
-    lengths = []
-    for part in parts:
-        more = min(part.remaining - 1, spare)
-        lengths.append(1 + more)
-        spare -= more
-    return lengths

@@ -185,6 +185,7 @@ class IterationScheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._step_numbers = count()
         self._is_pipeline = limits.stages > 1
+        self._step_latency_seconds = limits.step_latency_seconds
         self._max_in_flight = limits.stages if self._is_pipeline else MAX_IN_FLIGHT
         # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
@@ -374,7 +375,7 @@ class IterationScheduler:
             return None
         if not parts:
             return None
-        latency = self._limits.step_latency_seconds
+        latency = self._step_latency_seconds
         tokens = tokens_of_step(parts, size.tokens, self._cost, latency, beside=busy)
         chunks = self._memory.next_chunks(parts, tokens, logit_rows)
         copies = self._memory.copies
@@ -399,7 +400,10 @@ class IterationScheduler:
         copies = tuple((source, copy) for copy, source in step.copies.items())
         batch = Batch(sequences, shape, seconds, reason, chunks, copies, step.number, step.after)
         new = [group for group in step.chunks if not group.has_started]
-        self._admission.mark_running(batch, until=now + seconds, left=self._leave(new))
+        if new:
+            self._admission.mark_running(batch, until=now + seconds, left=self._leave(new))
+        else:
+            self._admission.mark_running(batch, until=now + seconds)
         return batch
 
     def _fail_step(self, step: StepInFlight, tokens: int, failure: Failure) -> list[Event]:

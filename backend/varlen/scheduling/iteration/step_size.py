@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from varlen.request.request import Request
 from varlen.scheduling.iteration.groups import Group, Part
@@ -213,11 +214,20 @@ def tokens_of_step(
         latency_seconds: target of the seconds of a step; 0 is no target.
         beside: groups of other steps of a pipeline, whose next tokens wait for this step too.
     """
-    if not latency_seconds or not (
-        any(part.group.streams and part.group.is_streaming for part in parts)
-        or any(group.streams and group.is_streaming for group in beside)
-    ):
+    groups = chain((part.group for part in parts), beside)
+    if not latency_seconds or not any(map(_waits_for_token, groups)):
         return max_tokens
     least = sum(part.least_tokens for part in parts)
     factor = 1 / (1 - PROMPT_PART)
     return min(max_tokens, cost.tokens_within(latency_seconds, least_tokens=least, factor=factor))
+
+
+def _waits_for_token(group: Group) -> bool:
+    """Return whether a client waits for the token that a group's next step chooses.
+
+    The client has read a token of it before.
+    """
+    first = group.first
+    if not group.streams or first.num_computed < first.num_tokens:
+        return False
+    return len(first.token_ids) + first.num_unknown == first.num_computed + 1

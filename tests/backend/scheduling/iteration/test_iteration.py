@@ -24,7 +24,7 @@ from varlen.errors import (
 )
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.iteration import group_memory
-from varlen.scheduling.iteration.groups import divide_step
+from varlen.scheduling.iteration.group_memory import divide_step
 
 _POLICIES = ["reserve", "optimistic"]
 _both_policies = pytest.mark.parametrize("policy", _POLICIES)

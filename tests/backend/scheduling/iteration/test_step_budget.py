@@ -102,7 +102,8 @@ def test_a_source_runs_as_a_whole_beside_streams():
 
 
 def part(tokens, *, is_streaming=False):
-    running = SimpleNamespace(streams=is_streaming, is_streaming=is_streaming)
+    first = SimpleNamespace(token_ids=[1, 2], num_tokens=1, num_computed=1, num_unknown=0)
+    running = SimpleNamespace(streams=is_streaming, first=first)
     return SimpleNamespace(least_tokens=tokens, group=running)
 
 
