@@ -59,7 +59,6 @@ def collect_choices(
     Each has its largest, middle and smallest call.
 
     Args:
-        ops: their launchers.
         report: receives a line per call that fails.
     """
     found: dict[tuple[str, Key], Choice] = {}
@@ -154,7 +153,6 @@ def compile_ahead(
     """Yield the compilations of `runs`, in its order; those not begun end with the context.
 
     Args:
-        count: the length of the list.
         capability: compute capability of the GPU, such as "sm_90"; nothing is compiled for an unknown one.
         processes: 0 compiles nothing.
     """

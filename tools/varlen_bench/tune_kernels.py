@@ -121,8 +121,6 @@ def updated_tables(
     """Return the text of tuning.json with new launches for one GPU and Triton version.
 
     Args:
-        text: text of the file before.
-        version: version of Triton, such as "3.6".
         best: best launch by op and key text; None removes an entry.
 
     Raises:

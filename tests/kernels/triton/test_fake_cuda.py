@@ -213,7 +213,13 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize(("options", "launch"), AHEAD.values(), ids=AHEAD)
+@pytest.mark.parametrize(
+    ("options", "launch"),
+    [
+        pytest.param(*each, id=name, marks=() if name == "sampled" else pytest.mark.full)
+        for name, each in AHEAD.items()
+    ],
+)
 def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
     gpu: FakeCuda, tmp_path: Path, options: dict[str, Any], launch: dict[str, int]
 ) -> None:
@@ -240,6 +246,7 @@ def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
         runner.close()
 
 
+@pytest.mark.full
 def test_beams_of_a_model_without_positions_follow_on_the_device(
     gpu: FakeCuda, tmp_path: Path
 ) -> None:

@@ -55,12 +55,9 @@ class DecoderGrid:
 
     Attributes:
         save: saves the checkpoint of each decoder in a folder, by name.
-        settings: settings of the model.
         steps: sequences of a decode step, and the tokens of their contexts.
         chunks: tokens of a prompt that runs beside the sequences of the last step.
         requests: numbers of requests that are answered together.
-        prompt_tokens, answer_tokens: tokens of each prompt and answer.
-        num_beams: beams of a request that searches.
     """
 
     save: Mapping[str, Callable[[Path], None]]
@@ -91,9 +88,7 @@ def save_random_llama(folder: Path, device: str = "cuda", **fields: Any) -> None
     """Save a LlamaForCausalLM with random weights in bf16, and a tokenizer of bytes.
 
     Args:
-        folder: folder of the checkpoint.
         device: device that makes the weights; a GPU takes seconds less.
-        fields: fields of the configuration.
     """
     import transformers
 

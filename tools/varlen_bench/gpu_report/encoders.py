@@ -39,11 +39,7 @@ class EncoderGrid:
     """What a stage runs on encoders.
 
     Attributes:
-        shapes: the encoders.
         batches: lengths of the sequences of each batch, by name.
-        dtype: dtype of the weights.
-        max_tokens: tokens of the largest batch.
-        max_length: tokens of the longest sequence.
     """
 
     shapes: tuple[EncoderShape, ...]

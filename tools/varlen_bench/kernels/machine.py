@@ -30,7 +30,6 @@ class Machine:
 
     Attributes:
         capability: compute capability, such as "sm_90".
-        kernels: our ops for the device.
         compile: compiles a function for the shapes of its first call and searches for the best kernels.
         compile_model: compiles a model without that search, in seconds instead of minutes.
     """

@@ -84,7 +84,6 @@ def liger_peer(
 
     Args:
         name: the function in `liger_kernel.transformers.functional`.
-        call: calls the function with the tensors that it needs.
     """
 
     def build(_: Compile) -> Call:

@@ -84,10 +84,8 @@ class OpCall:
 
     Attributes:
         op: name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
-        shape: text for tables.
         inputs: recipe for each tensor argument.
         out: makes the result, given the other inputs; None where the op takes none.
-        options: arguments that are not tensors.
         formula: computes the exact result from the inputs; None for the reference, in float64 if it rounds.
         read: converts a result to the form of the exact one.
         lengths: sequence lengths, if the op uses them.

@@ -201,7 +201,7 @@ def _scaled(factor: float, *shape: int, dtype: torch.dtype | None = None) -> Mak
     return lambda make: make.random(*shape, dtype=dtype).mul_(factor)
 
 
-def shuffled(blocks: int) -> list[int]:
+def _shuffled(blocks: int) -> list[int]:
     """Return the block ids below `blocks` in a fixed random order."""
     order = list(range(blocks))
     random.Random(0).shuffle(order)
@@ -229,7 +229,7 @@ def _distances(s: Sizes) -> Make:
 def _slots(s: Sizes) -> Make:
     """Return how to make slots that fill shuffled blocks in order."""
     size = s.block_size
-    order = shuffled(-(-s.tokens // size))
+    order = _shuffled(-(-s.tokens // size))
     slots = [order[i // size] * size + i % size for i in range(s.tokens)]
     return lambda make: make.ints(slots).long()
 
@@ -420,7 +420,7 @@ ARGUMENTS: dict[str, Callable[[Sizes], Made]] = {
     "value_cache": _cache,
     "context_lens": lambda s: s.lengths,
     "cu_blocks": lambda s: bounds(_blocks(s)),
-    "block_ids": lambda s: shuffled(sum(_blocks(s))),
+    "block_ids": lambda s: _shuffled(sum(_blocks(s))),
     "attention_paged.tiles": _paged_tiles,
     "copy_blocks.memory": lambda s: (2 * s.layers, _BLOCKS, s.kv_heads, s.block_size, s.head_dim),
     "copy_blocks.copies": lambda s: _table(_copied(s), 2),
