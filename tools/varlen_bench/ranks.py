@@ -49,7 +49,7 @@ _System = TypeVar("_System")
 _Sample = TypeVar("_Sample")
 
 _COLUMNS = "measurement case system ranks unit median p20 p80 least samples load".split()
-# Of hidden states of 768 features: one token, a decode step of 32 sequences, and a prefill.
+# Shapes of hidden states of 768 features: one token, a decode step of 32 sequences, and a prefill.
 SHAPES = ((1, 768), (32, 768), (512, 768))
 # How ranks add: inside a step, as an op that Python calls, and by PyTorch's own library for CPUs.
 SYSTEMS = ("step", "op", "gloo")

@@ -60,7 +60,7 @@ class Chooser(Protocol):
 
 
 class NoChooser:
-    """Of a process that only runs steps: a `Chooser` without outputs."""
+    """A `Chooser` without outputs, for a process that only runs steps."""
 
     def plan(self, step: Batch) -> DevicePlan:  # noqa: ARG002  # of every chooser
         """Return nothing."""

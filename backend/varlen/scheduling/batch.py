@@ -16,7 +16,7 @@ from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState, SequenceState
 
 Failure: TypeAlias = Literal["memory", "batch", "worker", "model", "skipped"]
-# Of a batch: one, or all since it ran alone, or both in turn.
+# Cores of a batch: one, or all since it ran alone, or both in turn.
 Cores: TypeAlias = Literal["one", "all", "both"]
 
 

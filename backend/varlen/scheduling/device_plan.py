@@ -1,4 +1,4 @@
-"""The plan of what the device chooses in a step, what it chose, and the tokens and answers that follow."""
+"""What the device chooses in a step, and the tokens and answers that follow."""
 
 from __future__ import annotations
 

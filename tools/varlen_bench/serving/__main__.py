@@ -405,7 +405,7 @@ def reason(error: Exception) -> str:
     return text.split("\\n\\nAt:")[0].strip(' "')
 
 
-# Of the capacity: the first load, and one that is too much.
+# Parts of the capacity: the first load, and one that is too much.
 _FIRST, _TOO_MUCH = 0.8, 1.15
 # Factors while no load is sustained, or every load is.
 _DOWN, _UP = 0.6, 1.25

@@ -44,7 +44,10 @@ class BlockCopies:
         self.next[destination] = source
 
     def assign(self, chunks: Iterable[Chunk]) -> dict[int, int]:
-        """Return the copies that the step of these chunks makes, which change while it is in flight."""
+        """Return the copies that the step of these chunks makes.
+
+        They change while it is in flight.
+        """
         # a copy is the last block of its table; the host copies none for beams
         written = {chunk.block_ids[-1] for chunk in chunks if not chunk.beams}
         copies = {copy: source for copy, source in self.next.items() if copy in written}

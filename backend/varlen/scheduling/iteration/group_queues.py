@@ -1,4 +1,4 @@
-"""The waiting and the running groups of a scheduler, in one order, and the ones that the next step runs.
+"""The waiting and the running groups, and the ones that the next step runs.
 
 Waiting groups start in this order; the first that does not fit holds back those behind it. It preempts
 running groups that are far behind it, which go on later, if that loses few tokens. If it lacks slots, short groups
@@ -138,7 +138,7 @@ def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf)
 def take_share(
     parts: list[Part], running: Iterable[Group], step_tokens: int, stages: int
 ) -> list[Part]:
-    """Return the parts of the next step of a pipeline, and count the steps that skip the others.
+    """Return the parts of a pipeline's next step, and count it for the others.
 
     Args:
         parts: groups that may run, in order.

@@ -1,6 +1,6 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
-Every running sequence runs in every step. One that generates runs its last token; prompts have what is left of the
+Every running sequence runs in every step. One that generates runs its last token; prompts have the rest of the
 step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`fair_share`): prompt
 and `max_tokens` are the size of a request, so a short one passes long ones, for a while. Waiting sequences start in
 this order, and may preempt running ones (`group_queues`).
