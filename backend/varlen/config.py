@@ -444,7 +444,7 @@ class EngineConfig:
         return tuple(name.strip() for name in self.ignore_config_fields.split(","))
 
     @property
-    def short_places(self) -> int:
+    def short_slots(self) -> int:
         """Number of short sequences that may generate beside `max_running_sequences`."""
         return -(-self.max_running_sequences // _SHORT_PART)
 

@@ -78,11 +78,11 @@ def _load(setup: Setup) -> _Part:
 
 
 def _load_steps(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMember) -> _Part:
-    from varlen.execution.step_launcher import NoChoice
+    from varlen.execution.step_launcher import NoChooser
     from varlen.execution.step_runner import StepRunner
     from varlen.execution.workers.step_messages import step_of
 
-    runner = StepRunner(checkpoint, setup.config, NoChoice(), link=link)
+    runner = StepRunner(checkpoint, setup.config, NoChooser(), link=link)
 
     def run(message: bytes) -> None:
         step = step_of(message)
