@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Sequences that run together, each with some tokens: decided by the scheduler, run by the executor.
+    """Sequences that run together, each with some tokens.
 
     Attributes:
         sequences: one or more sequences, in any order.
@@ -106,7 +106,7 @@ class Batch:
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs: one for each sequence, or for each sample and each search of a step."""
+        """Number of outputs: one per sequence, or per sample and search of a step."""
         if not self.chunks:
             return len(self.sequences)
         return sum(len(chunk.samples) for chunk in self.chunks)
