@@ -52,7 +52,7 @@ def test_help_imports_no_command_and_no_torch():
         "import sys; from varlen_client.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print([name for name in ('torch', 'numba', 'fastapi', 'uvicorn', 'starlette', 'varlen', 'varlen_tools',"
-        " 'varlen_client.cli.embed') if name in sys.modules])"
+        " 'varlen_client.cli.rows') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
