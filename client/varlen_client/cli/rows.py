@@ -1,4 +1,4 @@
-"""The commands of row tasks: vectors, similarity, labels, scores, sparse vectors, masks and arrays of tokens."""
+"""The commands of row tasks, such as `varlen embed` and `varlen rerank`."""
 
 from __future__ import annotations
 

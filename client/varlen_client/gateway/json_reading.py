@@ -71,7 +71,7 @@ class JsonSize:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, if it is JSON, is read by `read_body`; FastAPI does not check it again."""
+    """A route whose JSON is read by `read_body`, and not checked again by FastAPI."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the function that answers requests."""
