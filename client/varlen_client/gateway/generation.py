@@ -1,0 +1,443 @@
+"""OpenAI's `/v1/completions` and `/v1/chat/completions`; the checkpoint's chat template makes the prompt of a chat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway import GatewaySettings
+from varlen_client.gateway.answers import (
+    Chunks,
+    EventStream,
+    Head,
+    MakeChoice,
+    ReportedToken,
+    numbered,
+    reported_tokens,
+    whole_answer,
+)
+from varlen_client.gateway.bodies import ListOf, Object, Texts, refused_field, rows_of
+from varlen_client.gateway.json_writing import json_response
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.gateway.unserved_fields import CHATS, COMPLETIONS, MESSAGES, PARTS
+from varlen_client.generation import GeneratedPart, Generation
+from varlen_client.waits import all_or_first_error
+
+MAX_PROMPTS = 128
+
+
+class CompletionsBody(SamplingBody):
+    """A request to `/v1/completions`."""
+
+    ids_field = "prompt"
+    unserved = COMPLETIONS
+
+    prompt: Texts
+    max_tokens: int | None = None
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool = False
+    """Whether each answer begins with the text of its prompt."""
+    add_special_tokens: Literal[True] | None = None
+
+
+async def completions(gateway: Gateway, body: CompletionsBody) -> Response:
+    """Continue prompts, which are texts or token ids."""
+    prompts = rows_of(body.prompt, "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
+    sampling = _sampling(body)
+    make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
+    return await _answer(gateway, body, prompts, sampling, ("cmpl", "text_completion"), make_choice)
+
+
+async def _answer(
+    gateway: Gateway,
+    body: SamplingBody,
+    prompts: Sequence[Any],
+    sampling: dict[str, Any],
+    names: tuple[str, str],
+    make_choice: MakeChoice,
+) -> Response:
+    """Return the answers to prompts; `names` are the beginning of their id, and their kind."""
+    model = await gateway.models.get(body.model)
+    prefix, kind = names
+    head = Head.new(prefix, kind, model.name, body.request_id)
+    timeout = gateway.settings.timeout_seconds
+    if body.stream:
+        streams = [
+            model.client.stream_samples(prompt, body.n, timeout=timeout, **sampling)
+            for prompt in prompts
+        ]
+        chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
+        return await EventStream.begin(numbered(streams, body.n), chunks)
+    tasks = [
+        asyncio.ensure_future(
+            model.client.samples(prompt, body.num_samples, timeout=timeout, **sampling)
+        )
+        for prompt in prompts
+    ]
+    await all_or_first_error(tasks)
+    answers = [task.result() for task in tasks]
+    return json_response(whole_answer(head, answers, body.n, make_choice, gateway.metrics))
+
+
+def _sampling(body: CompletionsBody) -> dict[str, Any]:
+    given = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    return body.sampling() | {name: each for name, each in given.items() if each is not None}
+
+
+def _echoed(body: CompletionsBody, prompts: Sequence[str | list[int]]) -> Sequence[str]:
+    """Return the text that the answers to each prompt begin with.
+
+    Raises:
+        InvalidRequest: the text of a prompt, or log probabilities of its tokens, are not known here.
+    """
+    if not body.echo:
+        return [""] * len(prompts)
+    if body.logprobs is not None:
+        raise InvalidRequest(
+            "echo is True with logprobs, which a prompt's tokens have not; send one"
+        )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequest("echo is True with a prompt of token ids; allowed: with texts")
+    return texts
+
+
+def _choice(
+    echoed: Sequence[str],
+    n: int,
+    has_logprobs: bool,
+    index: int,
+    part: Generation | GeneratedPart,
+    offset: int | None,
+) -> dict[str, Any]:
+    """Return a choice, given the text that each prompt's `n` answers begin with."""
+    return {
+        "index": index,
+        "text": echoed[index // n] + part.text if offset is None else part.text,
+        "logprobs": _logprobs(part, offset or 0) if has_logprobs and part.logprobs else None,
+        "finish_reason": part.finish_reason,
+    }
+
+
+def _logprobs(part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
+    tokens, logprobs, top, offsets = [], [], [], []
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    for chosen, found in reported_tokens(part):
+        tokens.append(chosen.text)
+        logprobs.append(chosen.logprob)
+        top.append(_by_text(chosen, found))
+        offsets.append(offset)
+        # a part of a character begins where the character does
+        offset += len(chosen.text if chosen.utf8 is None else decoder.decode(chosen.utf8))
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def _by_text(chosen: ReportedToken, found: list[ReportedToken]) -> dict[str, float]:
+    """Return log probabilities by text; a second token of one text has its id."""
+    names = {chosen.token_id: chosen.text}
+    taken = {chosen.text}
+    for each in found:
+        if each.token_id not in names:
+            name = f"token_id:{each.token_id}" if each.text in taken else each.text
+            names[each.token_id] = name
+            taken.add(name)
+    return {names[each.token_id]: each.logprob for each in found}
+
+
+MAX_MESSAGES = 4096
+# Characters of arguments that are parsed as JSON: more would hold up other requests.
+MAX_ARGUMENT_CHARACTERS = 1 << 18
+
+# Field that says which of the tools are called, by the field of the tools; the second pair has the older names.
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+_NO_TOOLS = "tools are not served; the answer is text"
+# Header of an answer that does not call the tools of its request.
+WARNING_HEADER = "X-Varlen-Warning"
+
+
+class TextPart(Object):
+    """A part of a message; only texts are served."""
+
+    noun = "content"
+    unserved = PARTS
+
+    type: Literal["text", "input_text", "output_text"] = "text"
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"text": given}
+        if isinstance(given, dict) and given.get("type") == "refusal":
+            return {"text": given.get("refusal")}
+        return given
+
+
+def _parts_of(content: Any) -> Any:
+    """Return the parts of a content, which may be one text."""
+    if isinstance(content, str):
+        return [{"text": content}]
+    if not isinstance(content, list):
+        raise PydanticCustomError("content_type", "Input should be a text, or a list of parts")
+    return content
+
+
+class Message(Object):
+    """A message of the chat."""
+
+    noun = "message"
+    unserved = MESSAGES
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Annotated[ListOf[TextPart], BeforeValidator(_parts_of)]
+    name: str | None = None
+    tool_calls: ListOf[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    """Older form of `tool_calls`."""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Newer name of `reasoning_content`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, given: Any) -> Any:
+        """Answers that come back as messages have fields such as `refusal: null`, `annotations: []`."""
+        if not isinstance(given, dict):
+            return given
+        fields = {name: value for name, value in given.items() if value not in (None, [])}
+        # a call of a tool has no text, and a tool may return none
+        may_be_empty = fields.get("role") in ("assistant", "tool", "function")
+        return {"content": "", **fields} if may_be_empty else fields
+
+    def arguments(self) -> Iterator[str]:
+        """Yield the arguments of called functions that are texts."""
+        for function in (
+            *(each.get("function") for each in self.tool_calls or ()),
+            self.function_call,
+        ):
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                yield function["arguments"]
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates read, which is vLLM's."""
+        calls = [_call(each) for each in self.tool_calls or ()]
+        if self.function_call:
+            calls.append({"type": "function", "function": _parsed(self.function_call)})
+        reasoning = self.reasoning_content or self.reasoning
+        others = {
+            "name": self.name,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning,
+            "reasoning": reasoning,
+        }
+        return {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": "".join(part.text for part in self.content),
+            **{name: value for name, value in others.items() if value},
+        }
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form that chat templates read.
+
+    Raises:
+        InvalidRequest: the arguments of called functions are too long.
+    """
+    size = sum(len(each) for message in messages for each in message.arguments())
+    if size > MAX_ARGUMENT_CHARACTERS:
+        raise InvalidRequest(
+            f"the arguments of tool_calls have {size} characters; allowed: up to {MAX_ARGUMENT_CHARACTERS} in all"
+            " messages, so leave old calls out"
+        )
+    return [message.for_template() for message in messages]
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    return {**call, "function": _parsed(function)} if isinstance(function, dict) else call
+
+
+def _parsed(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a called function with its arguments as an object, which templates expect."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        return {**function, "arguments": json.loads(arguments or "{}")}
+    except (ValueError, RecursionError):
+        # a model has written it
+        return function
+
+
+# A longer list is refused before each message has been checked.
+Messages: TypeAlias = Annotated[ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(SamplingBody):
+    """A request to `/v1/chat/completions`."""
+
+    unserved = CHATS
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: Any = None
+    """Not called, and their choice cannot be forced."""
+    tool_choice: Any = None
+    functions: Any = None
+    """Older name of `tools`."""
+    function_call: Any = None
+    parallel_tool_calls: Any = None
+    """Ignored: there are no calls."""
+    verbosity: Any = None
+    """Ignored: no chat template reads it."""
+    chat_template: str | None = None
+    """Name of one of the checkpoint's templates."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    """Ignored: `chat_template_kwargs` sets what the chat template knows of it, such as `enable_thinking`."""
+    # vLLM's
+    include_reasoning: Any = None
+    """Ignored: answers are not divided."""
+    echo: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    return_prompt_text: Literal[False] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_forced_tools(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for tools, choice in _CHOICES.items():
+            if given.get(choice) not in (None, "", "none", "auto"):
+                raise refused_field(choice, f"is not supported: {_NO_TOOLS}; write auto")
+            if given.get(tools) and given.get(choice) != "none":
+                if info.context is None:
+                    raise refused_field(tools, f"is not supported: {_NO_TOOLS}")
+                info.context.add(tools)
+        return given
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        may_call = any(
+            getattr(self, tools) and getattr(self, choice) != "none"
+            for tools, choice in _CHOICES.items()
+        )
+        return {WARNING_HEADER: _NO_TOOLS} if may_call else {}
+
+
+async def chat_completions(gateway: Gateway, body: ChatBody) -> Response:
+    """Answer the last message of a chat."""
+    sampling = _chat_sampling(body, gateway.settings)
+    messages = for_template(body.messages)
+    kind, field = "chat.completion", "message"
+    if body.stream:
+        kind, field = "chat.completion.chunk", "delta"
+    make_choice = partial(_chat_choice, field, body.logprobs, body.top_logprobs or 0)
+    response = await _answer(gateway, body, [messages], sampling, ("chatcmpl", kind), make_choice)
+    response.headers.update(body.headers)
+    return response
+
+
+def _chat_sampling(body: ChatBody, settings: GatewaySettings) -> dict[str, Any]:
+    """Return the sampling parameters of a chat.
+
+    Raises:
+        InvalidRequest: `top_logprobs` without `logprobs`, or fields that contradict each other.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true")
+    given = body.max_completion_tokens, body.max_tokens, settings.chat_max_tokens
+    sampling = body.sampling()
+    sampling["max_tokens"] = next(each for each in given if each is not None)
+    variables = template_variables(
+        body.chat_template, body.chat_template_kwargs, strict=settings.strict
+    )
+    if variables:
+        sampling["chat_template_kwargs"] = variables
+    return sampling | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
+
+
+def template_variables(
+    name: str | None, variables: dict[str, Any] | None, *, strict: bool
+) -> dict[str, Any] | None:
+    """Return the variables of the chat template, as the server takes them.
+
+    Args:
+        strict: whether those that the template does not read are refused; vLLM ignores them.
+    """
+    options: dict[str, Any] = {} if name is None else {"chat_template": name}
+    if variables and not strict:
+        options["ignore_unread"] = True
+    return {**(variables or {}), **options} or None
+
+
+def _chat_choice(
+    field: str,
+    has_logprobs: bool,
+    top: int,
+    index: int,
+    part: Generation | GeneratedPart,
+    sent: int | None,
+) -> dict[str, Any]:
+    """Return a choice whose text is in this field; the first of an answer has the role."""
+    role = {"role": "assistant"} if sent is None else {}
+    return {
+        "index": index,
+        field: {**role, "content": part.text},
+        **_ending(part, has_logprobs, top),
+    }
+
+
+def _ending(part: Generation | GeneratedPart, has_logprobs: bool, top: int) -> dict[str, Any]:
+    """Return the end of a choice, with `top` tokens in each of its `top_logprobs`."""
+    content = [
+        {
+            **_token(chosen),
+            "top_logprobs": [_token(each) for each in _most_likely(chosen, found, top)],
+        }
+        for chosen, found in reported_tokens(part)
+        if has_logprobs
+    ]
+    return {
+        "logprobs": {"content": content} if content else None,
+        "finish_reason": part.finish_reason,
+    }
+
+
+def _most_likely(
+    chosen: ReportedToken, found: list[ReportedToken], top: int
+) -> list[ReportedToken]:
+    """Return `top` tokens; the chosen one is the last if it is less likely."""
+    tokens = found[:top]
+    return tokens if chosen in tokens else [*tokens[:-1], chosen][:top]
+
+
+def _token(token: ReportedToken) -> dict[str, Any]:
+    encoded = None if token.utf8 is None else [*token.utf8]
+    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
