@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from varlen.execution.model_info import ModelInfo, StepInfo
     from varlen.execution.workers.group.members import RankMember, StageMember
-    from varlen.models.checkpoint_folder import Checkpoint
+    from varlen.execution.workers.messages import batch_of
+    from varlen.execution.workers.step_messages import step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def _load(setup: Setup) -> _Part:
     import torch
 
     from varlen.execution.device import cores_of_rank
+    from varlen.execution.runner import Runner
+    from varlen.execution.step_launcher import NoChoice
     from varlen.execution.workers.group.members import RankMember, StageMember
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.tasks import ITERATIVE_TASKS
@@ -74,36 +77,17 @@ def _load(setup: Setup) -> _Part:
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     generates = (config.task or checkpoint.task) in ITERATIVE_TASKS
-    return (_load_steps if generates else _load_batches)(checkpoint, setup, link)
-
-
-def _load_steps(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMember) -> _Part:
-    from varlen.execution.step_launcher import NoChoice
-    from varlen.execution.step_runner import StepRunner
-    from varlen.execution.workers.step_messages import step_of
-
-    runner = StepRunner(checkpoint, setup.config, NoChoice(), link=link)
+    choice = NoChoice() if generates else None
+    runner = Runner(checkpoint, config, choice, measures=True, link=link)
+    if not generates:
+        runner.compile_products()
 
     def run(message: bytes) -> None:
-        step = step_of(message)
-        assert step is not None
-        runner.run_part(step)
+        work = step_of(message) if generates else batch_of(message)
+        assert work is not None
+        runner.run_part(work)
 
     return _Part(runner, link, run, runner.release_arenas)
-
-
-def _load_batches(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMember) -> _Part:
-    from varlen.execution.runner import Runner
-    from varlen.execution.workers.messages import batch_of
-
-    runner = Runner(checkpoint, setup.config, measures=True, link=link)
-    runner.compile_products()
-    return _Part(
-        runner,
-        link,
-        lambda message: runner.run(*batch_of(message)),
-        runner.release_arena,
-    )
 
 
 def _follow(control: socket.socket, part: _Part) -> None:
