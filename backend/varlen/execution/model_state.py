@@ -75,7 +75,7 @@ class ProgramRunner(Protocol):
     """
 
     program: Program
-    input_names: Sequence[str]
+    input_names: list[str]
     longest_first: bool
 
     def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:

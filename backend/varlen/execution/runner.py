@@ -26,7 +26,6 @@ from varlen.execution.fingerprint import device_name
 from varlen.execution.model_info import (
     GraphUse,
     ModelInfo,
-    StepInfo,
     edit_limits,
     generation_limit,
     sequence_limit,
@@ -73,7 +72,6 @@ class Runner:
         graph_use: cost of the CUDA graphs, if there are any.
     """
 
-    info: ModelInfo | StepInfo
     state: OneShot | Decoder
 
     def __init__(
@@ -128,38 +126,34 @@ class Runner:
         if choice is None:
             self._load_whole_sequences(task, longest)
         else:
-            self._load_steps(checkpoint, choice, longest, max_step_tokens)
+            self._load_steps(checkpoint, choice, task, longest, max_step_tokens)
 
     def _load_whole_sequences(self, task: Task, longest: int) -> None:
         """Make the state of a model that runs whole sequences."""
-        loaded, config = self._loaded, self._config
+        config = self._config
         self.arenas: Sequence[Arena] = [self._batch_arena(longest)]
         self._map_handoffs()
         device = self._new_program_runner()
         self.state = OneShot(device, task, is_padded=config.execution == "padded")
-        arena = self.arenas[0]
-        self.info = ModelInfo(
+        self.info = self._info(
             task,
-            self.device.type,
-            device_name(self.device),
-            loaded.dtype,
-            loaded.vocab_size,
-            loaded.type_vocab_size,
             longest,
-            min(config.max_batch_tokens, arena.max_tokens),
-            arena.max_tokens,
-            loaded.weight_bytes,
-            arena.capacity,
-            config.execution == "padded",
-            self._workers,
-            loaded.cost_fields,
+            device_name(self.device),
+            max_batch_tokens=min(config.max_batch_tokens, self.arena.max_tokens),
+            is_padded=config.execution == "padded",
+            workers=self._workers,
         )
         if isinstance(device, CudaRunner):
             self.slots, self.graph_use = device.slots, device.graph_use
             check_numbers(self.state, device.buckets, self.info, config.device_timeout_seconds)
 
     def _load_steps(
-        self, checkpoint: Checkpoint, choice: StepChoice, longest: int, max_step_tokens: int
+        self,
+        checkpoint: Checkpoint,
+        choice: StepChoice,
+        task: Task,
+        longest: int,
+        max_step_tokens: int,
     ) -> None:
         """Make the state of a model that generates."""
         loaded, config = self._loaded, self._config
@@ -168,8 +162,7 @@ class Runner:
             self.programs, config, self.device, max_step_tokens=max_step_tokens
         )
         self._map_handoffs()
-        has_sources = checkpoint.translate is not None
-        self.state = (EncoderDecoder if has_sources else Decoder)(
+        self.state = (EncoderDecoder if task == "translate" else Decoder)(
             loaded,
             self.arenas,
             config,
@@ -182,26 +175,38 @@ class Runner:
         self.slots = self.state.slots
         if isinstance(self.state.steps, CudaSteps):
             self.graph_use = self.state.steps.graph_use
-        self.info = StepInfo(
-            device=self.device.type,
-            device_name=name_of(self.device),
-            dtype=loaded.dtype,
-            vocab_size=loaded.vocab_size,
-            has_sources=has_sources,
-            max_sequence_tokens=longest,
-            max_step_tokens=max_step_tokens,
-            max_logit_rows=self.arenas[0].largest["logit_rows"],
-            weight_bytes=loaded.weight_bytes,
-            arena_bytes=sum(arena.capacity for arena in self.arenas),
+        self.info = self._info(
+            task,
+            longest,
+            name_of(self.device),
+            max_batch_tokens=max_step_tokens,
+            max_logit_rows=self.arena.largest["logit_rows"],
             num_blocks=loaded.kv.num_blocks,
             block_size=loaded.kv.block_size,
             block_bytes=loaded.kv.block_bytes,
         )
 
+    def _info(self, task: Task, longest: int, device: str, **own: Any) -> ModelInfo:
+        """Return model facts for the engine, with those of a kind of model."""
+        loaded = self._loaded
+        return ModelInfo(
+            task=task,
+            device=self.device.type,
+            device_name=device,
+            dtype=loaded.dtype,
+            vocab_size=loaded.vocab_size,
+            type_vocab_size=loaded.type_vocab_size,
+            max_sequence_tokens=longest,
+            max_arena_tokens=self.arena.max_tokens,
+            weight_bytes=loaded.weight_bytes,
+            arena_bytes=sum(arena.capacity for arena in self.arenas),
+            cost_fields=loaded.cost_fields,
+            **own,
+        )
+
     def another(self) -> Runner:
         """Return a runner of the same whole sequences on its CPU, with another arena."""
         other = copy(self)
-        assert isinstance(self.info, ModelInfo)
         other.arenas = [self._batch_arena(self.info.max_sequence_tokens)]
         other.state = OneShot(
             other._new_program_runner(), self.info.task, is_padded=self.info.is_padded

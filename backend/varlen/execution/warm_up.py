@@ -23,7 +23,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.timeout import call_within
-from varlen.execution.model_info import ModelInfo, StepInfo
+from varlen.execution.model_info import ModelInfo
 from varlen.execution.packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
@@ -141,7 +141,7 @@ def warm_up_draws(runner: Runner) -> None:
                 runner.decoder.run_packed(pack_step(_step([chunk]), runner.info.block_size, choice))
 
 
-def warm_up_choice(choice: StepChoice, info: StepInfo) -> None:
+def warm_up_choice(choice: StepChoice, info: ModelInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
     Where the model runs in a process of its own, that process has warmed it up.

@@ -8,8 +8,8 @@ from functools import partial
 
 import typer
 
-from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.step_runner import StepRunner
+from varlen.execution.cuda.runner import CudaSteps
+from varlen.execution.runner import Runner
 from varlen.request.generation import GenerationOptions
 from varlen_bench.gpu_report.decoders import (
     SERVED,
@@ -40,7 +40,7 @@ def measure_decoder(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[
     row = partial(figure, "decode")
     with loaded(name, grid) as service:
         runner, use = service.runner, service.runner.graph_use
-        assert isinstance(runner, StepRunner)
+        assert isinstance(runner, Runner)
         yield row(name, "captures", use.seconds, "s")
         yield row(name, "memory of graphs", use.num_bytes / 2**20, "MiB")
         for count, context in grid.steps:
@@ -54,19 +54,19 @@ def measure_decoder(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[
 
 
 def _steps(
-    case: str, runner: StepRunner, count: int, context: int, bandwidth: float
+    case: str, runner: Runner, count: int, context: int, bandwidth: float
 ) -> Iterator[Figure]:
     """Yield the times of one size of decode step: its graph, and whole steps."""
     row = partial(figure, "decode", case)
     greedy = step_of(decode_chunks(runner, count, context, _GREEDY))
     first, again = runner.run_batch(greedy), runner.run_batch(greedy)
     yield row("tokens that differ in a second run", _num_different(first, again), MUST_BE_0)
-    steps = runner.steps
+    steps = runner.decoder.steps
     assert isinstance(steps, CudaSteps)
     with steps.stream():
         graph = device_time(steps.graph(count))
-    kept = count * context * runner.kv.block_bytes / runner.kv.block_size
-    roofline = 1e6 * (runner.weight_bytes + kept) / bandwidth
+    kept = count * context * runner.info.block_bytes / runner.info.block_size
+    roofline = 1e6 * (runner.info.weight_bytes + kept) / bandwidth
     yield row("graph", graph, "us")
     yield row("graph, part of the roofline", roofline / graph, "1 is a copy")
     sampled = step_of(decode_chunks(runner, count, context, _SAMPLED))

@@ -12,7 +12,7 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.step_runner import StepRunner
+from varlen.execution.runner import Runner
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
 from varlen.scheduling.batch import Batch, Chunk
@@ -119,23 +119,23 @@ def new_sequence(options: GenerationOptions) -> GeneratedSequence:
 
 
 def decode_chunks(
-    runner: StepRunner, count: int, context: int, options: GenerationOptions
+    runner: Runner, count: int, context: int, options: GenerationOptions
 ) -> tuple[Chunk, ...]:
     """Return a token of each of `count` sequences, whose contexts have blocks of their own."""
-    each = -(-context // runner.kv.block_size)
+    each = -(-context // runner.info.block_size)
     chunks = []
     for index in range(count):
         sequence = new_sequence(options)
-        blocks = tuple((index * each + place) % runner.kv.num_blocks for place in range(each))
+        blocks = tuple((index * each + place) % runner.info.num_blocks for place in range(each))
         token_ids = (index % runner.vocab_size,)
         chunks.append(Chunk(sequence, context - 1, token_ids, blocks, (sequence,)))
     return tuple(chunks)
 
 
-def prompt_chunk(runner: StepRunner, length: int, options: GenerationOptions) -> Chunk:
+def prompt_chunk(runner: Runner, length: int, options: GenerationOptions) -> Chunk:
     """Return a whole prompt of `length` tokens, which samples a token."""
     sequence = new_sequence(options)
-    blocks = tuple(range(-(-length // runner.kv.block_size)))
+    blocks = tuple(range(-(-length // runner.info.block_size)))
     places = tuple(range(options.num_beams)) if sequence.is_searched else ()
     return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_places=places)
 

@@ -12,7 +12,14 @@ from functools import partial
 import numpy as np
 import typer
 
-from varlen_bench.gpu_report.encoders import SERVED, EncoderGrid, differs, loaded, random_batch
+from varlen_bench.gpu_report.encoders import (
+    SERVED,
+    EncoderGrid,
+    differs,
+    graphs_of,
+    loaded,
+    random_batch,
+)
 from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
@@ -60,8 +67,9 @@ def measure_shape(shape: EncoderShape, grid: EncoderGrid, batches: int) -> Itera
             answers = [runner.run(*batch) for runner in (on, off)]
             yield row(case, "batches whose bits differ", int(differs(*answers)), MUST_BE_0)
             for kind, runner in (("on", on), ("off", off)):
-                with runner.stream():
-                    spent = device_time(runner.graph(sum(lengths), len(lengths)))
+                graphs = graphs_of(runner)
+                with graphs.stream():
+                    spent = device_time(graphs.graph(sum(lengths), len(lengths)))
                 yield row(case, f"replay, dependent launch {kind}", spent, "us")
                 whole = host_time(partial(runner.run, *batch), _HOST_PASSES).median
                 yield row(case, f"from ids to vectors, dependent launch {kind}", whole, "us")

@@ -9,6 +9,7 @@ import numpy as np
 
 from varlen.config import DType, EngineConfig
 from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Prompt, RequestOptions
@@ -49,7 +50,7 @@ SERVED = EncoderGrid(
 
 
 @contextmanager
-def loaded(folder: Path, grid: EncoderGrid) -> Iterator[CudaRunner]:
+def loaded(folder: Path, grid: EncoderGrid) -> Iterator[OneShot]:
     """Yield the executor of a checkpoint on the GPU."""
     config = EngineConfig(
         device="cuda",
@@ -58,8 +59,14 @@ def loaded(folder: Path, grid: EncoderGrid) -> Iterator[CudaRunner]:
         max_sequence_tokens=grid.max_length,
     )
     with closing(Runner(Checkpoint.open(folder), config)) as runner:
-        assert isinstance(runner.device_runner, CudaRunner)
-        yield runner.device_runner
+        assert isinstance(runner.state, OneShot)
+        yield runner.state
+
+
+def graphs_of(state: OneShot) -> CudaRunner:
+    """Return the graphs of an executor on the GPU."""
+    assert isinstance(state.device, CudaRunner)
+    return state.device
 
 
 def random_batch(

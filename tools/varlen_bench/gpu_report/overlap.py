@@ -1,13 +1,20 @@
 """Two batches in flight beside one after another: `python -m varlen_bench.gpu_report.overlap`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import typer
 
-from varlen.execution.cuda.runner import Answers, CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.request.request import Float32Array, Prompt, RequestOptions
-from varlen_bench.gpu_report.encoders import SERVED, EncoderGrid, differs, loaded, random_batch
+from varlen_bench.gpu_report.encoders import (
+    SERVED,
+    EncoderGrid,
+    differs,
+    graphs_of,
+    loaded,
+    random_batch,
+)
 from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, command, device_time, figure
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import host_time
@@ -33,18 +40,19 @@ def measure_shape(shape: EncoderShape, grid: EncoderGrid) -> Iterator[Figure]:
             both = host_time(partial(_in_flight, runner, batches), _PASSES)
             yield row(case, "one in flight", alone.median / _BATCHES, "us a batch")
             yield row(case, "two in flight", both.median / _BATCHES, "us a batch")
-            with runner.stream():
-                busy = device_time(runner.graph(sum(lengths), len(lengths)))
+            graphs = graphs_of(runner)
+            with graphs.stream():
+                busy = device_time(graphs.graph(sum(lengths), len(lengths)))
             part = busy * _BATCHES / both.median
             yield row(case, "two in flight, GPU in graphs", part, "of the time")
 
 
-def _in_flight(runner: CudaRunner, batches: list[_Batch]) -> list[list[Float32Array]]:
+def _in_flight(runner: OneShot, batches: list[_Batch]) -> list[list[Float32Array]]:
     """Return the answers of all batches; as many are in flight as allowed."""
-    pending: list[Answers] = []
+    pending: list[Callable[[], list[Float32Array]]] = []
     found: list[list[Float32Array]] = []
     for batch in batches:
-        if len(pending) == runner.slots:
+        if len(pending) == graphs_of(runner).slots:
             found.append(pending.pop(0)())
         pending.append(runner.launch(*batch))
     return found + [answers() for answers in pending]

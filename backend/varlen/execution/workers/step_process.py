@@ -26,7 +26,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cpu.runner import map_logits
 from varlen.execution.executor import WorkerEndedError
-from varlen.execution.model_info import GraphUse, StepInfo
+from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.step_launcher import StepChoice, StepLauncher
 from varlen.execution.workers.connection import WorkerConnection, hung_after
@@ -48,7 +48,7 @@ _QUEUED_BYTES = 1 << 16
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
-class StepProcess(ModelProcess[StepInfo]):
+class StepProcess(ModelProcess[ModelInfo]):
     """Runs steps in one worker process at a time.
 
     While it runs one, the next one is packed. It is sent as soon as the tokens of the one before are chosen, so the
@@ -81,7 +81,7 @@ class StepProcess(ModelProcess[StepInfo]):
             CheckpointError, ConfigError: see `Runner`.
             EngineError: the process failed.
         """
-        super().__init__(STEPS, folder, config, new_info=StepInfo, limits_of=_limits)
+        super().__init__(STEPS, folder, config, new_info=ModelInfo, limits_of=_limits)
         self._choice = choice
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
@@ -255,7 +255,7 @@ class StepProcess(ModelProcess[StepInfo]):
         self._restarted()
 
 
-def _limits(info: StepInfo) -> tuple[object, ...]:
+def _limits(info: ModelInfo) -> tuple[object, ...]:
     """Return the facts that the engine relies on."""
     # the others depend on measured choices, and the name is for the log
-    return astuple(replace(info, device_name="", weight_bytes=0, arena_bytes=0))
+    return astuple(replace(info, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))

@@ -28,7 +28,7 @@ from varlen.memory.heap import trim_heap
 if TYPE_CHECKING:
     import socket
 
-    from varlen.execution.model_info import ModelInfo, StepInfo
+    from varlen.execution.model_info import ModelInfo
     from varlen.execution.workers.group.members import RankMember, StageMember
     from varlen.execution.workers.messages import batch_of
     from varlen.execution.workers.step_messages import step_of
@@ -51,7 +51,7 @@ class _Part:
     release: Callable[[], None]
 
     @property
-    def info(self) -> ModelInfo | StepInfo:
+    def info(self) -> ModelInfo:
         """Model facts."""
         return self.model.info
 
