@@ -199,7 +199,7 @@ def test_a_stage_holds_the_weights_of_its_own_layers(make_checkpoint):
 
     sizes = [size for size, *_ in stages]
     # the first and the last one have the table of tokens
-    table = whole.vocab_size * 64 * 4
+    table = whole.info.vocab_size * 64 * 4
     assert sum(sizes) == whole.info.weight_bytes + table
     assert max(sizes) <= (whole.info.weight_bytes + 2 * table) / 3 * 1.1
     assert len({blocks for _, blocks, _ in stages}) == 1

@@ -9,6 +9,7 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena

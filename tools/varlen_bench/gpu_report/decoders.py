@@ -127,7 +127,7 @@ def decode_chunks(
     for index in range(count):
         sequence = new_sequence(options)
         blocks = tuple((index * each + place) % runner.info.num_blocks for place in range(each))
-        token_ids = (index % runner.vocab_size,)
+        token_ids = (index % runner.info.vocab_size,)
         chunks.append(Chunk(sequence, context - 1, token_ids, blocks, (sequence,)))
     return tuple(chunks)
 
