@@ -59,7 +59,7 @@ from varlen.scheduling.choices import (
     EditLimits,
     SampledToken,
 )
-from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.tasks import Task
 from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.greedy import best_tokens

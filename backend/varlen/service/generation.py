@@ -37,7 +37,7 @@ from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
-from varlen.scheduling.iteration.step_limits import StepLimits
+from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.service.grammar_requests import submit_with_grammar
 from varlen.service.running import MEGABYTE, RunningModel

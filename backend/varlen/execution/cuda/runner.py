@@ -35,7 +35,7 @@ from varlen.memory.device_copies import moved
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import PackedBatch, Program, Value
 from varlen.scheduling.choices import DeviceChosen
-from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS

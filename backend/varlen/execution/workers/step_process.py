@@ -38,7 +38,7 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
-from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 
 _log = logging.getLogger(__name__)
 
