@@ -188,7 +188,7 @@ class StepLauncher(Generic[_Packed]):
     def launch(self, step: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
 
-        If the host has to choose the tokens before it, it starts after that. `StepRunner.launch_batch` says what the
+        If the host has to choose the tokens before it, it starts after that. `Runner.launch_batch` says what the
         function raises.
         """
         launched = _Launched[_Packed](step)
