@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from varlen.execution.model_info import ModelInfo
     from varlen.execution.workers.group.members import RankMember, StageMember
-    from varlen.execution.workers.messages import batch_of
-    from varlen.execution.workers.step_messages import step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,8 @@ def _load(setup: Setup) -> _Part:
     from varlen.execution.runner import Runner
     from varlen.execution.step_launcher import NoChoice
     from varlen.execution.workers.group.members import RankMember, StageMember
+    from varlen.execution.workers.messages import batch_of
+    from varlen.execution.workers.step_messages import step_of
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.tasks import ITERATIVE_TASKS
 
