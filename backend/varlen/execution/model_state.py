@@ -37,7 +37,7 @@ from varlen.execution.packing import (
 )
 from varlen.execution.programs import LoadedPrograms
 from varlen.execution.rank_link import RankLink
-from varlen.execution.step_launcher import StepChoice, StepLauncher
+from varlen.execution.step_launcher import Chooser, StepLauncher
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena
 from varlen.memory.out_of_memory import memory_errors
@@ -52,10 +52,10 @@ from varlen.request.request import (
     Vectors,
 )
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import (
+from varlen.scheduling.device_plan import (
     BeamStep,
-    DeviceChoice,
-    DeviceChosen,
+    Chosen,
+    DevicePlan,
     EditLimits,
     SampledToken,
 )
@@ -171,8 +171,8 @@ def active_terms(weights: Float32Array) -> Float32Array:
         weights: `[vocabulary]`, of each term; none is negative.
 
     Returns:
-        `[terms, 2]` fp32: the number of each term, which fp32 holds exactly up to 2**24, and its weight. Of equal
-        weights, the lower number comes first.
+        `[terms, 2]` fp32: the number of each term, which fp32 holds exactly up to 2**24, and its weight. Among
+        equal weights, the lower number comes first.
     """
     # numpy finds what is true ten times as fast as what is not 0
     terms = np.flatnonzero(weights != 0)
@@ -211,7 +211,7 @@ class Decoder:
         loaded: LoadedPrograms,
         arenas: Sequence[Arena],
         config: EngineConfig,
-        choice: StepChoice,
+        choice: Chooser,
         kernels: Any,
         *,
         longest: int,
@@ -283,7 +283,7 @@ class Decoder:
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step on a CPU."""
         assert isinstance(self.steps, CpuSteps)
-        choice = self._choice.on_device(batch)
+        choice = self._choice.plan(batch)
         packed = self.pack(batch, choice)
         self._give(packed, batch)
         chosen = self.run_packed(packed)
@@ -291,7 +291,7 @@ class Decoder:
         with memory_errors(), torch.inference_mode():
             return self._choice.outputs(batch, choice, chosen, logits)
 
-    def run_packed(self, step: PackedStep) -> DeviceChosen:
+    def run_packed(self, step: PackedStep) -> Chosen:
         """Run a step on a CPU; return what was chosen here.
 
         The host chooses the rest from logits that are valid until the next step.
@@ -317,7 +317,7 @@ class Decoder:
                 copies = np.concatenate([copies, more.numpy()])
             return part_of_step(step.inputs, copies, step.sources, step.order)
 
-    def run_prepared(self, step: PackedStep, part: PackedStep) -> DeviceChosen:
+    def run_prepared(self, step: PackedStep, part: PackedStep) -> Chosen:
         """Run a step whose part is prepared; see `run_packed`."""
         with memory_errors(), torch.inference_mode():
             logits = self.run_part(part)
@@ -335,7 +335,7 @@ class Decoder:
                     on_device = tensors_of(step.searches)
                     numbers = self.searches.advance(logits, step.searches, on_device)
                 searches = choices_of(numbers, step.searches)
-            return DeviceChosen(token_ids, searches)
+            return Chosen(token_ids, searches)
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:
@@ -348,7 +348,7 @@ class Decoder:
             self._before(step)
             return self.steps.run(step.inputs, step.place)
 
-    def pack(self, step: Batch, choice: DeviceChoice) -> PackedStep:
+    def pack(self, step: Batch, choice: DevicePlan) -> PackedStep:
         """Return a step as arrays; see `StepDevice`."""
         return pack_step(step, self.kv.block_size, choice)
 
@@ -356,7 +356,7 @@ class Decoder:
         """Return True: a stream takes any step."""
         return True
 
-    def start(self, step: Batch, packed: PackedStep) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
         """Start a step on a GPU; return a function that waits for what the GPU chooses."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
@@ -373,8 +373,8 @@ class Decoder:
         self,
         step: Batch,
         packed: PackedStep,  # noqa: ARG002  # of every device
-        choice: DeviceChoice,
-        chosen: DeviceChosen,
+        choice: DevicePlan,
+        chosen: Chosen,
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step that the host completes, and give the tokens to the next step."""
         assert isinstance(self.steps, CudaSteps)

@@ -30,7 +30,7 @@ from varlen.request.request import (
     Vectors,
 )
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import BeamStep, DeviceChoice, Draws, Edits, SampledToken
+from varlen.scheduling.device_plan import BeamStep, DevicePlan, Draws, Edits, SampledToken
 from varlen_kernels.reference.beam import MAX_WIDTH, NO_TOKEN
 from varlen_kernels.reference.beam_search import ENDS_WHEN_FULL, IS_LAST, NOT_GIVEN
 
@@ -44,7 +44,7 @@ _LARGEST, _LEAST_DIVISOR = np.finfo(np.float32).max, np.finfo(np.float32).tiny
 _WIDTHS = 4
 
 
-_NOTHING_CHOSEN = DeviceChoice()
+_NOTHING_CHOSEN = DevicePlan()
 # Number of the step before, of a step that needs none.
 _NO_STEP = -1
 _NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0])
@@ -307,7 +307,7 @@ class PackedStep:
         self.inputs["token_ids"][places] = chosen[rows]
 
 
-def pack_step(step: Batch, block_size: int, choice: DeviceChoice = _NOTHING_CHOSEN) -> PackedStep:
+def pack_step(step: Batch, block_size: int, choice: DevicePlan = _NOTHING_CHOSEN) -> PackedStep:
     """Return a step as arrays.
 
     Args:
@@ -536,7 +536,7 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     for each in chunks:
         if each.beams:
             rows.append((row, each.beams, each.num_generated, len(places)))
-            places += each.beam_places
+            places += each.beam_slots
         # a chunk of several tokens comes after all beams
         row += each.beams or 1
     return {
@@ -546,7 +546,7 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     }
 
 
-def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
+def search_arrays(chunks: Sequence[Chunk], choice: DevicePlan) -> Arrays:
     """Return what searches take their steps with; empty if none does."""
     if not any(choice.searches):
         return {}
@@ -559,14 +559,14 @@ def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
     rules, logit_row, row, width = iter(choice.searches), 0, 0, 0
     for each in chunks:
         count = each.num_logit_rows
-        if each.beam_places and each.samples and (own := next(rules, None)) is not None:
+        if each.beam_slots and each.samples and (own := next(rules, None)) is not None:
             flags = IS_LAST * own.is_last | ENDS_WHEN_FULL * own.ends_when_full
             forced = NO_TOKEN if own.forced is None else own.forced
             of_ends = len(ends), len(ends) + len(own.end_ids)
             length = each.num_generated + 1
             beams = len(places)
             rows.append((row, count, own.num_beams, length, flags, forced, *of_ends, beams))
-            places += each.beam_places
+            places += each.beam_slots
             ends += own.end_ids
             divisors.append((own.divisor, own.best_divisor))
             logit_rows += range(logit_row, logit_row + count)

@@ -35,7 +35,7 @@ from varlen.execution.model_state import Decoder, EncoderDecoder, OneShot, Progr
 from varlen.execution.packing import PackedStep
 from varlen.execution.programs import load_programs
 from varlen.execution.rank_link import NO_OTHERS, RankLink
-from varlen.execution.step_launcher import StepChoice
+from varlen.execution.step_launcher import Chooser
 from varlen.execution.warm_up import check_numbers
 from varlen.memory.arena import Arena
 from varlen.memory.memory_use import MemoryUse
@@ -78,7 +78,7 @@ class Runner:
         self,
         checkpoint: Checkpoint,
         config: EngineConfig,
-        choice: StepChoice | None = None,
+        choice: Chooser | None = None,
         *,
         gpu: int = 0,
         kernels: object | None = None,
@@ -150,7 +150,7 @@ class Runner:
     def _load_steps(
         self,
         checkpoint: Checkpoint,
-        choice: StepChoice,
+        choice: Chooser,
         task: Task,
         longest: int,
         max_step_tokens: int,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from varlen.execution.packing import Arrays
-from varlen.scheduling.choices import EditLimits, SearchChoices
+from varlen.scheduling.device_plan import ChosenBeams, EditLimits
 from varlen_kernels.reference.beam import BeamEdits
 from varlen_kernels.reference.beam_search import SearchResults, SearchState
 from varlen_kernels.reference.logit_edits import EditLists, EditState
@@ -100,7 +100,7 @@ class DeviceSearches:
         return numbers
 
 
-def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
+def choices_of(numbers: Tensor, arrays: Arrays) -> ChosenBeams:
     """Return what searches have chosen.
 
     Args:
@@ -108,7 +108,7 @@ def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
         arrays: `PackedStep.searches`.
     """
     results = SearchResults.views(numbers, len(arrays["searches"]))
-    return SearchChoices(*(each.numpy() for each in results))
+    return ChosenBeams(*(each.numpy() for each in results))
 
 
 class DeviceEdits:

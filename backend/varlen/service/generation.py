@@ -11,7 +11,7 @@ import torch
 
 from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.decoding.checkpoint_rules import RequestDefaults, request_defaults, search_rules
-from varlen.decoding.choice import TokenChoice
+from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import MAX_COMPILING, Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.chat import ChatTemplate
@@ -97,7 +97,7 @@ class GenerationService(RunningModel):
                 sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
             )
             bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-            choice = TokenChoice(
+            choice = TokenChooser(
                 checkpoint,
                 grammars,
                 bad_words,
@@ -314,7 +314,7 @@ def _new_scheduler(
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
         max_running_sequences=config.max_running_sequences,
         max_sequence_tokens=info.max_sequence_tokens,
-        short_places=config.short_places,
+        short_slots=config.short_slots,
         short_tokens=SHORT_TOKENS,
         stages=config.pipeline_parallel,
     )

@@ -20,7 +20,7 @@ from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChoice
+from varlen.execution.step_launcher import NoChooser
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -125,7 +125,7 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
-    runner = Runner(Checkpoint.open(make_checkpoint(kind)), config, NoChoice())
+    runner = Runner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
     warm_up(runner)
     run, steps = runner.decoder.steps.run, []
 
@@ -148,7 +148,7 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     make_checkpoint, monkeypatch, hangs_at
 ):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
-    runner = Runner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChoice())
+    runner = Runner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChooser())
     run, limits, go_on = runner.decoder.steps.run, [], Event()
     runner.device = torch.device("cuda")
     monkeypatch.setattr(runner.decoder, "_copy_blocks", lambda copies: None)
@@ -196,7 +196,7 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     config = EngineConfig(
         device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
     )
-    runner = Runner(Checkpoint.open(make_checkpoint(kind)), config, NoChoice())
+    runner = Runner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
     run, shapes = runner.decoder.steps.run, []
     monkeypatch.setattr(
         runner.decoder.steps,

@@ -147,7 +147,7 @@ def prompt_chunk(runner: Runner, length: int, options: GenerationOptions) -> Chu
     sequence = new_sequence(options)
     blocks = tuple(range(-(-length // runner.info.block_size)))
     places = tuple(range(options.num_beams)) if sequence.is_searched else ()
-    return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_places=places)
+    return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_slots=places)
 
 
 def step_of(chunks: tuple[Chunk, ...]) -> Batch:

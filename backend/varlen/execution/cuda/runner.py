@@ -34,7 +34,7 @@ from varlen.memory.arena import Arena, Region
 from varlen.memory.device_copies import moved
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import PackedBatch, Program, Value
-from varlen.scheduling.choices import DeviceChosen
+from varlen.scheduling.device_plan import Chosen
 from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
@@ -416,7 +416,7 @@ class CudaSteps(_GraphRunner):
         """Return the logits of the step that was started last, `[rows, vocabulary]`."""
         return self._logits[:rows]
 
-    def start(self, step: PackedStep) -> Callable[[], DeviceChosen]:
+    def start(self, step: PackedStep) -> Callable[[], Chosen]:
         """Start a step; return a function that waits for what is chosen here.
 
         Called in the context of `stream`, for at most two steps before the function of the first one is called.
@@ -441,16 +441,16 @@ class CudaSteps(_GraphRunner):
             self._graphs.copy(numbers, results)
         if not step.draws and numbers is None:
             # the host waits for the logits
-            return DeviceChosen
+            return Chosen
         wait = self._graphs.record()
 
-        def chosen() -> DeviceChosen:
+        def chosen() -> Chosen:
             wait()
             token_ids = chosen_here[:rows].tolist() if step.draws else ()
             if numbers is None:
-                return DeviceChosen(token_ids)
+                return Chosen(token_ids)
             # the step after the next one writes there again
-            return DeviceChosen(token_ids, choices_of(numbers.clone(), step.searches))
+            return Chosen(token_ids, choices_of(numbers.clone(), step.searches))
 
         return chosen
 

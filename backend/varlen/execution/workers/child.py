@@ -37,9 +37,9 @@ _log = logging.getLogger("varlen")
 
 # Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
 MAX_MESSAGE = 1 << 16
-# Of a log line or an error, which JSON may make six times as long.
+# Characters of a log line or an error, which JSON may make six times as long.
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
-# Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _SET_PARENT_DEATH_SIGNAL = 1
 # File descriptors of a message at most.
 MOST_DESCRIPTORS = 5

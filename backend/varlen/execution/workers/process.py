@@ -42,7 +42,7 @@ _ATTEMPTS = 2
 class WorkerHost(ModelProcess[ModelInfo]):
     """The process that loads a model and forks its workers. Any thread may call `fork`.
 
-    Of a model that several processes hold, it is the leader, and its own only worker.
+    If several processes hold a model, it is the leader, and its own only worker.
 
     Attributes:
         share: tells workers whether their batch runs alone.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from varlen.execution.packing import PackedStep
 from varlen.request.request import Float32Array
-from varlen.scheduling.choices import DeviceChosen, SearchChoices
+from varlen.scheduling.device_plan import Chosen, ChosenBeams
 from varlen_kernels.reference.beam_search import ADVANCE_COLUMNS, FOLLOW_COLUMNS
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS
 
@@ -134,18 +134,18 @@ def step_of(message: bytes) -> PackedStep | None:
     )
 
 
-def answers_of(chosen: DeviceChosen) -> list[Float32Array]:
+def answers_of(chosen: Chosen) -> list[Float32Array]:
     """Return the choices of a step as answers of a batch; numbers keep their bits."""
     arrays: list[npt.NDArray[Any]] = [np.array(chosen.token_ids, np.int32)]
     arrays += chosen.searches or ()
     return [each.view(np.float32) for each in arrays]
 
 
-def chosen_of(answers: Sequence[Float32Array]) -> DeviceChosen:
+def chosen_of(answers: Sequence[Float32Array]) -> Chosen:
     """Return what `answers_of` has made answers of."""
     token_ids, *searches = answers
     tokens = token_ids.view(np.int32).tolist()
     if not searches:
-        return DeviceChosen(tokens)
+        return Chosen(tokens)
     ends, beams, scores = searches
-    return DeviceChosen(tokens, SearchChoices(ends.view(np.int32), beams.view(np.int32), scores))
+    return Chosen(tokens, ChosenBeams(ends.view(np.int32), beams.view(np.int32), scores))

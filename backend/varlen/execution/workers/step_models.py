@@ -10,7 +10,7 @@ from dataclasses import replace
 from varlen.config import EngineConfig
 from varlen.execution.device import check_ranks, choose_device
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import StepChoice, StepModel
+from varlen.execution.step_launcher import Chooser, StepModel
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess
 from varlen.models.checkpoint_folder import Checkpoint
@@ -20,7 +20,7 @@ from varlen.telemetry.metrics import CountedMetric, Stats
 def load_step_model(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    choice: StepChoice,
+    choice: Chooser,
     stats: Stats,
     *,
     gpu: int,
@@ -54,7 +54,7 @@ def load_step_model(
 def _process(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    choice: StepChoice,
+    choice: Chooser,
     stats: Stats,
 ) -> StepProcess:
     model = StepProcess(

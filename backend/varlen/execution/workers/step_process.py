@@ -28,7 +28,7 @@ from varlen.execution.cpu.runner import map_logits
 from varlen.execution.executor import WorkerEndedError
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
-from varlen.execution.step_launcher import StepChoice, StepLauncher
+from varlen.execution.step_launcher import Chooser, StepLauncher
 from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
@@ -37,7 +37,7 @@ from varlen.execution.workers.step_messages import chosen_of, step_message
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
+from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, SampledToken
 from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class StepProcess(ModelProcess[ModelInfo]):
         self,
         folder: Path,
         config: EngineConfig,
-        choice: StepChoice,
+        choice: Chooser,
         restarted: Callable[[], None],
         restarts: RestartLimit | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class StepProcess(ModelProcess[ModelInfo]):
             return True
         return self._worker.wait(max(0.0, timeout))
 
-    def pack(self, step: Batch, choice: DeviceChoice) -> PackedStep:
+    def pack(self, step: Batch, choice: DevicePlan) -> PackedStep:
         """Return a step as the process takes it; see `StepDevice`."""
         return pack_step(step, self.info.block_size, choice)
 
@@ -134,7 +134,7 @@ class StepProcess(ModelProcess[ModelInfo]):
         arrays = (each for group in groups for each in group.values())
         return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
 
-    def start(self, step: Batch, packed: PackedStep) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
         """Send a step to the process; return a function that waits for what it chooses.
 
         What the process has not chosen it does not know.
@@ -154,7 +154,7 @@ class StepProcess(ModelProcess[ModelInfo]):
         return partial(self._await, self.pid, step.seconds)
 
     def choose(
-        self, step: Batch, packed: PackedStep, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, packed: PackedStep, choice: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
@@ -163,7 +163,7 @@ class StepProcess(ModelProcess[ModelInfo]):
         self._chosen = tokens_of_rows(step, outputs)
         return outputs
 
-    def _await(self, pid: int, seconds: float) -> DeviceChosen:
+    def _await(self, pid: int, seconds: float) -> Chosen:
         """Wait until the process has run a step; return what it has chosen.
 
         Args:

@@ -51,7 +51,7 @@ def _load(setup: Setup) -> Runner:
     from varlen.execution.device import cores_of_rank
     from varlen.execution.rank_link import NO_OTHERS
     from varlen.execution.runner import Runner
-    from varlen.execution.step_launcher import NoChoice
+    from varlen.execution.step_launcher import NoChooser
     from varlen.execution.warm_up import warm_up, warm_up_draws
     from varlen.execution.workers.group.rank_group import RankGroup
     from varlen.execution.workers.group.stage_group import StageGroup
@@ -65,7 +65,7 @@ def _load(setup: Setup) -> Runner:
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     # the engine chooses what the process does not
-    runner = Runner(checkpoint, config, NoChoice(), link=group or NO_OTHERS)
+    runner = Runner(checkpoint, config, NoChooser(), link=group or NO_OTHERS)
     warm_up(runner)
     warm_up_draws(runner)
     if group is not None:

@@ -14,7 +14,7 @@ from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.packing import begun_arrays, draw_arrays, tensors_of
 from varlen.execution.token_state import DeviceEdits
-from varlen.scheduling.choices import EditLimits
+from varlen.scheduling.device_plan import EditLimits
 from varlen_kernels import cpu
 from varlen_kernels.reference.logit_edits import KEPT
 

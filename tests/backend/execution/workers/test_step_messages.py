@@ -14,12 +14,12 @@ from varlen.execution.workers.step_messages import (
     step_message,
 )
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import (
-    DeviceChoice,
-    DeviceChosen,
+from varlen.scheduling.device_plan import (
+    Chosen,
+    ChosenBeams,
+    DevicePlan,
     Draws,
     Edits,
-    SearchChoices,
     SearchRules,
 )
 
@@ -42,7 +42,7 @@ def beams_of(search, *, has_source, num_beams=2):
     chunk = chunk_of(1, has_source=has_source)
     tokens, blocks = (0,) * num_beams, tuple(range(num_beams))
     places = tuple(range(search, search + num_beams))
-    return chunk._replace(token_ids=tokens, block_ids=blocks, beam_places=places, beams=num_beams)
+    return chunk._replace(token_ids=tokens, block_ids=blocks, beam_slots=places, beams=num_beams)
 
 
 RULES = SearchRules(2, False, True, 5, (3, 4), np.array([7, 8, 9], np.int32), 1.5, 2.0)
@@ -56,13 +56,13 @@ EDITS = Edits(
 )
 NOTHING_BEGINS = EDITS._replace(**dict.fromkeys(("tokens", "counts", "biases"), np.empty(0)))
 CHOICES = {
-    "chosen by the engine": DeviceChoice(),
-    "greedy": DeviceChoice(Draws(LIMITS, None)),
-    "drawn": DeviceChoice(Draws(LIMITS, np.array([0.1, 0.5, 1 - 2**-53]))),
-    "edited": DeviceChoice(Draws(LIMITS, np.array([0.1, 0.5, 0.2]), EDITS)),
-    "edited as before": DeviceChoice(Draws(LIMITS, None, NOTHING_BEGINS)),
-    "no tokens": DeviceChoice(Draws([], None)),
-    "searched": DeviceChoice(searches=[RULES, None], renormalizes=True),
+    "chosen by the engine": DevicePlan(),
+    "greedy": DevicePlan(Draws(LIMITS, None)),
+    "drawn": DevicePlan(Draws(LIMITS, np.array([0.1, 0.5, 1 - 2**-53]))),
+    "edited": DevicePlan(Draws(LIMITS, np.array([0.1, 0.5, 0.2]), EDITS)),
+    "edited as before": DevicePlan(Draws(LIMITS, None, NOTHING_BEGINS)),
+    "no tokens": DevicePlan(Draws([], None)),
+    "searched": DevicePlan(searches=[RULES, None], renormalizes=True),
 }
 
 
@@ -128,12 +128,12 @@ def test_what_was_chosen_comes_back_with_all_its_bits():
     beams = np.array([[1, 7, -1, 2**30, 3]] * 4, np.int32)
     scores = np.array([-0.5, -np.inf, -1e-30, 0.0], np.float32)
 
-    found = chosen_of(answers_of(DeviceChosen([2**31 - 1, 0], SearchChoices(ends, beams, scores))))
+    found = chosen_of(answers_of(Chosen([2**31 - 1, 0], ChosenBeams(ends, beams, scores))))
 
     assert found.token_ids == [2**31 - 1, 0]
     for got, sent in zip(found.searches, (ends, beams, scores), strict=True):
         np.testing.assert_array_equal(got, sent)
-    assert chosen_of(answers_of(DeviceChosen([5]))) == DeviceChosen([5])
+    assert chosen_of(answers_of(Chosen([5]))) == Chosen([5])
 
 
 def test_a_check_arrives_as_one():

@@ -65,7 +65,7 @@ def _load(setup: Setup) -> _Part:
 
     from varlen.execution.device import cores_of_rank
     from varlen.execution.runner import Runner
-    from varlen.execution.step_launcher import NoChoice
+    from varlen.execution.step_launcher import NoChooser
     from varlen.execution.workers.group.members import RankMember, StageMember
     from varlen.execution.workers.messages import batch_of
     from varlen.execution.workers.step_messages import step_of
@@ -77,7 +77,7 @@ def _load(setup: Setup) -> _Part:
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     generates = (config.task or checkpoint.task) in ITERATIVE_TASKS
-    choice = NoChoice() if generates else None
+    choice = NoChooser() if generates else None
     runner = Runner(checkpoint, config, choice, measures=True, link=link)
     if not generates:
         runner.compile_products()
