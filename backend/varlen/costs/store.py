@@ -45,7 +45,6 @@ class StoredCosts:
         key: facts that decide these costs.
         measured_at: time of the measurement, with its time zone.
         allowed_seconds: the bound of the measurement.
-        measurement: the measured batches.
     """
 
     key: CostKey

@@ -66,7 +66,6 @@ def request_defaults(
     """Return a checkpoint's own options for requests.
 
     Args:
-        checkpoint: the checkpoint.
         max_sequence_tokens: longest sequence of the served model.
         source: setting of the model; it does not concern translations.
 

@@ -40,7 +40,6 @@ def reserve(options: RequestOptions, each: int) -> int:
     """Return by how much a limit on queued work is larger for a request.
 
     Args:
-        options: options of the request.
         each: share of one probe in what the limit counts.
     """
     return _ADMITTED * each if options.probe else 0

@@ -142,7 +142,6 @@ class Request:
     """A checked request: one or many prompts with their options.
 
     Attributes:
-        prompts, options: prompts to run, and their options.
         arrival: arrival time, in seconds of the engine's clock; None is the time of submission.
         trace: gets the times of the request, if it is traced.
         num_tokens: tokens of all prompts.

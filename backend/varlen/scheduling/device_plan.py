@@ -126,7 +126,6 @@ class SampledToken:
     """A token that was chosen for a sequence.
 
     Attributes:
-        token_id: the token.
         logprobs: log probabilities, if the request asks for them.
         error: reason why no token could be chosen; ends the request.
         is_pending: whether no token could be chosen yet; the same token is computed again in the next step.

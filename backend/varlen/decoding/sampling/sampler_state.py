@@ -204,7 +204,6 @@ class SamplerState:
         """Remember a chosen token, and start to compute the mask of the next step.
 
         Args:
-            token_id: the token.
             length: number of tokens of the answer before it.
         """
         self._chosen = length, token_id
@@ -218,7 +217,6 @@ class SamplerState:
         """Read the tokens that have been generated since the last call.
 
         Args:
-            sequence: its sequence.
             length: number of tokens of the answer.
         """
         self.is_void = sequence.status == "finished"

@@ -20,7 +20,6 @@ def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) 
     """Return whether the steps of a search depend neither on its tokens nor on chance.
 
     Args:
-        options: options of the request.
         forbidden: tokens of its bad words.
     """
     return not (

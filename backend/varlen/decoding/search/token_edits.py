@@ -130,10 +130,8 @@ class TokenEditor:
 
         Args:
             rules: token rules of the checkpoint and the request.
-            options: options of the request.
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
-            forbidden: tokens of the request's bad words.
         """
         self._rules = rules
         self._forbidden = forbidden

@@ -29,11 +29,7 @@ class BlockCopies:
     """
 
     def __init__(self, blocks: BlockPool) -> None:
-        """Start without a copy.
-
-        Args:
-            blocks: the pool.
-        """
+        """Start without a copy."""
         self._blocks = blocks
         self.next: dict[int, int] = {}
         self.in_flight: list[dict[int, int]] = []
@@ -113,7 +109,6 @@ class GroupMemory:
     """The block tables of all running groups.
 
     Attributes:
-        blocks: the pool.
         reserves: whether groups reserve all that they may need.
         copies: copies of their blocks.
     """
@@ -187,7 +182,6 @@ class GroupMemory:
 
         Args:
             parts: groups of the step in order, whose branches have the block of a token to generate.
-            step_tokens: see `divide_step`.
             logit_rows: row of the logits of the step in flight, by sequence.
         """
         lengths = divide_step(parts, step_tokens)
@@ -229,7 +223,6 @@ class GroupMemory:
         """Give back blocks that no beam of a search reads any more.
 
         Args:
-            group: the group of the search.
             parents: the beam of the last step that each beam continues.
         """
         # with reservations it may need as many again
@@ -240,7 +233,6 @@ class GroupMemory:
         """Let others share the blocks that a chunk has filled.
 
         Args:
-            group: its group.
             chunk: the chunk. What beams have generated is not shared: only the device knows it.
             end: position after its last token that does not run again.
         """
@@ -257,7 +249,6 @@ class GroupMemory:
 
         Args:
             group: a group of the step; what later steps have of it is ignored.
-            chunk: its chunk in the step.
             tokens: number of the last tokens of the chunk that run again; None is all of them.
         """
         group.first.num_computed = chunk.start if tokens is None else chunk.end - tokens

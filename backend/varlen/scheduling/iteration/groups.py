@@ -59,7 +59,6 @@ class BeamBlocks:
 
         Args:
             position: position of the token that runs.
-            prompt_blocks: block table of the prompt.
         """
         column, offset = divmod(position, self.block_size)
         is_first = position == self.num_tokens
@@ -225,7 +224,6 @@ class Part(NamedTuple):
     """A group that the next step may run.
 
     Attributes:
-        group: the group.
         remaining: number of tokens of each branch to run before one is chosen.
         least_tokens: least number of tokens that it runs in a step.
     """

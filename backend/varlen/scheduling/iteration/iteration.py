@@ -208,7 +208,6 @@ class IterationScheduler:
 
         Raises:
             RequestError: it can never run: it is too long, has too many samples or needs too many KV blocks.
-            QueueFullError, DeadlineError: see `Admission.enter`.
         """
         options = request.options.generation
         assert options is not None
@@ -411,8 +410,6 @@ class IterationScheduler:
 
         Args:
             step: the step, which was the first one in flight.
-            tokens: number of its tokens.
-            failure: reason of the failure.
         """
         if step.is_void:
             return []

@@ -208,7 +208,6 @@ def tokens_of_step(
     """Return the number of tokens of the next step, unless its groups need more.
 
     Args:
-        parts: groups of the step.
         max_tokens: largest step.
         cost: expected cost of steps.
         latency_seconds: target of the seconds of a step; 0 is no target.
