@@ -250,7 +250,7 @@ MEASUREMENTS: Mapping[str, Callable[[RanksSubject, Path], Iterator[Row]]] = {
 
 def control_seconds(sequences: int, samples: int) -> list[float]:
     """Return samples of the seconds to pack a decode step and send it."""
-    from varlen.execution.step_packing import part_of_step
+    from varlen.execution.packing import part_of_step
     from varlen.execution.workers.step_messages import step_message
 
     blocks = -(-_CONTEXT // _BLOCK)

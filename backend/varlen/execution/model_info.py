@@ -1,34 +1,18 @@
 """What the engine knows of a loaded model; its workers may run in other processes."""
 
-import hashlib
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 
 import numpy as np
-import torch
 
-import varlen.execution
-import varlen.memory
-import varlen.models
-import varlen.program
-import varlen_kernels
 from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.models.checkpoint.files import read_bytes
-from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.rank import ALONE, Rank
 from varlen.request.request import MAX_MASKS, Masks
 from varlen.scheduling.device_plan import EditLimits
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
-from varlen_kernels.cpu.native.target_cpu import target_cpu
 
 # Largest step unless the settings say otherwise; docs/decisions/0049-size-of-a-step.md compares sizes.
 _STEP_TOKENS = 512
@@ -160,100 +144,7 @@ def _source_limit(config: EngineConfig) -> int:
     return config.max_step_tokens - config.max_running_sequences
 
 
-# Our own packages that run a batch, and the files of theirs that count.
-_PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
-_CODE = (".py", ".json")
-# A safetensors file begins with the length of its header, a little-endian number of this many bytes.
-_LENGTH_BYTES = 8
-
-
-def cost_fields(
-    checkpoint: Checkpoint, device: torch.device, rank: Rank = ALONE
-) -> Mapping[str, str]:
-    """Return what decides the run time of a batch beside settings, by name.
-
-    Raises:
-        CheckpointError, OSError: see `checkpoint_hash`.
-    """
-    return {
-        "checkpoint": checkpoint_hash(checkpoint.folder),
-        "device": device_name(device),
-        **({} if rank == ALONE else {"ranks": str(rank.size)}),
-        **library_versions(device),
-    }
-
-
-def checkpoint_hash(folder: Path) -> str:
-    """Return a hash of a checkpoint's architecture, in hexadecimal digits.
-
-    Raises:
-        CheckpointError: there are no safetensors files.
-        OSError: one cannot be read.
-    """
-    digest = hashlib.sha256(read_bytes(folder, "config.json"))
-    for shard in shards(folder):
-        path = locate_weights(folder, shard.name)
-        with path.open("rb") as file:
-            length = file.read(_LENGTH_BYTES)
-            digest.update(length)
-            digest.update(file.read(int.from_bytes(length, "little")))
-        digest.update(path.stat().st_size.to_bytes(_LENGTH_BYTES, "little"))
-    return digest.hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    """Return model and size of a device, such as "Intel Xeon 2.50GHz, AVX512, 2 cores"."""
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
-    cores = len(os.sched_getaffinity(0))
-    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores"
-
-
-def library_versions(device: torch.device) -> Mapping[str, str]:
-    """Return the versions of the libraries that run a batch, by name.
-
-    Our own version is a hash of the code: a backend that was copied into a server's folder has no package version, and
-    one in development changes without a new version.
-    """
-    versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
-    if device.type == "cuda":
-        versions["triton"] = _version("triton")
-    elif has_compiled_ops():
-        versions["level"] = target_cpu().level
-    return versions
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        # some builds of torch bring it under another name
-        return "unknown"
-
-
-def _code_hash() -> str:
-    digest = hashlib.sha256()
-    for package in _PACKAGES:
-        (folder,) = package.__path__
-        for path in sorted(Path(folder).rglob("*")):
-            if path.suffix in _CODE:
-                digest.update(path.name.encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # an Arm kernel names no model
-    return names[0] if names else platform.machine()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A loaded model.
 
@@ -263,14 +154,18 @@ class ModelInfo:
         device_name: name of the device, for the log.
         dtype: data type of weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
-        max_sequence_tokens: longest sequence, in tokens.
-        max_batch_tokens: largest batch of several sequences of a worker, in tokens, padding included.
+        max_sequence_tokens: longest sequence, in tokens; prompt and answer together.
+        max_batch_tokens: largest batch of several sequences of a worker, padding included, or largest step, in tokens.
         max_arena_tokens: longest sequence that the arena of a worker holds, in tokens.
         weight_bytes: memory of the weights, in bytes; workers share it.
         arena_bytes: largest memory of intermediates, in bytes, of one worker.
+        cost_fields: fields that decide the run time of batches beside settings.
         is_padded: whether sequences are padded to the longest of their batch, for comparison.
         workers: number of batches that run at the same time.
-        cost_fields: fields that decide the run time of batches beside settings.
+        max_logit_rows: most rows of logits of a step.
+        num_blocks: number of KV blocks.
+        block_size: tokens of a KV block.
+        block_bytes: memory of a KV block in all layers, in bytes.
     """
 
     task: Task
@@ -284,9 +179,18 @@ class ModelInfo:
     max_arena_tokens: int
     weight_bytes: int
     arena_bytes: int
-    is_padded: bool
-    workers: int
     cost_fields: Mapping[str, str]
+    is_padded: bool = False
+    workers: int = 1
+    max_logit_rows: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    block_bytes: int = 0
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether each sequence has a source text, which an encoder reads."""
+        return self.task == "translate"
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -296,41 +200,6 @@ class ModelInfo:
         """Return the most masks of a prompt of this length."""
         count = min(length, MAX_MASKS) if self.task == "fill_mask" else 0
         return Masks(np.arange(count, dtype=np.int32))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """A loaded model that generates.
-
-    Attributes:
-        device: kind of the device that runs it: cpu or cuda.
-        device_name: name of the device, for the log.
-        dtype: data type of weights and activations.
-        vocab_size: token ids are below this.
-        has_sources: whether each sequence has a source text, which an encoder reads.
-        max_sequence_tokens: longest sequence, prompt and answer together, in tokens.
-        max_step_tokens: largest step, in tokens.
-        max_logit_rows: most rows of logits of a step.
-        weight_bytes: memory of the weights, in bytes.
-        arena_bytes: largest memory of intermediates, in bytes.
-        num_blocks: number of KV blocks.
-        block_size: tokens of a KV block.
-        block_bytes: memory of a KV block in all layers, in bytes.
-    """
-
-    device: str
-    device_name: str
-    dtype: str
-    vocab_size: int
-    has_sources: bool
-    max_sequence_tokens: int
-    max_step_tokens: int
-    max_logit_rows: int
-    weight_bytes: int
-    arena_bytes: int
-    num_blocks: int
-    block_size: int
-    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
-from varlen.execution.model_info import StepInfo, edit_limits, limit_notes, queue_limit, text_limit
+from varlen.execution.model_info import ModelInfo, edit_limits, limit_notes, queue_limit, text_limit
 from varlen.execution.step_launcher import StepModel
 from varlen.execution.workers.step_models import load_step_model
 from varlen.intake.checks import Intake
@@ -307,10 +307,10 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 
 
 def _new_scheduler(
-    config: EngineConfig, info: StepInfo, admission: Admission
+    config: EngineConfig, info: ModelInfo, admission: Admission
 ) -> IterationScheduler:
     limits = StepLimits(
-        max_step_tokens=info.max_step_tokens,
+        max_step_tokens=info.max_batch_tokens,
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
         max_running_sequences=config.max_running_sequences,
         max_sequence_tokens=info.max_sequence_tokens,
@@ -337,7 +337,7 @@ def _log_defaults(checkpoint: Checkpoint, defaults: RequestDefaults) -> None:
 
 
 def _log_loaded(
-    checkpoint: Checkpoint, config: EngineConfig, info: StepInfo, *, seconds: float
+    checkpoint: Checkpoint, config: EngineConfig, info: ModelInfo, *, seconds: float
 ) -> None:
     _log.info(
         "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
@@ -347,7 +347,7 @@ def _log_loaded(
         info.device_name,
         info.max_sequence_tokens,
         config.max_running_sequences,
-        info.max_step_tokens,
+        info.max_batch_tokens,
         info.num_blocks,
         info.block_size,
         info.num_blocks * info.block_bytes / MEGABYTE,

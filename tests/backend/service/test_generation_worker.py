@@ -15,8 +15,8 @@ from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError, ModelFaultError
-from varlen.execution.step_packing import pack_step
-from varlen.execution.step_runner import StepRunner
+from varlen.execution.packing import pack_step
+from varlen.execution.runner import Runner
 from varlen.execution.workers import step_process
 from varlen.execution.workers.restarts import RestartLimit
 from varlen.in_process.generator import Generator
@@ -299,7 +299,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(decoder):
 
 def test_in_process_there_is_no_worker(decoder):
     with Generator.from_pretrained(decoder, device="cpu", dtype="fp32") as made:
-        assert isinstance(made._service.runner, StepRunner)
+        assert isinstance(made._service.runner, Runner)
 
 
 SCRIPT = """

@@ -56,7 +56,7 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
     config = replace(
         source.config,
         kv_block_tokens=info.block_size,
-        max_step_tokens=info.max_step_tokens,
+        max_step_tokens=info.max_batch_tokens,
     )
     try:
         return fit(simulate(arrivals, config, info.num_blocks, seconds).steps)

@@ -29,11 +29,13 @@ from varlen.execution.workers.group.read_ahead import ReadAhead
 from varlen.execution.workers.messages import batch_message, receive_batch
 
 if TYPE_CHECKING:
-    from varlen.execution.runner import Runner, WorkOfBatch
-    from varlen.request.request import Float32Array
+    from varlen.execution.runner import Runner
+    from varlen.request.request import Float32Array, Prompt, RequestOptions
 
+    # Prompts and options.
+    _Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
     # A batch, and a function that raises what sending it to other stages has raised.
-    _Order: TypeAlias = tuple[WorkOfBatch, Callable[[], None]]
+    _Order: TypeAlias = tuple[_Batch, Callable[[], None]]
 
 
 def main() -> None:
@@ -45,14 +47,16 @@ def _load(setup: Setup) -> Runner:
     import torch
 
     from varlen.execution.device import cores_of_rank
-    from varlen.execution.runner import Runner, WorkOfBatch
+    from varlen.execution.runner import Runner
     from varlen.execution.workers.group.rank_group import RankGroup
     from varlen.execution.workers.group.stage_group import StageGroup
     from varlen.models.checkpoint_folder import Checkpoint
 
     config = setup.config
-    group_of = RankGroup[WorkOfBatch] if config.tensor_parallel > 1 else StageGroup[WorkOfBatch]
-    group = group_of(setup, lambda work: batch_message(*work))
+    group_of = RankGroup if config.tensor_parallel > 1 else StageGroup
+    group: RankGroup[_Batch] | StageGroup[_Batch] = group_of(
+        setup, lambda work: batch_message(*work)
+    )
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     runner = Runner(checkpoint, config, measures=True, link=group)
@@ -84,7 +88,7 @@ def _run_batches(control: socket.socket, runner: Runner) -> None:
         if runner.link.stage.count == 1
         else ReadAhead(engine, receive_batch, runner.link.send_ahead)
     )
-    answer_batches(engine, orders, run, runner.use, runner.release_arena)
+    answer_batches(engine, orders, run, runner.use, runner.release_arenas)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 from varlen.config import EngineConfig
 from varlen.errors import VarlenError
 from varlen.execution.executor import SkippedStepError
-from varlen.execution.model_info import ModelInfo, StepInfo
+from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers.messages import Answers, send_answers
 from varlen.memory.heap import return_large_memory, trim_heap
 from varlen.memory.memory_use import MemoryUse
@@ -56,7 +56,7 @@ class LoadedModel(Protocol):
     """A model that this process has loaded."""
 
     @property
-    def info(self) -> ModelInfo | StepInfo:
+    def info(self) -> ModelInfo:
         """Model facts for the engine."""
 
 

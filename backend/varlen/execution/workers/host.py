@@ -77,7 +77,7 @@ def _fork_workers(control: socket.socket, runner: Runner) -> None:
                 DirectOrders(engine, receive_batch),
                 lambda batch: runner.run(*batch),
                 runner.use,
-                runner.release_arena,
+                runner.release_arenas,
             )
         os.close(connection)
         os.close(share)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.execution.step_packing import PackedStep
+from varlen.execution.packing import PackedStep
 from varlen.request.request import Float32Array
 from varlen.scheduling.device_plan import Chosen, ChosenBeams
 from varlen_kernels.reference.beam_search import ADVANCE_COLUMNS, FOLLOW_COLUMNS

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from varlen.config import EngineConfig
 from varlen.execution.device import check_ranks, choose_device
+from varlen.execution.runner import Runner
 from varlen.execution.step_launcher import Chooser, StepModel
-from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess
 from varlen.models.checkpoint_folder import Checkpoint
@@ -44,7 +44,7 @@ def load_step_model(
     check_ranks(config, device, isolated=isolated)
     if device.type == "cpu" and isolated:
         return _process(checkpoint, config, choice, stats)
-    runner = StepRunner(checkpoint, config, choice, gpu=gpu)
+    runner = Runner(checkpoint, config, choice, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
     # sequences of the warm-up, which never end
     choice.forget()

@@ -24,11 +24,11 @@ import torch
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
-from varlen.execution.cpu.step_runner import map_logits
+from varlen.execution.cpu.runner import map_logits
 from varlen.execution.executor import WorkerEndedError
-from varlen.execution.model_info import GraphUse, StepInfo
+from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.step_launcher import Chooser, StepLauncher
-from varlen.execution.step_packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit
@@ -48,7 +48,7 @@ _QUEUED_BYTES = 1 << 16
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
-class StepProcess(ModelProcess[StepInfo]):
+class StepProcess(ModelProcess[ModelInfo]):
     """Runs steps in one worker process at a time.
 
     While it runs one, the next one is packed. It is sent as soon as the tokens of the one before are chosen, so the
@@ -78,10 +78,10 @@ class StepProcess(ModelProcess[StepInfo]):
             restarts: limit of these restarts; None is 3 in 10 minutes.
 
         Raises:
-            CheckpointError, ConfigError: see `StepRunner`.
+            CheckpointError, ConfigError: see `Runner`.
             EngineError: the process failed.
         """
-        super().__init__(STEPS, folder, config, new_info=StepInfo, limits_of=_limits)
+        super().__init__(STEPS, folder, config, new_info=ModelInfo, limits_of=_limits)
         self._choice = choice
         self._restarted = restarted
         self._restarts = restarts or RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
@@ -106,7 +106,7 @@ class StepProcess(ModelProcess[StepInfo]):
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Send a step to the process; return a function that waits for its outputs.
 
-        If the engine has to choose the tokens before it, it is sent after that. `StepRunner.launch_batch` describes the
+        If the engine has to choose the tokens before it, it is sent after that. `Runner.launch_batch` describes the
         outputs. The functions are called in the order of the steps, and raise:
             MemoryError: too little memory.
             WorkerEndedError: the process ended; another one has started, whose KV caches are empty.
@@ -255,7 +255,7 @@ class StepProcess(ModelProcess[StepInfo]):
         self._restarted()
 
 
-def _limits(info: StepInfo) -> tuple[object, ...]:
+def _limits(info: ModelInfo) -> tuple[object, ...]:
     """Return the facts that the engine relies on."""
     # the others depend on measured choices, and the name is for the log
-    return astuple(replace(info, device_name="", weight_bytes=0, arena_bytes=0))
+    return astuple(replace(info, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))

@@ -30,8 +30,8 @@ from varlen.execution.workers.child import (
 from varlen.execution.workers.group.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
-    from varlen.execution.step_packing import PackedStep
-    from varlen.execution.step_runner import StepRunner
+    from varlen.execution.packing import PackedStep
+    from varlen.execution.runner import Runner
     from varlen.request.request import Float32Array, Int32Array
 
     # A step, or None for a check, and a function that returns the part of it that ranks or stages run.
@@ -45,13 +45,13 @@ def main() -> None:
     run_model(_load, _run_steps)
 
 
-def _load(setup: Setup) -> StepRunner:
+def _load(setup: Setup) -> Runner:
     import torch
 
     from varlen.execution.device import cores_of_rank
     from varlen.execution.rank_link import NO_OTHERS
+    from varlen.execution.runner import Runner
     from varlen.execution.step_launcher import NoChooser
-    from varlen.execution.step_runner import StepRunner
     from varlen.execution.warm_up import warm_up, warm_up_draws
     from varlen.execution.workers.group.rank_group import RankGroup
     from varlen.execution.workers.group.stage_group import StageGroup
@@ -65,7 +65,7 @@ def _load(setup: Setup) -> StepRunner:
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     # the engine chooses what the process does not
-    runner = StepRunner(checkpoint, config, NoChooser(), link=group or NO_OTHERS)
+    runner = Runner(checkpoint, config, NoChooser(), link=group or NO_OTHERS)
     warm_up(runner)
     warm_up_draws(runner)
     if group is not None:
@@ -73,16 +73,16 @@ def _load(setup: Setup) -> StepRunner:
     return runner
 
 
-def _run_steps(control: socket.socket, runner: StepRunner) -> None:
-    from varlen.execution.cpu.step_runner import CpuSteps
+def _run_steps(control: socket.socket, runner: Runner) -> None:
+    from varlen.execution.cpu.runner import CpuSteps
     from varlen.execution.executor import StepOrder
     from varlen.execution.workers.step_messages import answers_of, receive_step
 
     message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
     if not message:
         return
-    assert isinstance(runner.steps, CpuSteps)
-    logits = runner.steps.share_logits()
+    assert isinstance(runner.decoder.steps, CpuSteps)
+    logits = runner.decoder.steps.share_logits()
     send(control, {}, [logits])
     os.close(logits)
 
@@ -99,13 +99,13 @@ def _run_steps(control: socket.socket, runner: StepRunner) -> None:
             step.take_tokens(chosen)
             part = part_of()
             assert part is not None
-            found = runner.run_prepared(step, part)
+            found = runner.decoder.run_prepared(step, part)
         answers = answers_of(found)
         chosen = answers[0].view(np.int32)
         return answers
 
     def prepare(step: PackedStep | None) -> PackedStep | None:
-        return None if step is None else runner.prepare(step)
+        return None if step is None else runner.decoder.prepare(step)
 
     def receive(connection: Connection) -> _Prepared:
         step = receive_step(connection)

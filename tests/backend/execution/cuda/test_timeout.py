@@ -21,6 +21,7 @@ from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import CHECKS, TimedExecutor
 from varlen.execution.executor import ThreadExecutor
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.workers import Workers
 from varlen.memory.arena import Arena
@@ -46,7 +47,7 @@ def model(runner, gpu):
     arena = Arena(
         Layout(runner.program.buffers, 256), largest_dims(MAX_TOKENS), torch.device("cpu")
     )
-    made = GpuModel(CudaRunner(runner.program, reference, arena, gpu), gpu, timeout=LIMIT)
+    made = GpuModel(OneShot(CudaRunner(runner.program, reference, arena, gpu)), gpu, timeout=LIMIT)
     yield made
     # threads that wait for the GPU would wait until the test's own limit
     while gpu.run_next():

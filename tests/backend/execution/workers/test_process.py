@@ -102,7 +102,7 @@ def test_a_batch_alone_uses_the_cores_of_workers_that_are_threads(tmp_path):
     config = EngineConfig(threads=2, device="cpu", dtype="fp32")
     workers = load_workers(checkpoint, config, Stats(), gpu=0, isolated=False)
     runner, _ = workers.runners
-    lone = runner.device_runner._lone
+    lone = runner.state.device._lone
     prompts, options = batch(64, 50, 1)
     assert lone.count == 1
     expected = runner.run(prompts, options)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.step_packing import pack_step
+from varlen.execution.packing import pack_step
 from varlen.execution.workers.step_messages import (
     answers_of,
     chosen_of,

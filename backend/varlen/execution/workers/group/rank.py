@@ -28,9 +28,8 @@ from varlen.memory.heap import trim_heap
 if TYPE_CHECKING:
     import socket
 
-    from varlen.execution.model_info import ModelInfo, StepInfo
+    from varlen.execution.model_info import ModelInfo
     from varlen.execution.workers.group.members import RankMember, StageMember
-    from varlen.models.checkpoint_folder import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class _Part:
     release: Callable[[], None]
 
     @property
-    def info(self) -> ModelInfo | StepInfo:
+    def info(self) -> ModelInfo:
         """Model facts."""
         return self.model.info
 
@@ -65,7 +64,11 @@ def _load(setup: Setup) -> _Part:
     import torch
 
     from varlen.execution.device import cores_of_rank
+    from varlen.execution.runner import Runner
+    from varlen.execution.step_launcher import NoChooser
     from varlen.execution.workers.group.members import RankMember, StageMember
+    from varlen.execution.workers.messages import batch_of
+    from varlen.execution.workers.step_messages import step_of
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.tasks import ITERATIVE_TASKS
 
@@ -74,36 +77,17 @@ def _load(setup: Setup) -> _Part:
     torch.set_num_threads(cores_of_rank(config))
     checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
     generates = (config.task or checkpoint.task) in ITERATIVE_TASKS
-    return (_load_steps if generates else _load_batches)(checkpoint, setup, link)
-
-
-def _load_steps(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMember) -> _Part:
-    from varlen.execution.step_launcher import NoChooser
-    from varlen.execution.step_runner import StepRunner
-    from varlen.execution.workers.step_messages import step_of
-
-    runner = StepRunner(checkpoint, setup.config, NoChooser(), link=link)
+    choice = NoChooser() if generates else None
+    runner = Runner(checkpoint, config, choice, measures=True, link=link)
+    if not generates:
+        runner.compile_products()
 
     def run(message: bytes) -> None:
-        step = step_of(message)
-        assert step is not None
-        runner.run_part(step)
+        work = step_of(message) if generates else batch_of(message)
+        assert work is not None
+        runner.run_part(work)
 
     return _Part(runner, link, run, runner.release_arenas)
-
-
-def _load_batches(checkpoint: Checkpoint, setup: Setup, link: RankMember | StageMember) -> _Part:
-    from varlen.execution.runner import Runner
-    from varlen.execution.workers.messages import batch_of
-
-    runner = Runner(checkpoint, setup.config, measures=True, link=link)
-    runner.compile_products()
-    return _Part(
-        runner,
-        link,
-        lambda message: runner.run(*batch_of(message)),
-        runner.release_arena,
-    )
 
 
 def _follow(control: socket.socket, part: _Part) -> None:
