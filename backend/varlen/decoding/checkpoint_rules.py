@@ -1,4 +1,4 @@
-"""What a checkpoint says about choosing tokens: rules of beam search, and defaults of requests."""
+"""Rules of a checkpoint for beam search, and defaults of requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

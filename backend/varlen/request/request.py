@@ -21,7 +21,7 @@ MAX_TOP_K = 100
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What only one task reads of a prompt; its class says for which.
+    """The part of a prompt that only one task reads; its class says which.
 
     Attributes:
         tokens: `[tokens]` int32, tokens by place, ascending, or by id.

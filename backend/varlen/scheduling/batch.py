@@ -1,4 +1,4 @@
-"""Batches: sequences that run together, their results, and what these add to answers."""
+"""Batches: sequences that run together, their results, and the parts of answers that follow."""
 
 from __future__ import annotations
 

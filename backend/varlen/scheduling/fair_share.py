@@ -131,7 +131,7 @@ class Claim:
 class Claims:
     """Open claims of all tenants.
 
-    The waiting work of a tenant in `FairShare` is the sum of what its claims have unserved.
+    The waiting work of a tenant in `FairShare` is the sum of the unserved tokens of its claims.
     """
 
     def __init__(self) -> None:

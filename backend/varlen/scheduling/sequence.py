@@ -102,7 +102,7 @@ class SequenceState:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether more of it has to run than what runs now."""
+        """Whether it has tokens to run after the present batch."""
         return self.status == "waiting"
 
     @property

@@ -22,7 +22,7 @@ class EditedSequence(NamedTuple):
     """A sequence of a step whose logits are edited.
 
     Attributes:
-        sequence, state: the sequence, and what the sampler keeps of it.
+        sequence, state: the sequence, and the sampler's state for it.
         length: number of tokens of its answer.
     """
 

@@ -1,4 +1,4 @@
-"""What a sampler keeps of one sequence, from token to token."""
+"""The state of a sampler for one sequence, from token to token."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ _CHOICE_FAILED = "no token could be chosen for this request; the server's log sa
 
 
 class SamplerState:
-    """What the sampler keeps of a sequence.
+    """The state of the sampler for a sequence.
 
     Attributes:
         is_drawn: whether the device can choose its tokens: they depend only on the logits, its options, random numbers

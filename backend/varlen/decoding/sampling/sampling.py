@@ -1,7 +1,7 @@
 """Chooses the next token of each sequence from the logits of a step.
 
-A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. What has to be known
-of its earlier tokens is kept with it and grows token by token.
+A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. A `SamplerState`
+keeps the earlier tokens that matter, and grows token by token.
 
 A step may begin before the engine has read the tokens of the one before it, so the sampler knows by itself what it
 chose last.

@@ -1,4 +1,4 @@
-"""The KV blocks of groups of sequences, and what runs of them in a step.
+"""The KV blocks of groups, and the chunks that a step runs.
 
 With reservations, a group gets all the blocks that it may ever need before it starts. Without them it gets what its
 prompt needs, and a block at a time after that.
@@ -63,7 +63,7 @@ class BlockCopies:
             self.next = {**copies, **self.next}
 
     def forget(self) -> None:
-        """Forget all copies: what the blocks hold was lost."""
+        """Forget all copies: the contents of the blocks were lost."""
         self.next.clear()
         self.in_flight.clear()
         self._release_kept()
@@ -131,7 +131,7 @@ class GroupMemory:
         return self._first_need(group) + (0 if self.reserves else keep)
 
     def forget_contents(self) -> None:
-        """Forget copies and what blocks hold, which was lost. No group may hold a block."""
+        """Forget copies and the lost contents of blocks. No group may hold a block."""
         self.copies.forget()
         self.blocks.forget_contents()
 
@@ -233,7 +233,7 @@ class GroupMemory:
         """Let others share the blocks that a chunk has filled.
 
         Args:
-            chunk: the chunk. What beams have generated is not shared: only the device knows it.
+            chunk: the chunk. Tokens of beams are not shared: only the device knows them.
             end: position after its last token that does not run again.
         """
         begin, size = chunk.start, self.blocks.block_size
@@ -248,7 +248,7 @@ class GroupMemory:
         """Let the tokens of a step run again.
 
         Args:
-            group: a group of the step; what later steps have of it is ignored.
+            group: a group of the step; its tokens in later steps are ignored.
             tokens: number of the last tokens of the chunk that run again; None is all of them.
         """
         group.first.num_computed = chunk.start if tokens is None else chunk.end - tokens

@@ -5,7 +5,7 @@ running groups that are far behind it, which go on later, if that loses few toke
 behind it start in slots of their own. When a running group needs a block and there is none, the last running groups
 give back theirs.
 
-What a step in flight runs is not preempted: the next step has to wait for its end then.
+A group that a step in flight runs is not preempted: the next step has to wait for the end of that step.
 
 The steps of a pipeline divide the running groups. A group that was skipped in as many steps as there are stages goes
 first.

@@ -69,7 +69,7 @@ from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCounts:
-    """What a scheduler does now, and has done so far.
+    """Running and waiting sequences of a scheduler, and its totals so far.
 
     Attributes:
         running, waiting: sequences; of samples of one prompt, each counts.
