@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from varlen.config import EngineConfig
 from varlen.execution.device import check_ranks, choose_device
+from varlen.execution.executor import StepModel
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import Chooser, StepModel
+from varlen.execution.token_state import Chooser
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.step_process import StepProcess
 from varlen.models.checkpoint_folder import Checkpoint

@@ -25,10 +25,10 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cpu.runner import map_logits
-from varlen.execution.executor import WorkerEndedError
+from varlen.execution.executor import StepLauncher, WorkerEndedError
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
-from varlen.execution.step_launcher import Chooser, StepLauncher
+from varlen.execution.token_state import Chooser
 from varlen.execution.workers.connection import WorkerConnection, hung_after
 from varlen.execution.workers.model_process import ENDED, ModelProcess
 from varlen.execution.workers.restarts import RestartLimit

@@ -51,7 +51,7 @@ def _load(setup: Setup) -> Runner:
     from varlen.execution.device import cores_of_rank
     from varlen.execution.rank_link import NO_OTHERS
     from varlen.execution.runner import Runner
-    from varlen.execution.step_launcher import NoChooser
+    from varlen.execution.token_state import NoChooser
     from varlen.execution.warm_up import warm_up, warm_up_draws
     from varlen.execution.workers.group.rank_group import RankGroup
     from varlen.execution.workers.group.stage_group import StageGroup

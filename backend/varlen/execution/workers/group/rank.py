@@ -65,7 +65,7 @@ def _load(setup: Setup) -> _Part:
 
     from varlen.execution.device import cores_of_rank
     from varlen.execution.runner import Runner
-    from varlen.execution.step_launcher import NoChooser
+    from varlen.execution.token_state import NoChooser
     from varlen.execution.workers.group.members import RankMember, StageMember
     from varlen.execution.workers.messages import batch_of
     from varlen.execution.workers.step_messages import step_of
