@@ -8,12 +8,11 @@ import pytest
 from starlette.routing import Route
 
 from tests.ci.scripts import PROJECT
-from varlen_client.gateway import unserved_fields
+from varlen_client.gateway import GatewaySettings, unserved_fields
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.bodies import MAX_INPUTS
 from varlen_client.gateway.chat import ChatBody
 from varlen_client.gateway.completions import CompletionsBody
-from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST
 
 GATEWAY = (PROJECT / "docs/tasks/gateway.md").read_text()

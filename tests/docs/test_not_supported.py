@@ -6,9 +6,8 @@ from starlette.routing import Route
 
 from tests.ci.scripts import PROJECT
 from varlen.request.foreign_options import FOREIGN_OPTIONS
-from varlen_client.gateway import unserved_fields
+from varlen_client.gateway import GatewaySettings, unserved_fields
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.settings import GatewaySettings
 
 from .messages import text_patterns
 

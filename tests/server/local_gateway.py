@@ -4,9 +4,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_server import GatewayServer
-from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, reserved_port
 
 from .serving import wait_until

@@ -13,6 +13,8 @@ from varlen_bench.adopt.stock_ensemble import write_stock_ensemble
 from varlen_bench.peers.exports import export_onnx
 from varlen_client.cli.main import app
 
+pytestmark = pytest.mark.full
+
 TEXT_MODEL = """
 import numpy as np
 import torch

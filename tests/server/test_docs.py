@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.docs.pages import Block, blocks, commands
 from varlen_client.cli.main import PANELS, app
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway

@@ -76,6 +76,7 @@ def test_a_drained_server_ends_without_losing_a_request(server: LocalServer) -> 
     assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_a_drain_can_be_undone(server: LocalServer) -> None:
     drain = start_drain(server, "--seen-seconds=0")
     assert drain.communicate()[1] == ""
@@ -87,6 +88,7 @@ def test_a_drain_can_be_undone(server: LocalServer) -> None:
     wait_until(lambda: infer(server)[0] == 200, "requests are answered again")
 
 
+@pytest.mark.full
 def test_a_server_that_is_not_there_is_named(server: LocalServer) -> None:
     drain = start_drain(server, "--metrics-url=http://127.0.0.1:9/metrics")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import set_fields
 from tests.edges.case import Answer, Ask, Edge, check
 from tests.edges.table import EDGES
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway

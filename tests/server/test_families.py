@@ -15,6 +15,8 @@ from varlen_tools.local_server import LocalServer
 from .clients import GrpcClient, strings, texts
 from .serving import add_model, load, unload
 
+pytestmark = pytest.mark.full
+
 FIRST = ["the cat", "river, the river! is it 42?", "x" * 30]
 SECOND = ["a river", "no", "the cat is in the river, 7 times"]
 

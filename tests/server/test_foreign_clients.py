@@ -33,7 +33,7 @@ from tests.foreign.calls.table import (
     TOOL_ARGUMENTS,
 )
 from varlen_client import Client
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer, find_command
 
 from .local_gateway import local_gateway

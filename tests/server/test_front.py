@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.client.gateway.browser import browser, executable
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway

@@ -27,6 +27,8 @@ from .serving import (
     wait_until_free,
 )
 
+pytestmark = pytest.mark.full
+
 # Options of each stream; the random model may end an answer at once.
 STREAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "ignore_eos": True},

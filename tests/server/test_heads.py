@@ -76,6 +76,7 @@ def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
             client.embed(TEXTS)
 
 
+@pytest.mark.full
 def test_vectors_of_tokens_are_those_of_sentence_transformers(
     server: LocalServer, repository: Path, tmp_path: Path, url: str
 ) -> None:
@@ -108,6 +109,7 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(
     assert_rows_close(documents, expected, roundings=roundings)
 
 
+@pytest.mark.full
 def test_masks_are_filled_as_by_transformers(
     server: LocalServer, repository: Path, masked_lm: Path, tmp_path: Path, url: str
 ) -> None:

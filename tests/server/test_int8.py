@@ -12,6 +12,8 @@ from varlen_tools.local_server import LocalServer
 
 from .serving import add_model
 
+pytestmark = pytest.mark.full
+
 KINDS = {"translator": "MarianMTModel", "writer": "GPT2LMHeadModel"}
 SETTINGS = {
     "translator": {"dtype": "int8", "device": "cpu"},

@@ -20,6 +20,8 @@ from .clients import Client as BareClient
 from .serving import add_model, http_call, load, metrics, unload, wait_until
 from .task_models import save_task_model
 
+pytestmark = pytest.mark.full
+
 AROUND = Path(__file__).parent / "models/around.py"
 LABELS = ("negative", "neutral", "positive")
 DELAY_MICROSECONDS = 2000

@@ -22,7 +22,7 @@ import pytest
 from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
 from varlen_client import Client, ModelProcessEnded
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
 from varlen_tools.shared_memory import remove_unused
 
@@ -39,6 +39,8 @@ from .serving import (
     unload,
     wait_until,
 )
+
+pytestmark = pytest.mark.full
 
 ENCODER, DECODER = "slow", "writer"
 WATCH_SECONDS = 1.0

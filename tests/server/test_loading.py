@@ -104,6 +104,7 @@ def _check_no_path(reason: str) -> None:
     assert ".py" not in reason, reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("complete", [False, True], ids=["completed by us", "complete"])
 def test_a_load_error_names_no_path(
     server: LocalServer,
@@ -128,6 +129,7 @@ def test_a_load_error_names_no_path(
     _check_no_path(reason)
 
 
+@pytest.mark.full
 def test_fields_of_a_checkpoint_are_ignored_where_nothing_reads_them_or_the_owner_says_so(
     server: LocalServer, grpc_client: GrpcClient, tmp_path: Path
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_connection_that_was_open_during_a_load_is_closed_for_its_client(
             unload(server, "spare")
 
 
+@pytest.mark.full
 def test_requests_during_unload_and_reload_are_answered_or_refused(
     server: LocalServer,
     grpc_client: GrpcClient,
@@ -279,6 +282,7 @@ def bare_server(
         yield running
 
 
+@pytest.mark.full
 def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
     bare_server: LocalServer, server: LocalServer, roundings: dict[str, int]
 ) -> None:
@@ -298,6 +302,7 @@ def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
     wait_until(lambda: model_state(bare_server, "spare") == "UNAVAILABLE", "it is unloaded")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -314,6 +319,7 @@ def test_a_complete_config_is_checked_as_well(
     assert word in (load(bare_server, "spare", COMPLETE | change) or "")
 
 
+@pytest.mark.full
 def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
     bare_server: LocalServer,
 ) -> None:
@@ -333,6 +339,7 @@ def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
         unload(bare_server, "spare")
 
 
+@pytest.mark.full
 def test_a_traced_request_is_answered_and_its_trace_is_written(
     bare_server: LocalServer, traces: Path
 ) -> None:

@@ -51,6 +51,7 @@ def another_server(repository: Path) -> Iterator[Addresses]:
         yield server.http_url, server.grpc_url
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launch", [local_server, our_command, another_server])
 def test_a_server_that_we_start_refuses_every_call_that_changes_it(
     checkpoints: dict[str, Path],

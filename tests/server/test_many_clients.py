@@ -3,10 +3,14 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.closeness import assert_close
 from varlen import Encoder
 
 from .clients import Client, GrpcClient, HttpClient, texts
+
+pytestmark = pytest.mark.full
 
 CLIENTS = 16
 REQUESTS_EACH = 12

@@ -22,6 +22,8 @@ from varlen_tools.local_server import LocalServer
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
 from .serving import add_model, load, metrics, unload
 
+pytestmark = pytest.mark.full
+
 PLAIN = RequestOptions()
 VOCAB_SIZE = len(SPECIAL_TOKENS) + len(WORDS)
 

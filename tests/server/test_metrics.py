@@ -27,6 +27,7 @@ def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServe
         assert re.search(rf"# HELP {name} \w", page)
 
 
+@pytest.mark.full
 def test_versions_of_one_model_have_series_of_their_own(
     server: LocalServer, checkpoints: dict[str, Path]
 ) -> None:

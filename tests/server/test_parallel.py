@@ -35,6 +35,8 @@ from .serving import (
     wait_until,
 )
 
+pytestmark = pytest.mark.full
+
 WRITER, ENCODER = "writer", "encoder"
 SETTINGS = {"rank_timeout_seconds": "2", "threads": "2"}
 # By the word that messages have for a process.

@@ -15,6 +15,8 @@ from varlen_tools.model_config import Inputs
 from .serving import TIMEOUT_SECONDS, load_all, model_state, outcomes, unload, wait_until
 from .task_models import TASK_MODELS, fetch_task_model
 
+pytestmark = pytest.mark.full
+
 REQUESTS = 60
 FEW_REQUESTS = 10
 # perf_analyzer asks a model that may stream only in this way.

@@ -15,6 +15,8 @@ from varlen_tools.local_server import LocalServer
 from .clients import GrpcClient, texts
 from .serving import add_model
 
+pytestmark = pytest.mark.full
+
 MEASURED = r"costs measured in (\d+\.\d) s \((\d+) batches"
 READ = r"costs read from the cache, measured \d{4}-\d\d-\d\d \d\d:\d\d UTC"
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import openai
+import pytest
 
 from tests.processes import is_gone
 from varlen_client import Client
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import find_command
 from varlen_tools.model_config import Inputs
 from varlen_tools.serve.examples import Addresses, curl_line, read_model
@@ -96,6 +97,7 @@ def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
     assert "\x1b" not in "".join(it.lines)
 
 
+@pytest.mark.full
 def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
     minilm: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_path: Path) -> None:
     with serving(str(minilm), cache=tmp_path) as it:
         words = [line.partition(" ")[0] for line in it.lines]
@@ -130,6 +133,7 @@ def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_p
     assert "error: the server has ended\n" in output
 
 
+@pytest.mark.full
 def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
     folders = [
         fetch_task_model(save_task_model(tmp_path, name), tmp_path / "repository", name, task)

@@ -4,11 +4,14 @@ import random
 from concurrent.futures import Future
 
 import numpy as np
+import pytest
 
 from varlen_tools.local_server import LocalServer
 
 from .clients import Array, GrpcClient, integers
 from .serving import resident_bytes, stub_of, worker_processes
+
+pytestmark = pytest.mark.full
 
 ROUNDS = 5
 REQUESTS_A_ROUND = 400

@@ -7,17 +7,21 @@ import torch
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from varlen_bench.beam import step
-from varlen_bench.beam.__main__ import app
-from varlen_bench.beam.engines import figures
-from varlen_bench.beam.report import bench_figures, csv_rows, equal_latency_ratio, tables
-from varlen_bench.beam.step import StepTimes, mean_survivors, measure_step
-from varlen_bench.beam.systems import OURS, REQUEST_LEVEL, SYSTEMS, TRANSFORMERS
-from varlen_bench.beam.workload import date_requests, news_requests
+from varlen_bench import beam
+from varlen_bench.beam import (
+    BeamSubject,
+    app,
+    date_requests,
+    equal_latency_ratio,
+    news_requests,
+)
 from varlen_bench.compare.passes import Answer, Requests
 from varlen_bench.compare.results import Result
 from varlen_bench.harness.rows import bench_line
 from varlen_bench.peers.checkpoints import GeneratorShape, save_random_translator
+from varlen_bench.workers import beam_step
+from varlen_bench.workers.beam import OURS, REQUEST_LEVEL, SYSTEMS, TRANSFORMERS, figures
+from varlen_bench.workers.beam_step import mean_survivors, measure_step
 from varlen_tools.train_demo.train_dates import train_date_tokenizer
 
 from .conftest import read_csv
@@ -64,14 +68,15 @@ def test_figures_of_a_pass_are_times_from_arrival():
 
 
 def test_the_step_alone_finds_the_same_scores_and_counts_survivors(monkeypatch):
-    monkeypatch.setattr(step, "_SECONDS", 0.0)
-    monkeypatch.setattr(step, "_LEAST_REPEATS", 1)
+    monkeypatch.setattr(beam_step, "_SECONDS", 0.0)
+    monkeypatch.setattr(beam_step, "_LEAST_REPEATS", 1)
 
     found = measure_step(2, 1000)
 
-    assert min(found.step_us, found.blocks_us, found.torch_us, found.reorder_us) > 0
+    assert min(found[f"{name}_us"] for name in ("step", "blocks", "torch", "reorder")) > 0
+    assert found["step_vs_torch"] > 0
     # eight groups, so at least eight logits reach the least of their maxima
-    assert 8 <= found.survivors < 1000
+    assert 8 <= found["survivors"] < 1000
 
 
 def test_survivors_are_the_logits_above_the_least_maximum_of_the_groups():
@@ -100,6 +105,14 @@ def result(name, speeds, arrivals="at once", *, rate=None, latency=100.0, note="
     return made
 
 
+def steps(*_):
+    names = ("step_us", "blocks_us", "torch_us", "reorder_us", "survivors", "step_vs_torch")
+    figures = dict(zip(names, (100.0, 50.0, 400.0, 200.0, 22.0, 4.0), strict=True))
+    made = Result(system=beam._STEP, workload="8x4x32000", model="step alone")
+    made.rounds = [figures]
+    return [made]
+
+
 def results_of_a_run():
     return [
         result(OURS, [30.0, 33.0]),
@@ -116,9 +129,10 @@ def results_of_a_run():
 
 
 def test_bench_figures_compare_with_peers_of_equal_precision():
-    steps = [StepTimes(8, 32_000, 100.0, 50.0, 400.0, 200.0, 22.0)]
+    subject = BeamSubject()
+    subject.prepare()
 
-    found = bench_figures(results_of_a_run(), steps, ["transformer-base", "tiny_dates"])
+    found = subject.figures([*results_of_a_run(), *steps()])
 
     assert bench_line("beam", found) == (
         "BENCH beam: vs_transformers=3 vs_transformers_poisson=3 vs_best_peer=1.5"
@@ -141,14 +155,14 @@ def test_the_rate_at_equal_latency_is_between_two_rates_and_can_be_sustained():
 
 
 def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
-    steps = [StepTimes(8, 32_000, 100.0, 50.0, 400.0, 200.0, 22.0)]
-    rows = csv_rows(results_of_a_run(), steps)
+    results = [*results_of_a_run(), *steps()]
+    rows = BeamSubject().rows(results)
 
     failed = next(row for row in rows if row["note"])
     assert (failed["sentences_per_second"], failed["system"]) == (None, "ctranslate2-int8-sorted")
     assert (rows[-1]["workload"], rows[-1]["step_vs_torch"]) == ("8x4x32000", 4)
     assert len({tuple(row) for row in rows}) == 1
-    at_once, poisson, alone = tables(rows)
+    at_once, poisson, alone = BeamSubject().tables(results)
     assert OURS in at_once.lines[0]
     assert [len(table.lines) for table in (at_once, poisson, alone)] == [5, 4, 1]
 
@@ -160,11 +174,11 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
     save_random_translator(TINY, checkpoint)
     assert Tokenizer.from_file(str(checkpoint / "tokenizer.json")).get_vocab_size() == 300
     monkeypatch.setattr(
-        "varlen_bench.beam.__main__.date_requests",
+        beam,
+        "date_requests",
         lambda _, count, seed: news_requests(count, 300, 24, seed),
     )
-    times = StepTimes(8, 32_000, 100.0, 50.0, 400.0, 200.0, 22.0)
-    monkeypatch.setattr("varlen_bench.beam.__main__.measure_steps", lambda **_: [times])
+    monkeypatch.setattr(BeamSubject, "measure_steps", steps)
     output = tmp_path / "beam.csv"
     arguments = ["--quick", "--repository", str(tmp_path), "--requests", "3", "--threads", "1"]
     arguments += ["--load", "0.9", "--only", f"{OURS},{TRANSFORMERS}", "--output", str(output)]

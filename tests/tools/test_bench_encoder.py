@@ -1,6 +1,7 @@
 """The encoder benchmark: workloads, batches, figures, and a small run of the whole."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +10,21 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import SMALL_ENCODERS, pooling_files, save_checkpoint
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen_bench import encoder
 from varlen_bench.compare.systems import System
-from varlen_bench.encoder import run, workload
-from varlen_bench.encoder.__main__ import app
-from varlen_bench.encoder.report import EncoderResult, bench_figures, csv_rows, tables
-from varlen_bench.encoder.systems import BASELINE, SYSTEMS
-from varlen_bench.encoder.worker import EncoderWorker
-from varlen_bench.encoder.workload import Workload, short_workload, uniform_workload
+from varlen_bench.encoder import (
+    BASELINE,
+    SYSTEMS,
+    EncoderResult,
+    EncoderSubject,
+    app,
+    grid_workloads,
+    short_workload,
+    uniform_workload,
+)
 from varlen_bench.peers import random_encoders
 from varlen_bench.peers.engines import pad
+from varlen_bench.workers.encoder import EncoderWorker, Workload
 
 from .conftest import committed_columns, read_csv, save_encoder
 
@@ -147,7 +154,7 @@ def test_a_fixed_batch_is_not_calibrated():
 
 
 def test_bench_figures_compare_only_systems_of_equal_quality():
-    figures = bench_figures(
+    figures = EncoderSubject().figures(
         [
             result("varlen-fp32", [600.0, 660.0]),
             result("varlen-bf16", [900.0, 900.0], cosine=0.9),
@@ -174,15 +181,19 @@ def test_bench_figures_compare_only_systems_of_equal_quality():
 def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     failed = result("ctranslate2-fp32-sorted", [], note="did not run: not installed")
 
-    rows = csv_rows([failed, result(BASELINE, [100.0, 120.0])], "tiny")
+    subject = EncoderSubject(model=Path("models/tiny/1"))
+    results = [failed, result(BASELINE, [100.0, 120.0])]
+
+    rows = subject.rows(results)
 
     assert [row["system"] for row in rows] == ["ctranslate2-fp32-sorted", BASELINE]
+    assert {row["model"] for row in rows} == {"tiny"}
     assert rows[0]["tokens_per_second"] is None
     assert rows[0]["note"] == "did not run: not installed"
     assert rows[1]["tokens_per_second"] == 110
     assert rows[1]["ratio_to_fifo"] == 1.0
     assert rows[1]["sequences_per_second"] == pytest.approx(4.4)
-    (uniform,) = tables(rows)
+    (uniform,) = subject.tables(results)
     assert [line[0] for line in uniform.lines] == [BASELINE, "ctranslate2-fp32-sorted"]
 
 
@@ -222,8 +233,8 @@ def test_a_random_encoder_is_made_once_with_the_tokenizer_of_another(tmp_path, m
 def test_batches_of_equal_sequences_are_compared_by_length(
     tmp_path, monkeypatch, checkpoint, peers_in_process
 ):
-    monkeypatch.setattr(workload, "_GRID_TOKENS", (4, 9))
-    monkeypatch.setattr(workload, "_GRID_PASS_TOKENS", 16)
+    monkeypatch.setattr(encoder, "_GRID_TOKENS", (4, 9))
+    monkeypatch.setattr(encoder, "_GRID_PASS_TOKENS", 16)
     output = tmp_path / "encoder.csv"
     systems = f"varlen-fp32,{BASELINE}"
     arguments = ["--model", str(checkpoint), "--grid", "--rounds", "1", "--only", systems]
@@ -243,7 +254,7 @@ def test_batches_of_equal_sequences_are_compared_by_length(
     keys = dict(word.split("=", 1) for word in last.split()[2:])
     assert last.startswith("BENCH encoder_grid: ")
     assert keys["batch_20_vs_transformers"] == keys["batch_20_vs_best_peer"]
-    times = [each.times for each in workload.grid_workloads(checkpoint)]
+    times = [each.times for each in grid_workloads(checkpoint)]
     assert times == [4, 2, 1, 1]
 
 
@@ -261,7 +272,7 @@ def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_
             raise RuntimeError("export failed")
         return model
 
-    monkeypatch.setattr(run, "exported", export)
+    monkeypatch.setattr(encoder, "exported", export)
     output = tmp_path / "encoder.csv"
     arguments = ["--model", str(checkpoint), "--rounds", "2", "--sequences", "6", "--queries", "6"]
     arguments += ["--only", f"varlen-fp32,{BASELINE},onnxruntime-int8-sorted", "--threads", "1"]

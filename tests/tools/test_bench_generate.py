@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from varlen_bench.compare.passes import Answer, Requests, drive_iterations
 from varlen_bench.compare.results import Result
 from varlen_bench.compare.stepping import step_in_thread
-from varlen_bench.generate import engines, limit, llamacpp, stepped
-from varlen_bench.generate.__main__ import app
-from varlen_bench.generate.engines import figures
-from varlen_bench.generate.report import Step, bench_figures, csv_rows, tables
-from varlen_bench.generate.run import GenerateComparison, equal_share
-from varlen_bench.generate.systems import OURS, REQUEST_LEVEL, SYSTEMS
-from varlen_bench.generate.workload import trace_requests, uniform_requests
+from varlen_bench.generate import (
+    GenerateSubject,
+    app,
+    equal_share,
+    trace_requests,
+    uniform_requests,
+)
 from varlen_bench.harness.rows import bench_line
 from varlen_bench.peers.checkpoints import (
     GeneratorShape,
@@ -29,6 +29,8 @@ from varlen_bench.peers.checkpoints import (
 )
 from varlen_bench.peers.engines import Cores
 from varlen_bench.peers.gguf_files import write_gguf
+from varlen_bench.workers import decode_step, llamacpp, stepped
+from varlen_bench.workers.generate import OURS, REQUEST_LEVEL, SYSTEMS, figures, load_iteration
 
 from .conftest import read_csv
 
@@ -123,10 +125,17 @@ def results_of_a_run():
     ]
 
 
-def test_bench_figures_compare_with_peers_of_equal_precision():
-    steps = [Step("gpt2-small", 0.08, 0.05)]
+def step_of(model):
+    made = Result(system=SYSTEMS[OURS], model=model, arrivals="decode step")
+    made.rounds = [{"step_ms": 80.0, "limit_ms": 50.0}]
+    return made
 
-    found = bench_figures(results_of_a_run(), steps, ["gpt2-small", "tiny_gpt2"])
+
+def test_bench_figures_compare_with_peers_of_equal_precision():
+    subject = GenerateSubject(models="gpt2-small,tiny_gpt2")
+    subject.prepare()
+
+    found = subject.figures([*results_of_a_run(), step_of("gpt2-small")])
 
     assert bench_line("generate", found).startswith(
         "BENCH generate: vs_static_batch=5 vs_best_peer=1.5 vs_request_level=2 ttft_p99_ratio=0.1"
@@ -136,27 +145,30 @@ def test_bench_figures_compare_with_peers_of_equal_precision():
 
 
 def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
-    rows = csv_rows(results_of_a_run(), [Step("gpt2-small", 0.08, 0.05)])
+    results = [*results_of_a_run(), step_of("gpt2-small")]
+
+    rows = GenerateSubject().rows(results)
 
     failed = next(row for row in rows if row["system"] == CONTINUOUS)
     assert (failed["tokens_per_second"], failed["note"]) == (None, "did not run: not installed")
     assert (rows[-1]["step_ms"], rows[-1]["limit_ms"]) == (80, 50)
+    assert (rows[-1]["requests"], rows[-1]["tokens"], rows[-1]["rounds"]) == (None,) * 3
     assert len({tuple(row) for row in rows}) == 1
-    at_once, poisson, step = tables(rows)
+    at_once, poisson, step = GenerateSubject().tables(results)
     assert at_once.lines[0][0] == "ctranslate2-int8-sorted"
     assert [len(table.lines) for table in (at_once, poisson, step)] == [7, 3, 1]
 
 
 def test_a_step_cannot_be_faster_than_memory_or_arithmetic(tmp_path, monkeypatch):
     save_random_decoder(TINY, tmp_path)
-    monkeypatch.setattr(limit, "read_bandwidth", lambda: 4.0)
-    monkeypatch.setattr(limit, "product_rate", lambda hidden: 1e30)
+    monkeypatch.setattr(decode_step, "read_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(decode_step, "product_rate", lambda hidden: 1e30)
     weights, cached = 12 * 1 * 16**2 + 300 * 16, 2 * 1 * 16 * 32 * (128 + 48)
 
-    assert limit.limit_seconds(tmp_path) == weights + cached
+    assert decode_step.limit_seconds(tmp_path) == weights + cached
 
-    monkeypatch.setattr(limit, "product_rate", lambda hidden: 1.0)
-    assert limit.limit_seconds(tmp_path) == 2 * (32 * weights + cached)
+    monkeypatch.setattr(decode_step, "product_rate", lambda hidden: 1.0)
+    assert decode_step.limit_seconds(tmp_path) == 2 * (32 * weights + cached)
 
 
 def test_a_step_of_llama_reads_fewer_keys_than_it_multiplies(tmp_path, monkeypatch):
@@ -166,14 +178,14 @@ def test_a_step_of_llama_reads_fewer_keys_than_it_multiplies(tmp_path, monkeypat
     matrices = sum(each.numel() for each in model.parameters() if each.ndim == 2)
     weights = matrices - model.get_input_embeddings().weight.numel()
     cached = 2 * 2 * 8 * 32 * (128 + 48)
-    monkeypatch.setattr(limit, "read_bandwidth", lambda: 4.0)
-    monkeypatch.setattr(limit, "product_rate", lambda hidden: 1e30)
+    monkeypatch.setattr(decode_step, "read_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(decode_step, "product_rate", lambda hidden: 1e30)
 
-    assert limit.limit_seconds(tmp_path) == weights + cached
+    assert decode_step.limit_seconds(tmp_path) == weights + cached
 
-    monkeypatch.setattr(limit, "product_rate", lambda hidden: 1.0)
+    monkeypatch.setattr(decode_step, "product_rate", lambda hidden: 1.0)
     # two query heads share a key head
-    assert limit.limit_seconds(tmp_path) == 2 * (32 * weights + 2 * cached)
+    assert decode_step.limit_seconds(tmp_path) == 2 * (32 * weights + 2 * cached)
 
 
 class FakeOpenVino:
@@ -221,7 +233,7 @@ def test_openvino_runs_in_steps_and_reads_each_answer_to_its_end(tmp_path, monke
     exports = []
     monkeypatch.setattr(stepped, "_export_openvino", lambda *about: exports.append(about))
 
-    submit = engines.load_iteration(SYSTEMS["openvino-int8"], tmp_path, Cores(1, 2))
+    submit = load_iteration(SYSTEMS["openvino-int8"], tmp_path, Cores(1, 2))
     answers = drive_iterations(submit, Requests.at_once("", [[7, 8], [9]], [3, 1]))
 
     assert [answer.tokens for answer in answers] == [[3, 2, 1], [1]]
@@ -264,7 +276,7 @@ def test_vllm_runs_in_steps_in_the_process_of_the_worker(tmp_path, monkeypatch):
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr("ctypes.CDLL", lambda *_: None)
 
-    submit = engines.load_iteration(SYSTEMS["vllm-bf16"], tmp_path, Cores(1, 1))
+    submit = load_iteration(SYSTEMS["vllm-bf16"], tmp_path, Cores(1, 1))
     answers = drive_iterations(submit, Requests.at_once("", [[7, 8], [9]], [3, 1]))
 
     assert [answer.tokens for answer in answers] == [[2, 2, 2], [1]]
@@ -395,7 +407,7 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
     tmp_path, monkeypatch, peers_in_process
 ):
     save_random_decoder(TINY, tmp_path / "tiny_gpt2/1")
-    monkeypatch.setattr(GenerateComparison, "decode_step", lambda _: Step("tiny_gpt2"))
+    monkeypatch.setattr(GenerateSubject, "_after", lambda *_: [step_of("tiny_gpt2")])
     output = tmp_path / "generate.csv"
     arguments = ["--quick", "--repository", str(tmp_path), "--requests", "3", "--threads", "1"]
     arguments += ["--only", f"{OURS},{STATIC}", "--output", str(output)]

@@ -19,7 +19,7 @@ from varlen.decoding.search.device_search import DeviceSearch
 from varlen.decoding.search.searcher import Searcher
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Int32Array
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import (
     BeamStep,
     DeviceChoice,
@@ -81,7 +81,7 @@ class TokenChoice:
         self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device, edit_limits)
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
-    def on_device(self, step: StepBatch) -> DeviceChoice:
+    def on_device(self, step: Batch) -> DeviceChoice:
         """Return what the device chooses in a step; see `StepChoice`.
 
         Tokens are drawn on the device if this is so of all samples of the step.
@@ -125,7 +125,7 @@ class TokenChoice:
         """Forget what the device keeps of sequences; see `StepChoice`."""
         self._sampler.forget()
 
-    def given(self, step: StepBatch) -> Int32Array:
+    def given(self, step: Batch) -> Int32Array:
         """Return what the host has chosen for the beams of a step; see `StepChoice`."""
         given: Int32Array = np.full(
             (sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32
@@ -143,7 +143,7 @@ class TokenChoice:
         return given
 
     def outputs(
-        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
+        self, step: Batch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
     ) -> list[SampledToken | BeamStep]:
         """Return the outputs of a step; see `StepChoice`."""
         has_edits = choice.draws is not None and choice.draws.edits is not None

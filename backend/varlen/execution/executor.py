@@ -471,7 +471,7 @@ class StepOrder:
         """Return the context in which a step runs.
 
         Args:
-            number, after: see `StepBatch`.
+            number, after: see `Batch`.
 
         Raises:
             SkippedStepError: it must not run.

@@ -23,7 +23,7 @@ from varlen.execution.executor import StepOrder, WaitingLauncher, outcome_of
 from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Int32Array
-from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.batch import Batch
 from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
 from varlen_kernels.reference.beam_search import NOT_GIVEN
 
@@ -31,13 +31,13 @@ from varlen_kernels.reference.beam_search import NOT_GIVEN
 class StepChoice(Protocol):
     """Chooses tokens and steps of searches, and says what the device can choose by itself."""
 
-    def on_device(self, step: StepBatch) -> DeviceChoice:
+    def on_device(self, step: Batch) -> DeviceChoice:
         """Return what the device chooses in a step.
 
         The tokens of the step before it are perhaps not known yet.
         """
 
-    def given(self, step: StepBatch) -> Int32Array:
+    def given(self, step: Batch) -> Int32Array:
         """Return what the host has chosen for the beams of a step, `[beams, 2]`.
 
         That is the beam that each one continues, and the token; NOT_GIVEN where the device has chosen them.
@@ -47,7 +47,7 @@ class StepChoice(Protocol):
         """Forget what the device keeps of sequences: it has lost it."""
 
     def outputs(
-        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
+        self, step: Batch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, chunk by chunk.
 
@@ -62,11 +62,11 @@ class StepChoice(Protocol):
 class NoChoice:
     """Of a process that only runs steps: a `StepChoice` without outputs."""
 
-    def on_device(self, step: StepBatch) -> DeviceChoice:  # noqa: ARG002  # of every choice
+    def on_device(self, step: Batch) -> DeviceChoice:  # noqa: ARG002  # of every choice
         """Return nothing."""
         return DeviceChoice()
 
-    def given(self, step: StepBatch) -> Int32Array:
+    def given(self, step: Batch) -> Int32Array:
         """Return that nothing is given."""
         return np.full((sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32)
 
@@ -75,7 +75,7 @@ class NoChoice:
 
     def outputs(
         self,
-        step: StepBatch,  # noqa: ARG002
+        step: Batch,  # noqa: ARG002
         choice: DeviceChoice,  # noqa: ARG002
         chosen: DeviceChosen,  # noqa: ARG002
         logits: Tensor | None,  # noqa: ARG002
@@ -110,7 +110,7 @@ _Packed = TypeVar("_Packed")
 class StepDevice(Protocol[_Packed]):
     """What runs steps, in the order in which they start."""
 
-    def pack(self, step: StepBatch, choice: DeviceChoice) -> _Packed:
+    def pack(self, step: Batch, choice: DeviceChoice) -> _Packed:
         """Return a step as the device takes it.
 
         Args:
@@ -121,7 +121,7 @@ class StepDevice(Protocol[_Packed]):
     def may_queue(self, packed: _Packed) -> bool:
         """Return whether a step can start while another one runs, without waiting for it."""
 
-    def start(self, step: StepBatch, packed: _Packed) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: _Packed) -> Callable[[], DeviceChosen]:
         """Start a step; return a function that waits for what the device chooses.
 
         Args:
@@ -129,7 +129,7 @@ class StepDevice(Protocol[_Packed]):
         """
 
     def choose(
-        self, step: StepBatch, packed: _Packed, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, packed: _Packed, choice: DeviceChoice, chosen: DeviceChosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, completed by the host.
 
@@ -153,7 +153,7 @@ class _Launched(Generic[_Packed]):
         error: reason why it could not be packed or started.
     """
 
-    step: StepBatch
+    step: Batch
     packed: _Packed | None = None
     choice: DeviceChoice = field(default_factory=DeviceChoice)
     is_started: bool = False
@@ -185,7 +185,7 @@ class StepLauncher(Generic[_Packed]):
         self._in_flight: deque[_Launched[_Packed]] = deque()
         self._lock = Lock()
 
-    def launch(self, step: StepBatch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+    def launch(self, step: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
 
         If the host has to choose the tokens before it, it starts after that. `StepRunner.launch_batch` says what the
@@ -255,7 +255,7 @@ class StepLauncher(Generic[_Packed]):
                 self._start_all()
 
     def _whole(
-        self, step: StepBatch, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, choice: DeviceChoice, chosen: DeviceChosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step that the device has chosen.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from varlen.execution.packing import bounds_of, positions_of
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import (
     BeamStep,
     DeviceChoice,
@@ -219,9 +219,7 @@ class PackedStep:
         self.inputs["token_ids"][places] = chosen[rows]
 
 
-def pack_step(
-    step: StepBatch, block_size: int, choice: DeviceChoice = _NOTHING_CHOSEN
-) -> PackedStep:
+def pack_step(step: Batch, block_size: int, choice: DeviceChoice = _NOTHING_CHOSEN) -> PackedStep:
     """Return a step as arrays.
 
     Args:
@@ -296,7 +294,7 @@ def draw_arrays(draws: Draws) -> Arrays:
     }
 
 
-def tokens_of_rows(step: StepBatch, outputs: Sequence[SampledToken | BeamStep]) -> Int32Array:
+def tokens_of_rows(step: Batch, outputs: Sequence[SampledToken | BeamStep]) -> Int32Array:
     """Return a token for each row of the logits of a step; 0 for beams."""
     token_ids: list[int] = []
     of_step = iter(outputs)

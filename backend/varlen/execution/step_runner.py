@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
-from varlen.scheduling.batch import Batch, Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import (
     BeamStep,
     DeviceChoice,
@@ -199,10 +199,9 @@ class StepRunner:
             MemoryError: too little memory for what the step needs beside the arena.
             SkippedStepError: the step before it failed.
         """
-        step = cast(StepBatch, batch)
         if self._launcher is not None:
-            return self._launcher.launch(step)
-        return partial(self._run, step)
+            return self._launcher.launch(batch)
+        return partial(self._run, batch)
 
     def wait(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every launcher
         """Return True: nothing is known of a step before its outputs are asked for."""
@@ -212,7 +211,7 @@ class StepRunner:
         """Return the outputs of a step; see `launch_batch`."""
         return self.launch_batch(batch)()
 
-    def _run(self, step: StepBatch) -> Sequence[SampledToken | BeamStep]:
+    def _run(self, step: Batch) -> Sequence[SampledToken | BeamStep]:
         assert isinstance(self.steps, CpuSteps)
         choice = self._choice.on_device(step)
         packed = pack_step(step, self.kv.block_size, choice)
@@ -223,7 +222,7 @@ class StepRunner:
         with memory_errors(), torch.inference_mode():
             return self._choice.outputs(step, choice, chosen, logits)
 
-    def _prepare(self, step: StepBatch) -> None:
+    def _prepare(self, step: Batch) -> None:
         """Start the copies of blocks, and the encoder."""
         self._copy_blocks(step.copies)
         if self._encoder is not None:

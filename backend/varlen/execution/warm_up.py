@@ -27,7 +27,7 @@ from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.step_packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, Edits, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_kernels.reference.logit_edits import NO_PLACE
@@ -214,11 +214,11 @@ def _run(runner: StepRunner, chunks: Sequence[Chunk], timeout: float) -> None:
     call_within(timeout, run, compile_seconds=_COMPILE_SECONDS)
 
 
-def _step(chunks: Sequence[Chunk]) -> StepBatch:
+def _step(chunks: Sequence[Chunk]) -> Batch:
     """Return a step, which begins with the copy of a block onto itself."""
     sequences = tuple(chunk.sequence for chunk in chunks)
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
-    return StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))
+    return Batch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))
 
 
 def _chunk(

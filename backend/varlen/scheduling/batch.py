@@ -70,19 +70,29 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Sequences that run together: decided by the scheduler, run by the executor.
+    """Sequences that run together, each with some tokens: decided by the scheduler, run by the executor.
 
     Attributes:
         sequences: one or more sequences, in any order.
         shape: sizes that decide the cost.
         seconds: expected run time.
         reason: reason for these sequences, for the log.
+        chunks: the tokens of each sequence in a step of generation, in its order; chunks of one token come first. Empty
+            if each sequence runs all its tokens and then ends.
+        copies: (source, destination) blocks to copy before the step.
+        number: its number among all steps.
+        after: number of the step that was in flight when this one was scheduled. If that one fails, this one must not
+            run.
     """
 
     sequences: tuple[SequenceState, ...]
     shape: BatchShape
     seconds: float
     reason: str
+    chunks: tuple[Chunk, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    number: int = 0
+    after: int | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -96,30 +106,9 @@ class Batch:
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs of its result."""
-        return len(self.sequences)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepBatch(Batch):
-    """One step of generation.
-
-    Attributes:
-        chunks: one per sequence of the batch, in its order; chunks of one token come first.
-        copies: (source, destination) blocks to copy before the step.
-        number: its number among all steps.
-        after: number of the step that was in flight when this one was scheduled. If that one fails, this one must not
-            run.
-    """
-
-    chunks: tuple[Chunk, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-    number: int = 0
-    after: int | None = None
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs: one for each sample and each search."""
+        """Number of outputs: one for each sequence, or for each sample and each search of a step."""
+        if not self.chunks:
+            return len(self.sequences)
         return sum(len(chunk.samples) for chunk in self.chunks)
 
     @property
@@ -129,7 +118,7 @@ class StepBatch(Batch):
 
     @property
     def sampled(self) -> tuple[list[GeneratedSequence], list[int]]:
-        """The sequence of each output, and the length of its answer."""
+        """The sequence of each output of a step, and the length of its answer."""
         chunks = self.chunks
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
         lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from varlen_client import gateway
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
 from varlen_client.cli.options import DEFAULT_URLS, print_message, usage_error
 from varlen_client.errors import InvalidUrl
-from varlen_client.gateway import settings
 from varlen_client.transport.endpoint import Endpoint
 
 API_KEYS = "VARLEN_API_KEYS"
@@ -85,10 +85,10 @@ def serve_http(
     cors_origin: CorsOrigins = None,
     max_body_bytes: Annotated[
         int, typer.Option(min=1, help="Largest body of a request.")
-    ] = settings.DEFAULT_MAX_BODY_BYTES,
+    ] = gateway.DEFAULT_MAX_BODY_BYTES,
     max_requests: Annotated[
         int, typer.Option(min=1, help="Most requests at a time; others get status 503.")
-    ] = settings.DEFAULT_MAX_REQUESTS,
+    ] = gateway.DEFAULT_MAX_REQUESTS,
     max_connections_per_address: Annotated[
         int | None,
         typer.Option(
@@ -99,7 +99,7 @@ def serve_http(
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds for each request.")
-    ] = settings.DEFAULT_TIMEOUT_SECONDS,
+    ] = gateway.DEFAULT_TIMEOUT_SECONDS,
     watch_seconds: Annotated[
         float,
         typer.Option(
@@ -110,7 +110,7 @@ def serve_http(
     ] = DEFAULT_WATCH_SECONDS,
     chat_max_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer of a chat that sets no limit, in tokens.")
-    ] = settings.DEFAULT_CHAT_MAX_TOKENS,
+    ] = gateway.DEFAULT_CHAT_MAX_TOKENS,
     auto_truncate: Annotated[
         bool,
         typer.Option(
@@ -131,7 +131,7 @@ def serve_http(
             if endpoint.protocol != "grpc":
                 # the server does not notice HTTP clients that leave
                 usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
-        checked = settings.GatewaySettings(
+        checked = gateway.GatewaySettings(
             url=tuple(urls),
             model=model,
             api_keys=tuple(api_key or ()),

@@ -14,9 +14,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from varlen_client.errors import VarlenClientError
-from varlen_client.gateway.bodies import usage
 from varlen_client.gateway.errors import client_error_body
-from varlen_client.gateway.json_writing import Rows, json_bytes
+from varlen_client.gateway.json_writing import Rows, json_bytes, usage_of
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.generation import GeneratedPart, Generation
 
@@ -67,7 +66,7 @@ def whole_answer(
     metrics.count_tokens(prompt_tokens, completion_tokens)
     samples = [sample for each in answers for sample in _best(each, n)]
     choices = Rows(make_choice(index, sample, None) for index, sample in enumerate(samples))
-    return head.object(choices, usage=usage(prompt_tokens, completion_tokens))
+    return head.object(choices, **usage_of(prompt_tokens, completion_tokens))
 
 
 def _best(samples: Sequence[Generation], n: int) -> Sequence[Generation]:
@@ -158,7 +157,7 @@ class Chunks:
             self._sent_tokens[index] = tokens
             counts: dict[str, Any] = {} if self.usage == "none" else {"usage": None}
             if self.usage == "all":
-                counts["usage"] = usage(part.num_prompt_tokens, tokens)
+                counts = usage_of(part.num_prompt_tokens, tokens)
             yield self.head.object([self.make_choice(index, part, sent)], **counts)
 
     def last(self) -> Iterator[dict[str, Any]]:
@@ -167,7 +166,7 @@ class Chunks:
         completion_tokens = sum(self._sent_tokens.values())
         self.metrics.count_tokens(prompt_tokens, completion_tokens)
         if self.usage != "none":
-            yield self.head.object([], usage=usage(prompt_tokens, completion_tokens))
+            yield self.head.object([], **usage_of(prompt_tokens, completion_tokens))
 
 
 async def numbered(streams: Sequence[Parts], n: int) -> NumberedParts:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import FastAPI
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.answers import (
     Chunks,
     EventStream,
@@ -26,7 +26,6 @@ from varlen_client.gateway.bodies import ListOf, Object, refused_field
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
-from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.gateway.unserved_fields import CHATS, MESSAGES, PARTS
 from varlen_client.generation import GeneratedPart, Generation
 
@@ -220,32 +219,28 @@ class ChatBody(SamplingBody):
         return {WARNING_HEADER: _NO_TOOLS} if may_call else {}
 
 
-def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
-    """Add the route of chats."""
-
-    @app.post("/v1/chat/completions", tags=["OpenAI"])
-    async def chat_completions(body: ChatBody) -> Response:
-        """Answer the last message of a chat."""
-        sampling = _sampling(body, gateway.settings)
-        messages = for_template(body.messages)
-        model = await gateway.models.get(body.model)
-        timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
-        if body.stream:
-            head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
-            parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
-            make_choice = partial(_delta, body.logprobs, top)
-            chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
-            response: Response = await EventStream.begin(numbered([parts], body.n), chunks)
-        else:
-            head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
-            answers = await model.client.samples(
-                messages, body.num_samples, timeout=timeout, **sampling
-            )
-            make_choice = partial(_choice, body.logprobs, top)
-            answer = whole_answer(head, [answers], body.n, make_choice, gateway.metrics)
-            response = json_response(answer)
-        response.headers.update(body.headers)
-        return response
+async def chat_completions(gateway: Gateway, body: ChatBody) -> Response:
+    """Answer the last message of a chat."""
+    sampling = _sampling(body, gateway.settings)
+    messages = for_template(body.messages)
+    model = await gateway.models.get(body.model)
+    timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
+    if body.stream:
+        head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
+        parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
+        make_choice = partial(_delta, body.logprobs, top)
+        chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
+        response: Response = await EventStream.begin(numbered([parts], body.n), chunks)
+    else:
+        head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
+        answers = await model.client.samples(
+            messages, body.num_samples, timeout=timeout, **sampling
+        )
+        make_choice = partial(_choice, body.logprobs, top)
+        answer = whole_answer(head, [answers], body.n, make_choice, gateway.metrics)
+        response = json_response(answer)
+    response.headers.update(body.headers)
+    return response
 
 
 def _sampling(body: ChatBody, settings: GatewaySettings) -> dict[str, Any]:

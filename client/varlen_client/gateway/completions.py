@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 from starlette.responses import Response
 
@@ -47,36 +46,32 @@ class CompletionsBody(SamplingBody):
     add_special_tokens: Literal[True] | None = None
 
 
-def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
-    """Add the route of completions."""
-
-    @app.post("/v1/completions", tags=["OpenAI"])
-    async def completions(body: CompletionsBody) -> Response:
-        """Continue prompts, which are texts or token ids."""
-        prompts = rows_of(body.prompt, "prompt")
-        if len(prompts) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
-        sampling = _sampling(body)
-        make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
-        model = await gateway.models.get(body.model)
-        head = Head.new("cmpl", "text_completion", model.name, body.request_id)
-        timeout = gateway.settings.timeout_seconds
-        if body.stream:
-            streams = [
-                model.client.stream_samples(prompt, body.n, timeout=timeout, **sampling)
-                for prompt in prompts
-            ]
-            chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
-            return await EventStream.begin(numbered(streams, body.n), chunks)
-        tasks = [
-            asyncio.ensure_future(
-                model.client.samples(prompt, body.num_samples, timeout=timeout, **sampling)
-            )
+async def completions(gateway: Gateway, body: CompletionsBody) -> Response:
+    """Continue prompts, which are texts or token ids."""
+    prompts = rows_of(body.prompt, "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
+    sampling = _sampling(body)
+    make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
+    model = await gateway.models.get(body.model)
+    head = Head.new("cmpl", "text_completion", model.name, body.request_id)
+    timeout = gateway.settings.timeout_seconds
+    if body.stream:
+        streams = [
+            model.client.stream_samples(prompt, body.n, timeout=timeout, **sampling)
             for prompt in prompts
         ]
-        await all_or_first_error(tasks)
-        answers = [task.result() for task in tasks]
-        return json_response(whole_answer(head, answers, body.n, make_choice, gateway.metrics))
+        chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
+        return await EventStream.begin(numbered(streams, body.n), chunks)
+    tasks = [
+        asyncio.ensure_future(
+            model.client.samples(prompt, body.num_samples, timeout=timeout, **sampling)
+        )
+        for prompt in prompts
+    ]
+    await all_or_first_error(tasks)
+    answers = [task.result() for task in tasks]
+    return json_response(whole_answer(head, answers, body.n, make_choice, gateway.metrics))
 
 
 def _sampling(body: CompletionsBody) -> dict[str, Any]:

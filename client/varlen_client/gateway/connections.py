@@ -149,17 +149,14 @@ class Connections:
         if not self._of_address[connection.address]:
             del self._of_address[connection.address]
 
-    def parse_now(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Parse a piece at once if this turn has time; the rest later."""
+    def parse(
+        self, connection: Connection, loop: asyncio.AbstractEventLoop, *, at_once: bool = False
+    ) -> None:
+        """Parse the bytes of a connection in turn with others; a piece at once if this turn has time."""
         self._schedule(loop)
-        is_first = not self._unparsed and time.perf_counter() < self._turn_end
-        if not is_first or connection.parse_piece():
+        has_time = not self._unparsed and time.perf_counter() < self._turn_end
+        if not (at_once and has_time) or connection.parse_piece():
             self._unparsed[connection] = None
-
-    def parse_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Parse the bytes of a connection in turn with others."""
-        self._schedule(loop)
-        self._unparsed[connection] = None
 
     def drop_later(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         """Read more of a refused body after a pause, in turn with others."""

@@ -14,12 +14,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from varlen_client.gateway.caller import TENANT, tenant_of
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.connections import BODY_RATE
 from varlen_client.gateway.errors import error_response, overload_response
 from varlen_client.gateway.front import shows_page
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway.models import TENANT, tenant_of
 from varlen_client.transport.trace_context import trace_context
 from varlen_client.waits import cancel_all
 

@@ -1,8 +1,9 @@
-"""The pages for browsers: `/`, which tries each model, and `/docs`, the reference of routes.
+"""What the gateway says of itself and of models: pages for browsers, `/info`, lists of models, health and metrics.
 
-Both are one file, `page.html`, which loads nothing but answers of this gateway. Its `Content-Security-Policy` lets the
-browser run no other script, send nothing to other hosts, and show the page in no frame. It is the same for all
-requests, and holds no name of a model: its script asks `/` for JSON, which needs a key as other paths do.
+The page `/` tries each model, and `/docs` is the reference of routes. Both are one file, `page.html`, which loads
+nothing but answers of this gateway. Its `Content-Security-Policy` lets the browser run no other script, send nothing to
+other hosts, and show the page in no frame. It is the same for all requests, and holds no name of a model: its script
+asks `/` for JSON, which needs a key as other paths do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
@@ -19,38 +20,141 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
-from varlen_client.gateway.examples import EXAMPLES_BY_TASK
-from varlen_client.gateway.info import overview
+from varlen_client.errors import ModelNotFound
+from varlen_client.gateway.bodies import MAX_INPUTS
+from varlen_client.gateway.errors import error_response
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.routes import EXAMPLES_BY_TASK
+from varlen_client.wire import ModelInfo, ModelState
 
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+_VECTORS = ("sentence_embedding", "token_embeddings", "last_hidden_state")
+# Other pages of the gateway.
+_PAGES = ("/docs", "/openapi.json", "/v1/models", "/health", "/metrics")
 # Answers of `/` that caches keep apart.
 _BY_ACCEPT = {"Vary": "Accept"}
 _QUALITY = re.compile(r"\s*q\s*=\s*(0(\.\d{0,3})?|1(\.0{0,3})?)\s*")
 
 
 def add_front_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes."""
+    """Add the routes that answer `GET`."""
 
+    @app.get("/info", tags=["Text Embeddings Inference"])
+    async def info() -> Response:
+        """Describe the model of `?model=`; fields that its config.pbtxt leaves to the checkpoint are null."""
+        found = await gateway.info(None)
+        return json_response(
+            {
+                "model_id": found.name,
+                "model_dtype": _DTYPES.get(found.settings.get("dtype", "auto")),
+                "model_type": _type_of(found),
+                "max_concurrent_requests": gateway.settings.max_requests,
+                "max_input_length": _number(found, "max_sequence_tokens"),
+                "max_batch_tokens": _number(found, "max_batch_tokens"),
+                "max_batch_requests": _number(found, "max_batch_sequences"),
+                "max_client_batch_size": MAX_INPUTS,
+                # of paths of TEI
+                "auto_truncate": True,
+                "version": version("varlen-client"),
+            }
+        )
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", tags=["Status"])
     async def root(request: Request) -> Response:
         """Name, version and models, ready or not; a browser gets a page to try them."""
         if shows_page(request.scope):
             return _page(_BY_ACCEPT)
-        response = json_response(await overview(gateway))
+        response = json_response(await _overview(gateway))
         response.headers.update(_BY_ACCEPT)
         return response
 
-    async def docs(_: Request) -> Response:
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
         return _page({})
 
-    tags: list[Any] = ["Status"]
-    app.get("/", tags=tags)(root)
-    app.head("/", include_in_schema=False)(root)
-    app.add_route("/docs", docs, include_in_schema=False)
+    @app.get("/health", tags=["Status"])
+    async def health() -> Response:
+        """Answer 200 if the server answers and a model is ready, else 503."""
+        if await gateway.models.is_healthy():
+            return json_response({"status": "ok"})
+        message = "the server does not answer, or its model is not ready"
+        return error_response(503, message, "server_error", code="unavailable")
+
+    @app.get("/metrics", tags=["Status"])
+    async def metrics() -> Response:
+        """The gateway's own metrics, as Prometheus text."""
+        return Response(gateway.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Response:
+        """The models that are ready."""
+        names = await gateway.models.ready()
+        return json_response({"object": "list", "data": [_listed(name) for name in names]})
+
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> Response:
+        """One of the models that are ready."""
+        if name not in await gateway.models.ready():
+            raise ModelNotFound(f"the server has no ready model {name!r}")
+        return json_response(_listed(name))
+
+
+def _listed(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "varlen"}
+
+
+async def _overview(gateway: Gateway) -> Mapping[str, Any]:
+    """Return the gateway's name and version, the models, ready or not, and its other pages."""
+    described = await gateway.models.described()
+    return {
+        "name": "varlen gateway",
+        "version": version("varlen-client"),
+        "models": [_summary(*each) for each in described],
+        "pages": _PAGES,
+    }
+
+
+def _summary(state: ModelState, found: ModelInfo | None) -> dict[str, Any]:
+    """Return name, state, task and sizes of a model; what is not known is null."""
+    known = (
+        {
+            "task": found.known_task,
+            "max_input_length": _number(found, "max_sequence_tokens"),
+            "dimensions": _last_dimension(found, _VECTORS),
+            "labels": _last_dimension(found, ("logits",)),
+        }
+        if found
+        else dict.fromkeys(("task", "max_input_length", "dimensions", "labels"))
+    )
+    return {"name": state.name, "state": state.state or "UNAVAILABLE", **known}
+
+
+def _last_dimension(model: ModelInfo, outputs: Collection[str]) -> int | None:
+    """Return the last dimension of the first of these outputs; None if it is unknown."""
+    dims = next((model.outputs[output] for output in outputs if output in model.outputs), ())
+    return dims[-1] if dims and dims[-1] > 0 else None
+
+
+def _number(model: ModelInfo, setting: str) -> int | None:
+    value = model.settings.get(setting)
+    # models of other backends may have anything
+    return int(value) if value is not None and value.isdecimal() else None
+
+
+def _type_of(model: ModelInfo) -> dict[str, dict[str, Any]] | None:
+    """Return the kind of a model in TEI's names; None if it has none."""
+    if model.labels_texts:
+        return {"reranker": {}} if model.outputs.get("logits") == (1,) else {"classifier": {}}
+    if model.known_task == "sparse_embed":
+        return {"embedding": {"pooling": "splade"}}
+    return {"embedding": {}} if model.known_task == "embed" else None
 
 
 def shows_page(scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""Reads the JSON of bodies within limits, and has a thread for large ones.
+"""Reads the JSON of bodies within limits, large ones in a thread.
 
 A small body can ask for much work: two bytes are a value. So the values of a body are counted before they are parsed,
 and what remains is short: no step holds the interpreter's lock for more than a few tens of milliseconds, and other
@@ -8,18 +8,24 @@ requests go on between the steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.bodies import MAX_INPUTS, Fields, Ignore, checked
+from varlen_client.gateway.errors import BodyRefused, describe
 
 _T = TypeVar("_T")
+_Form = TypeVar("_Form", bound=Fields)
 
 # Values of a body, besides token ids of its prompts or inputs.
 MAX_VALUES = 1 << 16
@@ -27,14 +33,11 @@ MAX_VALUES = 1 << 16
 MAX_NAMES = 1 << 16
 # Token ids of a body; OpenAI takes 300,000 in a request.
 MAX_IDS = 1 << 19
-# Larger bodies and answers are read and written in the thread.
+# Larger bodies are read in the thread.
 SMALL_BYTES = 16 << 10
 
-# Bytes that are looked at in one step.
-_PIECE_BYTES = 256 << 10
-_QUOTE, _COMMA, _COLON = b'",:'
-# `[` and `{` differ in this bit only.
-_BRACE, _BRACE_BIT = ord("{"), 0x20
+# Bytes that are counted in one step.
+_PIECE_BYTES = 64 << 10
 # Of the parser, pydantic_core.
 _DEPTH_ERROR = "recursion limit exceeded"
 _MAX_LEVELS = 200
@@ -67,23 +70,105 @@ class JsonSize:
             )
 
 
+class BodyRoute(APIRoute):
+    """A route whose body, if it is JSON, is read by `read_body`; FastAPI does not check it again."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers requests."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        form: type[Fields] = self.body_field.field_info.annotation  # type: ignore[assignment]
+
+        async def read_and_handle(request: Request) -> Response:
+            request.json = partial(_read, form, request)  # type: ignore[method-assign]
+            return await handle(request)
+
+        return read_and_handle
+
+
+async def _read(form: type[_Form], request: Request) -> _Form:
+    """Return the body of a request.
+
+    Raises:
+        BodyRefused: the body has another form; FastAPI passes on no other errors.
+    """
+    try:
+        return await read_body(form, await request.body(), request.app.state.ignore_fields)
+    except InvalidRequest as error:
+        raise BodyRefused(str(error)) from None
+    except RequestValidationError as error:
+        param, message = describe(error)
+        raise BodyRefused(message, param) from None
+
+
+async def read_body(form: type[_Form], body: bytes, ignore: Ignore | None) -> _Form:
+    """Return a body in this form; `ignore` is the argument of `checked`.
+
+    Raises:
+        InvalidRequest: it is no JSON, or exceeds the limits.
+        RequestValidationError: it has another form.
+    """
+    if len(body) <= SMALL_BYTES:
+        return checked(form, read_json(body), ignore)
+    return await in_thread(partial(_read_large, form, body, ignore))
+
+
 async def in_thread(call: Callable[[], _T]) -> _T:
     """Return the result of a call that holds up no other request."""
     return await asyncio.get_running_loop().run_in_executor(_THREAD, call)
 
 
+def _read_large(form: type[_Form], body: bytes, ignore: Ignore | None) -> _Form:
+    size = size_of(body)
+    size.check(MAX_VALUES + (MAX_IDS if form.ids_field else 0))
+    given = read_json(body)
+    if form.ids_field is not None:
+        _check_ids(given, form.ids_field, size)
+    return checked(form, given, ignore)
+
+
+def _check_ids(given: Any, name: str, size: JsonSize) -> None:
+    """Raise InvalidRequest if a body has too many token ids, or values besides them."""
+    rows = given.get(name) if isinstance(given, dict) else None
+    ids = 0
+    if isinstance(rows, list):
+        # rows of texts are counted too, and refused later for their number
+        is_long = len(rows) > MAX_INPUTS
+        ids = sum(len(each) if isinstance(each, list) and not is_long else 1 for each in rows)
+    if size.values - ids > MAX_VALUES:
+        raise InvalidRequest(
+            f"the body has {size.values - ids} values besides {name}; allowed: up to {MAX_VALUES}"
+        )
+    if ids > MAX_IDS:
+        raise InvalidRequest(
+            f"{name} has {ids} values; allowed: up to {MAX_IDS}, so send fewer at once"
+        )
+
+
 def size_of(body: bytes) -> JsonSize:
     """Return the size of a JSON text, in time linear in its bytes."""
-    values = names = 0
-    is_in_string = False
+    values = names = is_in_string = 0
     for piece in _pieces(body):
-        quotes = np.bitwise_xor.accumulate((piece == _QUOTE).view(np.uint8))
-        outside = quotes == is_in_string
-        openings = (piece | _BRACE_BIT) == _BRACE
-        values += int(np.count_nonzero(((piece == _COMMA) | openings) & outside))
-        names += int(np.count_nonzero((piece == _COLON) & outside))
-        is_in_string ^= bool(quotes[-1]) if quotes.size else False
+        parts = piece.split(b'"')
+        outside = b"".join(parts[is_in_string::2])
+        values += sum(map(outside.count, (b",", b"[", b"{")))
+        names += outside.count(b":")
+        is_in_string ^= (len(parts) - 1) % 2
     return JsonSize(values, names)
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """Yield a JSON text in pieces, without escaped characters."""
+    begin = 0
+    while begin < len(body):
+        piece = body[begin : begin + _PIECE_BYTES]
+        backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        if backslashes % 2:
+            # the escaped character belongs to it
+            piece = body[begin : begin + _PIECE_BYTES + 1]
+        begin += len(piece)
+        yield piece.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def read_json(body: bytes) -> Any:
@@ -106,16 +191,3 @@ def _why_no_json(body: bytes, error: str) -> str:
     except UnicodeDecodeError:
         return "the body cannot be read; send JSON in UTF-8"
     return f"the body is not JSON: {error}"
-
-
-def _pieces(body: bytes) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield a JSON text in pieces, without escaped characters."""
-    begin = 0
-    while begin < len(body):
-        piece = body[begin : begin + _PIECE_BYTES]
-        backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        if backslashes % 2:
-            # the escaped character belongs to it
-            piece = body[begin : begin + _PIECE_BYTES + 1]
-        begin += len(piece)
-        yield np.frombuffer(piece.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)

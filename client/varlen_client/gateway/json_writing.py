@@ -6,6 +6,8 @@ A large answer is never in memory as a whole.
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -48,6 +50,29 @@ def json_response(content: Mapping[str, Any] | Sequence[Any] | Rows | Blocks) ->
     return StreamingResponse(_with_pauses(chain((first, second), parts)), media_type=_JSON)
 
 
+def listed(
+    model: str, data: Iterable[Any], tokens: int | None, *, prefix: str | None = None
+) -> Response:
+    """Return an answer in OpenAI's form of a list; in vLLM's it has a time, and an id with a `prefix`."""
+    answer: dict[str, Any] = {"object": "list", "model": model, "data": Rows(data)}
+    if prefix is not None:
+        answer |= {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+    return json_response(answer | usage_of(tokens))
+
+
+def usage_of(prompt_tokens: int | None, completion_tokens: int | None = None) -> dict[str, Any]:
+    """Return the field `usage` of an answer, if its tokens are known; embeddings have no completion."""
+    if prompt_tokens is None:
+        return {}
+    counts = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + (completion_tokens or 0),
+    }
+    if completion_tokens is not None:
+        counts["completion_tokens"] = completion_tokens
+    return {"usage": counts}
+
+
 async def _with_pauses(parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     for part in parts:
         yield part
@@ -70,23 +95,21 @@ def _parts(pieces: Iterator[bytes]) -> Iterator[bytes]:
 def _pieces(content: Any) -> Iterator[bytes]:
     """Yield the JSON of an answer in pieces, one for each row and block."""
     if isinstance(content, Mapping):
-        yield from _listed(b"{", (_field(*each) for each in content.items()), b"}")
+        fields = (
+            chain((json_bytes(name) + b":",), _pieces(each)) for name, each in content.items()
+        )
+        yield from _joined(b"{", fields, b"}")
     elif isinstance(content, Rows):
-        yield from _listed(b"[", (_pieces(each) for each in content.items), b"]")
+        yield from _joined(b"[", (_pieces(each) for each in content.items), b"]")
     elif isinstance(content, Blocks):
         # without the brackets of its list
         blocks = (json_bytes(each)[1:-1] for each in content.blocks if len(each))
-        yield from _listed(b"[", ((block,) for block in blocks), b"]")
+        yield from _joined(b"[", ((block,) for block in blocks), b"]")
     else:
         yield json_bytes(content)
 
 
-def _field(name: str, content: Any) -> Iterator[bytes]:
-    yield json_bytes(name) + b":"
-    yield from _pieces(content)
-
-
-def _listed(opening: bytes, items: Iterable[Iterable[bytes]], closing: bytes) -> Iterator[bytes]:
+def _joined(opening: bytes, items: Iterable[Iterable[bytes]], closing: bytes) -> Iterator[bytes]:
     yield opening
     for index, item in enumerate(items):
         if index:

@@ -1,4 +1,8 @@
-"""Clients of the server's models, one for each that requests name."""
+"""Clients of the server's models, one for each that requests name, and the check of token ids.
+
+Clients of OpenAI's embeddings send ids of OpenAI's tokenizer. Another model has most of these ids too, and would answer
+with a wrong vector. Ids of a model's own tokenizer have its special tokens, which OpenAI's have not.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, Any, Generic, TypeVar, cast
 
 from fastapi import Query
@@ -19,13 +24,11 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.gateway.bodies import Ignore
-from varlen_client.gateway.caller import TENANT
+from varlen_client.gateway import GatewaySettings
+from varlen_client.gateway.bodies import Ignore, TextFields
 from varlen_client.gateway.metrics import GatewayMetrics
-from varlen_client.gateway.settings import GatewaySettings
-from varlen_client.gateway.text_fields import TextFields
-from varlen_client.gateway.token_ids import SAMPLE, SpecialTokens, takes_ids
 from varlen_client.tasks import RowTask
+from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.wire import Inputs, ModelInfo, ModelState, Pairs, only_ready_model
 
@@ -42,7 +45,14 @@ _INFO_SECONDS = 30.0
 
 Connect = Callable[[str | None], AsyncClient]
 
-# Of the request that runs.
+# Tokenized to find the special tokens around a text.
+_SAMPLE = "a"
+_REMEDY = (
+    "send texts (OpenAIEmbeddings of LangChain sends them with check_embedding_ctx_length=False)"
+)
+
+# Of the request that runs: the tenant of its API key, None without keys, and the model in its query.
+TENANT: ContextVar[str | None] = ContextVar("tenant of a request", default=None)
 _QUERY_MODEL: ContextVar[str | None] = ContextVar("model in the query of a request", default=None)
 
 
@@ -186,11 +196,40 @@ class Models:
         return self._clients[key]
 
 
+def tenant_of(key: str) -> str:
+    """Return the tenant of an API key, which does not tell the key.
+
+    Callers of different keys share the server equally.
+    """
+    return sha256(key.encode()).hexdigest()[:16]
+
+
+def check_special_tokens(sample: TokenizedText, rows: Sequence[Sequence[int]]) -> None:
+    """Raise InvalidRequest unless each row of ids begins and ends with the special tokens of a sample."""
+    count = len(sample.special)
+    start = sample.special.index(False) if False in sample.special else count
+    stop = count - sample.special[start:][::-1].index(False) if start < count else count
+    before, after = list(sample.token_ids[:start]), list(sample.token_ids[stop:])
+    for index, row in enumerate(rows):
+        begins = list(row[:start]) == before
+        ends = list(row[max(start, len(row) - len(after)) :]) == after
+        if not (begins and ends):
+            pairs = zip(sample.token_ids, sample.tokens, strict=True)
+            named = [f"{each} ({name})" for each, name in pairs]
+            raise InvalidRequest(
+                f"row {index}: the token ids are not {' '.join([*named[:start], '…', *named[stop:]])}, as by this"
+                f" model's tokenizer; {_REMEDY}, or ids of that tokenizer with its special tokens"
+            )
+
+
 async def _check_ids(model: NamedModel, rows: Sequence[Sequence[int]], timeout: float) -> None:
-    """Raise InvalidRequest if rows of token ids are of another tokenizer."""
-    if takes_ids(await model.client.model_info()):
-        (found,) = await model.client.tokenize([SAMPLE], timeout=timeout)
-        SpecialTokens.of(found).check(rows)
+    """Raise InvalidRequest if the model takes no token ids, or its tokenizer did not make these."""
+    info = await model.client.model_info()
+    if info.inputs and "input_ids" not in info.inputs:
+        raise InvalidRequest(f"model {info.name!r} takes texts, and no token ids; {_REMEDY}")
+    if not info.inputs or "text" in info.inputs:
+        (found,) = await model.client.tokenize([_SAMPLE], timeout=timeout)
+        check_special_tokens(found, rows)
 
 
 async def read_query_model(

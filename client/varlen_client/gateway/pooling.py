@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import FastAPI
 from pydantic import StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import OpenAIBody, Texts, rows_of, usage
-from varlen_client.gateway.embeddings import VectorFields, encode_base64
-from varlen_client.gateway.json_writing import Rows, json_response
+from varlen_client.gateway.bodies import (
+    OpenAIBody,
+    TextFields,
+    Texts,
+    given_options,
+    rows_of,
+)
+from varlen_client.gateway.embeddings import VectorFields, encoded
+from varlen_client.gateway.json_writing import listed
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
-from varlen_client.gateway.text_fields import TextFields, given_options
 from varlen_client.gateway.unserved_fields import TEXTS
 from varlen_client.row_options import RerankOptions
 from varlen_client.row_outputs import RowAnswers, RowOutput
@@ -75,11 +77,6 @@ class ClassifyBody(OpenAIBody, TextFields):
     """false returns the logits."""
     cache_salt: StrictStr | None = None
 
-    def options(self) -> dict[str, Any]:
-        """Return the client's arguments, without truncation."""
-        activation = "none" if self.use_activation is False else "auto"
-        return given_options(activation=activation, cache_salt=self.cache_salt)
-
 
 class PoolingBody(OpenAIBody, VectorFields):
     """A request to `/pooling`."""
@@ -119,56 +116,41 @@ _POOLINGS = {
 }
 
 
-def add_pooling_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes."""
-
-    @app.post("/classify", tags=["vLLM"])
-    async def classify(body: ClassifyBody) -> Response:
-        """Return the scores of all labels of each row, and the name of the best."""
-        rows = rows_of(body.input, "input")
-        name, found, tokens = await gateway.answer(
-            body.model, CLASS_SCORES, rows, text_fields=body, **body.options()
-        )
-        data = (
-            {
-                "index": index,
-                "label": found.labels[found.best[index]],
-                "probs": scores.tolist(),
-                "num_classes": len(scores),
-            }
-            for index, scores in enumerate(found.scores)
-        )
-        return _answer("classify", name, data, tokens)
-
-    @app.post("/pooling", tags=["vLLM"])
-    async def pooling(body: PoolingBody) -> Response:
-        """Return vectors or scores of labels, of each row or of its tokens."""
-        rows = rows_of(body.input, "input")
-        info = await gateway.info(body.model)
-        how, width = _pooling_of(info, body.task)
-        if how.name.startswith("token_"):
-            check_token_features("input", rows, width)
-        name, found, tokens = await gateway.answer(
-            body.model, how.task, rows, text_fields=body, **_options(body, how)
-        )
-        encode = encode_base64 if body.encoding_format == "base64" else np.ndarray.tolist
-        data = (
-            {"index": index, "object": "pooling", "data": encode(array)}
-            for index, array in enumerate(how.read(found))
-        )
-        return _answer("pool", name, data, tokens)
+async def classify(gateway: Gateway, body: ClassifyBody) -> Response:
+    """Return the scores of all labels of each row, and the name of the best."""
+    rows = rows_of(body.input, "input")
+    activation = "none" if body.use_activation is False else "auto"
+    options = given_options(activation=activation, cache_salt=body.cache_salt)
+    name, found, tokens = await gateway.answer(
+        body.model, CLASS_SCORES, rows, text_fields=body, **options
+    )
+    data = (
+        {
+            "index": index,
+            "label": found.labels[found.best[index]],
+            "probs": scores.tolist(),
+            "num_classes": len(scores),
+        }
+        for index, scores in enumerate(found.scores)
+    )
+    return listed(name, data, tokens, prefix="classify")
 
 
-def _answer(prefix: str, name: str, data: Iterator[dict[str, Any]], tokens: int | None) -> Response:
-    """Return an answer in vLLM's form."""
-    answer = {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": name,
-        "data": Rows(data),
-    }
-    return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
+async def pooling(gateway: Gateway, body: PoolingBody) -> Response:
+    """Return vectors or scores of labels, of each row or of its tokens."""
+    rows = rows_of(body.input, "input")
+    info = await gateway.info(body.model)
+    how, width = _pooling_of(info, body.task)
+    if how.name.startswith("token_"):
+        check_token_features("input", rows, width)
+    name, found, tokens = await gateway.answer(
+        body.model, how.task, rows, text_fields=body, **_options(body, how)
+    )
+    data = (
+        {"index": index, "object": "pooling", "data": encoded(array, body.encoding_format)}
+        for index, array in enumerate(how.read(found))
+    )
+    return listed(name, data, tokens, prefix="pool")
 
 
 def _pooling_of(info: ModelInfo, task: str | None) -> tuple[_Pooling, int]:

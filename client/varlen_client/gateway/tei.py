@@ -5,11 +5,10 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from fastapi import FastAPI
 from pydantic import ConfigDict, Field, StrictStr
 from starlette.responses import Response
 
@@ -19,23 +18,21 @@ from varlen_client.gateway.bodies import (
     Fields,
     ListOf,
     RequestBody,
+    TextFields,
     Texts,
     checked,
+    given_options,
     rows_of,
 )
 from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
-from varlen_client.gateway.rerank import RerankBody, rerank_as_tei
-from varlen_client.gateway.scores import cosines
-from varlen_client.gateway.text_fields import TextFields, given_options
+from varlen_client.gateway.ranks import RerankBody, cosines, rerank
 from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS
-from varlen_client.row_answers import LabelScore, SparseVector
 from varlen_client.tasks import EMBED, HIDDEN, PREDICT, SPARSE_EMBED, TOKEN_EMBED, RowTask
 from varlen_client.wire import Floats, ModelInfo, Pairs
 
 _Body = TypeVar("_Body", bound="_InputsBody")
-_Checked = TypeVar("_Checked", bound=RequestBody)
 _Row: TypeAlias = ListOf[StrictStr]
 
 # Numbers in an answer of `/embed_all`: 256 MiB in fp32.
@@ -75,13 +72,9 @@ class PromptFields(TextFields):
     """Options of `/embed_sparse` and `/embed_all`."""
 
     unserved = EMBEDDINGS
+    is_cut_by_default = True
 
     prompt_name: StrictStr | None = None
-
-    @property
-    def is_cut_by_default(self) -> bool:
-        """Whether texts are cut if nothing says it: by TEI they are."""
-        return True
 
 
 class SparseBody(_InputsBody, PromptFields):
@@ -137,15 +130,11 @@ class PredictFields(TextFields):
     """Options of `/predict`; `top_k` and `function_to_apply` have the names of pipelines of transformers."""
 
     unserved = LABELS
+    is_cut_by_default = True
 
     raw_scores: bool = False
     top_k: int | None = Field(default=None, ge=1)
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
-
-    @property
-    def is_cut_by_default(self) -> bool:
-        """Whether texts are cut if nothing says it: by TEI they are."""
-        return True
 
 
 class PredictBody(_InputsBody, PredictFields):
@@ -169,46 +158,9 @@ class PredictBody(_InputsBody, PredictFields):
         return self.function_to_apply
 
 
-def add_tei_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes of Text Embeddings Inference that have `inputs`."""
-    tags: list[Any] = ["Text Embeddings Inference"]
-
-    @app.post("/embed", tags=tags)
-    async def embed(given: EmbedBody) -> Response:
-        """Embed texts or token ids; the answer is a list of vectors."""
-        return await _embed(gateway, given)
-
-    @app.post("/embed_sparse", tags=tags)
-    async def embed_sparse(given: SparseBody) -> Response:
-        """Embed texts or token ids sparsely: their terms and weights, the largest first."""
-        return await _embed_sparse(gateway, given)
-
-    @app.post("/embed_all", tags=tags)
-    async def embed_all(given: SparseBody) -> Response:
-        """Embed each token of texts or token ids: a list of vectors for each row."""
-        return await _embed_all(gateway, given)
-
-    @app.post("/similarity", tags=tags)
-    async def similarity(given: SimilarityBody) -> Response:
-        """Compare sentences with one; the answer is a list of cosine similarities."""
-        return await _similarity(gateway, given)
-
-    @app.post("/predict", tags=tags)
-    async def predict(given: PredictBody) -> Response:
-        """Classify texts; the answer has labels with their scores, the best first."""
-        return await _predict(gateway, given)
-
-    @app.post("/", tags=tags)
-    async def root(given: AnyBody) -> Response:
-        """Do what the model is for: embed or classify texts.
-
-        A body of `/similarity` or `/rerank` is answered as there.
-        """
-        return await _answer_any(gateway, given)
-
-
-async def _embed(gateway: Gateway, given: EmbedBody) -> Response:
-    body = _merged(given)
+async def embed(gateway: Gateway, body: EmbedBody) -> Response:
+    """Embed texts or token ids; the answer is a list of vectors."""
+    body = _merged(body)
     options = given_options(
         normalize=body.normalize, dimensions=body.dimensions, prompt_name=body.prompt_name
     )
@@ -217,17 +169,28 @@ async def _embed(gateway: Gateway, given: EmbedBody) -> Response:
     return json_response(Rows(vector.tolist() for vector in vectors))
 
 
-async def _embed_sparse(gateway: Gateway, given: SparseBody) -> Response:
-    body = _merged(given)
+async def embed_sparse(gateway: Gateway, body: SparseBody) -> Response:
+    """Embed texts or token ids sparsely: their terms and weights, the largest first."""
+    body = _merged(body)
     options = given_options(prompt_name=body.prompt_name)
+    rows = rows_of(body.inputs, "inputs")
     _, vectors, _ = await gateway.answer(
-        body.model, SPARSE_EMBED, rows_of(body.inputs, "inputs"), text_fields=body, **options
+        body.model, SPARSE_EMBED, rows, text_fields=body, **options
     )
-    return json_response(Rows(map(_terms, vectors)))
+    return json_response(
+        Rows(
+            [
+                {"index": index, "value": value}
+                for index, value in zip(each.indices.tolist(), each.values.tolist(), strict=True)
+            ]
+            for each in vectors
+        )
+    )
 
 
-async def _embed_all(gateway: Gateway, given: SparseBody) -> Response:
-    body = _merged(given)
+async def embed_all(gateway: Gateway, body: SparseBody) -> Response:
+    """Embed each token of texts or token ids: a list of vectors for each row."""
+    body = _merged(body)
     rows = rows_of(body.inputs, "inputs")
     info = await gateway.info(body.model)
     task, width = _token_task(info)
@@ -241,8 +204,9 @@ async def _embed_all(gateway: Gateway, given: SparseBody) -> Response:
     return json_response(Rows(Blocks(_blocks(array)) for array in arrays))
 
 
-async def _similarity(gateway: Gateway, given: SimilarityBody) -> Response:
-    body = _merged(given)
+async def similarity(gateway: Gateway, body: SimilarityBody) -> Response:
+    """Compare sentences with one; the answer is a list of cosine similarities."""
+    body = _merged(body)
     sentences = [body.inputs.source_sentence, *body.inputs.sentences]
     options = given_options(prompt_name=body.prompt_name)
     _, vectors, _ = await gateway.answer(
@@ -251,46 +215,43 @@ async def _similarity(gateway: Gateway, given: SimilarityBody) -> Response:
     return json_response(cosines(vectors[1:], vectors[0]).tolist())
 
 
-async def _predict(gateway: Gateway, given: PredictBody) -> Response:
-    body = _merged(given)
-    rows, is_batch = _rows(body.inputs)
+async def predict(gateway: Gateway, body: PredictBody) -> Response:
+    """Classify texts; the answer has labels with their scores, the best first."""
+    body = _merged(body)
+    rows, is_batch = _texts_or_pairs(body.inputs)
     options = given_options(top_k=body.top_k)
     _, found, _ = await gateway.answer(
         body.model, PREDICT, rows, text_fields=body, activation=body.activation(), **options
     )
-    rows_of_labels = map(_labels, found)
-    return json_response(Rows(rows_of_labels) if is_batch else next(rows_of_labels))
+    labels = ([{"score": each.score, "label": each.label} for each in row] for row in found)
+    return json_response(Rows(labels) if is_batch else next(labels))
 
 
-async def _answer_any(gateway: Gateway, given: AnyBody) -> Response:
-    body = {**(given.model_extra or {}), "model": given.model}
-    info = await gateway.info(given.model)
-    inputs = body.get("inputs")
+async def root(gateway: Gateway, body: AnyBody) -> Response:
+    """Do what the model is for: embed or classify texts.
+
+    A body of `/similarity` or `/rerank` is answered as there.
+    """
+    given = {**(body.model_extra or {}), "model": body.model}
+    info = await gateway.info(body.model)
+    inputs = given.get("inputs")
+    form: type[RequestBody] = EmbedBody
+    answer: Any = embed
     if isinstance(inputs, dict) and "source_sentence" in inputs:
-        return await _call(gateway, _similarity, SimilarityBody, body)
-    if "query" in body:
-        return await _call(gateway, rerank_as_tei, RerankBody, body)
-    if info.labels_texts:
-        return await _call(gateway, _predict, PredictBody, body)
-    if info.known_task == "sparse_embed":
-        return await _call(gateway, _embed_sparse, SparseBody, body)
-    if info.known_task == "token_classify":
+        form, answer = SimilarityBody, similarity
+    elif "query" in given:
+        form, answer = RerankBody, rerank
+    elif info.labels_texts:
+        form, answer = PredictBody, predict
+    elif info.known_task == "sparse_embed":
+        form, answer = SparseBody, embed_sparse
+    elif info.known_task == "token_classify":
         raise InvalidRequest(
             f"model {info.name!r} labels tokens, which TEI has no path for; use /pooling"
         )
-    return await _call(gateway, _embed, EmbedBody, body)
-
-
-async def _call(
-    gateway: Gateway,
-    answer: Callable[[Gateway, _Checked], Awaitable[Response]],
-    form: type[_Checked],
-    body: dict[str, Any],
-) -> Response:
-    """Return the answer of a route to a body, which is checked for its form."""
-    return await answer(
-        gateway, await in_thread(partial(checked, form, body, gateway.ignore_fields))
-    )
+    found = await in_thread(partial(checked, form, given, gateway.ignore_fields))
+    response: Response = await answer(gateway, found)
+    return response
 
 
 def _merged(body: _Body) -> _Body:
@@ -347,16 +308,7 @@ def _blocks(array: Floats) -> Iterator[list[list[float]]]:
         yield array[begin : begin + rows].tolist()
 
 
-def _labels(row: Sequence[LabelScore]) -> list[dict[str, Any]]:
-    return [{"score": each.score, "label": each.label} for each in row]
-
-
-def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
-    pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
-    return [{"index": index, "value": value} for index, value in pairs]
-
-
-def _rows(inputs: str | _Row | list[_Row]) -> tuple[list[str] | Pairs, bool]:
+def _texts_or_pairs(inputs: str | _Row | list[_Row]) -> tuple[list[str] | Pairs, bool]:
     """Return the texts or pairs of a request, and whether they are a batch.
 
     Raises:

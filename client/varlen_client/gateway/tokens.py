@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-from fastapi import FastAPI
 from pydantic import StrictBool, StrictStr
 from starlette.responses import Response
 
@@ -105,68 +104,64 @@ class DecodeBody(RequestBody):
     skip_special_tokens: StrictBool = True
 
 
-def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes of the tokenizer."""
+async def tokenize(gateway: Gateway, body: TokenizeBody) -> Response:
+    """Return the tokens of each of `inputs`, or of vLLM's `prompt` or `messages`."""
+    texts = body.texts()
+    _check_bytes(texts)
+    model = await gateway.models.get(body.model)
+    variables = template_variables(
+        body.chat_template, body.chat_template_kwargs, strict=gateway.settings.strict
+    )
+    found = await model.client.tokenize(
+        texts,
+        timeout=gateway.settings.timeout_seconds,
+        add_special_tokens=body.add_special_tokens,
+        prompt_name=body.prompt_name,
+        chat_template_kwargs=variables,
+    )
+    if body.inputs is not None:
+        rows = zip(texts, found, strict=True)
+        return json_response(Rows(Blocks(_blocks(_tokens(str(text), each))) for text, each in rows))
+    [only] = found
+    answer: dict[str, Any] = {
+        "count": len(only.token_ids),
+        "max_model_len": only.max_tokens,
+        "tokens": only.token_ids,
+        "token_strs": only.tokens if body.return_token_strs else None,
+    }
+    return json_response(answer)
+
+
+async def detokenize(gateway: Gateway, body: DetokenizeBody) -> Response:
+    """Return the text of tokens, special ones included."""
+    texts = await _decoded(gateway, body.model, [body.tokens], skip_special_tokens=False)
+    return json_response({"prompt": texts[0]})
+
+
+async def decode(gateway: Gateway, body: DecodeBody) -> Response:
+    """Return the text of each list of token ids."""
+    is_one = not body.ids or isinstance(body.ids[0], int)
+    # too many rows are not checked before here
+    rows: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[assignment,list-item]
+    if len(rows) > MAX_INPUTS:
+        raise InvalidRequest(f"ids has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
+    skip = body.skip_special_tokens
+    return json_response(await _decoded(gateway, body.model, rows, skip_special_tokens=skip))
+
+
+async def _decoded(
+    gateway: Gateway,
+    name: str | None,
+    rows: Sequence[Sequence[int]],
+    *,
+    skip_special_tokens: bool,
+) -> list[str]:
+    """Return the text of each row."""
+    model = await gateway.models.get(name)
     timeout = gateway.settings.timeout_seconds
-
-    @app.post("/tokenize", tags=["Tokenizer"])
-    async def tokenize(body: TokenizeBody) -> Response:
-        """Return the tokens of each of `inputs`, or of vLLM's `prompt` or `messages`."""
-        texts = body.texts()
-        _check_bytes(texts)
-        model = await gateway.models.get(body.model)
-        found = await model.client.tokenize(
-            texts,
-            timeout=timeout,
-            add_special_tokens=body.add_special_tokens,
-            prompt_name=body.prompt_name,
-            chat_template_kwargs=template_variables(
-                body.chat_template,
-                body.chat_template_kwargs,
-                strict=gateway.settings.strict,
-            ),
-        )
-        if body.inputs is not None:
-            return json_response(
-                Rows(
-                    Blocks(_blocks(_tokens(str(text), each)))
-                    for text, each in zip(texts, found, strict=True)
-                )
-            )
-        [only] = found
-        answer: dict[str, Any] = {
-            "count": len(only.token_ids),
-            "max_model_len": only.max_tokens,
-            "tokens": only.token_ids,
-            "token_strs": only.tokens if body.return_token_strs else None,
-        }
-        return json_response(answer)
-
-    @app.post("/detokenize", tags=["Tokenizer"])
-    async def detokenize(body: DetokenizeBody) -> Response:
-        """Return the text of tokens, special ones included."""
-        texts = await decoded(body.model, [body.tokens], skip_special_tokens=False)
-        return json_response({"prompt": texts[0]})
-
-    @app.post("/decode", tags=["Text Embeddings Inference"])
-    async def decode(body: DecodeBody) -> Response:
-        """Return the text of each list of token ids."""
-        is_one = not body.ids or isinstance(body.ids[0], int)
-        # too many rows are not checked before here
-        rows: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[assignment,list-item]
-        if len(rows) > MAX_INPUTS:
-            raise InvalidRequest(f"ids has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
-        return json_response(
-            await decoded(body.model, rows, skip_special_tokens=body.skip_special_tokens)
-        )
-
-    async def decoded(
-        name: str | None, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool
-    ) -> list[str]:
-        model = await gateway.models.get(name)
-        return await model.client.detokenize(
-            rows, timeout=timeout, skip_special_tokens=skip_special_tokens
-        )
+    return await model.client.detokenize(
+        rows, timeout=timeout, skip_special_tokens=skip_special_tokens
+    )
 
 
 def _check_bytes(texts: Tokenizable) -> None:

@@ -11,7 +11,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.step_launcher import NoChoice, StepLauncher
-from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.batch import Batch
 from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, SampledToken
 
 DRAWN, CHOSEN = DeviceChoice(Draws([(0.0, 0, 1.0, 0.0)], None), is_whole=True), DeviceChoice()
@@ -97,7 +97,7 @@ def launch_on(device, **settings):
     def launch(of_step, after=None):
         choice.told.append(of_step)
         number = next(numbers)
-        step = StepBatch((), BatchShape.of([1]), 1.0, "", (), (), number, after)
+        step = Batch((), BatchShape.of([1]), 1.0, "", (), (), number, after)
         return launcher.launch(step)
 
     launch.launcher, launch.choice = launcher, choice

@@ -30,7 +30,7 @@ _START_SECONDS = 60.0
 _UNLIMITED = """
 import sys, uvicorn
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway import GatewaySettings
 url, port, key = sys.argv[1:]
 uvicorn.run(create_app(GatewaySettings(url=url, api_keys=(key,))), port=int(port), http="h11", log_level="error")
 """

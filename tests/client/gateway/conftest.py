@@ -5,8 +5,8 @@ import asyncio
 import httpx2
 import pytest
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.settings import GatewaySettings
 
 from .fake_models import Calls, FakeClient
 

@@ -6,8 +6,8 @@ import threading
 import time
 from contextlib import contextmanager
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.http_server import GatewayServer
-from varlen_client.gateway.settings import GatewaySettings
 
 # Longer than anything here takes.
 SECONDS = 20.0

@@ -15,11 +15,10 @@ from varlen_client.errors import (
     ServerError,
     ServerUnavailable,
 )
-from varlen_client.gateway import edge, models
+from varlen_client.gateway import GatewaySettings, edge, models
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.caller import TENANT
 from varlen_client.gateway.chat import MAX_MESSAGES
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway.models import TENANT
 from varlen_client.wire import ModelState
 
 from .conftest import http_client

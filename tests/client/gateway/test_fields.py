@@ -5,11 +5,11 @@ from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.chat import MAX_ARGUMENT_CHARACTERS, ChatBody
 from varlen_client.gateway.completions import CompletionsBody
 from varlen_client.gateway.sampling import MAX_REQUEST_ID_CHARACTERS, StreamOptions
-from varlen_client.gateway.settings import GatewaySettings
 
 from .fake_models import Calls, FakeClient
 

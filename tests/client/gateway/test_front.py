@@ -9,10 +9,9 @@ from importlib.resources import files
 
 import pytest
 
-from varlen_client.gateway import models
+from varlen_client.gateway import GatewaySettings, models
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.examples import EXAMPLES_BY_TASK
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway.routes import EXAMPLES_BY_TASK
 from varlen_client.wire import ModelState
 
 from .conftest import http_client

@@ -3,8 +3,8 @@
 import pytest
 from starlette.responses import HTMLResponse
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
 from .browser import browser, executable

@@ -19,10 +19,9 @@ import openai
 import pytest
 import requests
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.http_connection import MAX_FIELDS, MAX_HEAD_BYTES
-from varlen_client.gateway.http_server import GatewayServer
-from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.gateway.http_server import MAX_FIELDS, MAX_HEAD_BYTES, GatewayServer
 
 from .fake_models import Calls, FakeClient
 from .served import SECONDS, RawClient, echo, served

@@ -7,12 +7,11 @@ import pytest
 from pydantic import ValidationError
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway import body_route, json_reading
+from varlen_client.gateway import json_reading
 from varlen_client.gateway.bodies import MAX_FIELDS
 from varlen_client.gateway.chat import MAX_MESSAGES, ChatBody
-from varlen_client.gateway.cohere import EmbedBody
 from varlen_client.gateway.completions import CompletionsBody
-from varlen_client.gateway.embeddings import EmbeddingsBody
+from varlen_client.gateway.embeddings import CohereBody, EmbeddingsBody
 from varlen_client.gateway.json_reading import (
     MAX_IDS,
     MAX_NAMES,
@@ -22,8 +21,8 @@ from varlen_client.gateway.json_reading import (
     read_json,
     size_of,
 )
+from varlen_client.gateway.ranks import ScoreBody
 from varlen_client.gateway.sampling import MAX_BIASED_TOKENS
-from varlen_client.gateway.scores import ScoreBody
 from varlen_client.gateway.tei import PredictBody
 from varlen_client.gateway.tokens import DecodeBody, DetokenizeBody, TokenizeBody
 
@@ -156,7 +155,7 @@ def test_large_bodies_are_read_in_the_thread_and_small_ones_are_not(send, monkey
         read.append(call)
         return call()
 
-    monkeypatch.setattr(body_route, "in_thread", in_thread)
+    monkeypatch.setattr(json_reading, "in_thread", in_thread)
     headers = {"Content-Type": "application/json"}
     small = json.dumps({"model": "embedder", "input": "a"}).encode()
     for body in (small, large(EMBEDDINGS, input="a")):
@@ -178,8 +177,8 @@ WRONG = [
     (CompletionsBody, {"prompt": "a", "logit_bias": {str(each): "" for each in range(MANY)}}),
     (EmbeddingsBody, {"input": [[None]] * 2048}),
     (EmbeddingsBody, {"input": "a", **{str(each): 1 for each in range(MANY)}}),
-    (EmbedBody, {"texts": [None] * 2048, "inputs": [{}] * 2048}),
-    (EmbedBody, {"texts": [""], "embedding_types": [""] * MANY}),
+    (CohereBody, {"texts": [None] * 2048, "inputs": [{}] * 2048}),
+    (CohereBody, {"texts": [""], "embedding_types": [""] * MANY}),
     (PredictBody, {"inputs": [[]] * MANY + [None]}),
     (PredictBody, {"inputs": [[None]] * MANY}),
     (ScoreBody, {"text_1": [None] * MANY, "documents": [[]] * MANY}),

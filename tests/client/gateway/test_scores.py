@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from varlen_client.gateway.scores import cosines
+from varlen_client.gateway.ranks import cosines
 
 from .fake_models import score_of, vector_of
 

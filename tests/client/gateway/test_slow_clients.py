@@ -9,7 +9,7 @@ from uvicorn.server import ServerState
 from varlen_client.gateway import connections as connections_module
 from varlen_client.gateway import edge
 from varlen_client.gateway.connections import HEALTH_CONNECTIONS, Connection, Connections
-from varlen_client.gateway.http_connection import (
+from varlen_client.gateway.http_server import (
     DROP_SECONDS,
     DROP_STEP_SECONDS,
     HEAD_SECONDS,
@@ -528,7 +528,7 @@ def test_parsing_takes_a_few_milliseconds_of_each_turn_and_connections_take_turn
     parsing = [SlowParsing(clock, 0.001) for _ in range(10)]
     for each in parsing:
         connections.add(each)
-        connections.parse_later(each, timers)
+        connections.parse(each, timers)
 
     for turn in range(1, 5):
         timers.turn()
@@ -537,7 +537,7 @@ def test_parsing_takes_a_few_milliseconds_of_each_turn_and_connections_take_turn
 
     # nor is a new one parsed at once
     new = SlowParsing(clock, 0.001)
-    connections.parse_now(new, timers)
+    connections.parse(new, timers, at_once=True)
     assert new.pieces == 0
 
 
@@ -548,7 +548,7 @@ def test_a_piece_of_a_connection_is_parsed_at_once_while_its_turn_has_time(monke
     parsing = [SlowParsing(clock, 0.001) for _ in range(7)]
 
     for each in parsing:
-        connections.parse_now(each, timers)
+        connections.parse(each, timers, at_once=True)
     assert [each.pieces for each in parsing] == [1] * 5 + [0] * 2
 
     timers.turn()
@@ -572,7 +572,7 @@ def test_refused_bodies_are_dropped_some_at_a_time():
 def test_health_is_read_before_other_connections_get_their_turn():
     clients = Clients()
     other, probe = clients.connect(), clients.connect()
-    clients._all.parse_later(SlowParsing([0.0], 0.001), clients.timers)
+    clients._all.parse(SlowParsing([0.0], 0.001), clients.timers)
     other.data_received(HEAD)
 
     probe.data_received(HEALTH)

@@ -3,7 +3,7 @@
 import pytest
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.token_ids import SpecialTokens
+from varlen_client.gateway.models import check_special_tokens
 from varlen_client.tokenizer_call import TokenizedText
 
 LANGCHAIN = "check_embedding_ctx_length=False"
@@ -28,27 +28,27 @@ WRONG = {
 }
 
 
-def special_tokens(name):
-    """Return the special tokens of a tokenizer by its sample."""
+def check(name, rows):
+    """Check rows of ids by the sample of a tokenizer."""
     ids, special = SAMPLES[name]
     names = tuple(f"<{each}>" for each in ids)
-    return SpecialTokens.of(TokenizedText(ids, names, special, ((0, 0),) * len(ids), "", 9))
+    check_special_tokens(TokenizedText(ids, names, special, ((0, 0),) * len(ids), "", 9), rows)
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_ids_with_the_models_special_tokens_are_taken(name):
-    special_tokens(name).check(RIGHT[name])
+    check(name, RIGHT[name])
 
 
 @pytest.mark.parametrize("name, row", [(name, row) for name in WRONG for row in WRONG[name]])
 def test_ids_without_them_are_refused(name, row):
     with pytest.raises(InvalidRequest, match=r"^row 1: the token ids are not .*" + LANGCHAIN):
-        special_tokens(name).check([RIGHT[name][0], row])
+        check(name, [RIGHT[name][0], row])
 
 
 def test_a_refusal_names_the_special_tokens():
     with pytest.raises(InvalidRequest, match=r"are not 101 \(<101>\) … 102 \(<102>\), as by"):
-        special_tokens("bert").check([[5]])
+        check("bert", [[5]])
 
 
 @pytest.mark.parametrize(

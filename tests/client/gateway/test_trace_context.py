@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.transport.trace_context import trace_headers
 
 from .conftest import http_client

@@ -20,6 +20,7 @@ class Result:
 
     Attributes:
         workload: description for tables and rows.
+        requests: number of requests; 0: an isolated step was measured, once.
         work: tokens or sentences of the requests.
         speed: name of the figure that counts, in work per second.
         arrivals: "at once" or "poisson"; empty if the benchmark has one kind.
@@ -30,9 +31,9 @@ class Result:
     """
 
     system: System
-    workload: str
-    requests: int
-    work: int
+    workload: str = ""
+    requests: int = 0
+    work: int = 0
     speed: str = "tokens_per_second"
     model: str = ""
     arrivals: str = ""
@@ -71,11 +72,10 @@ def csv_row(result: Result, columns: Iterable[str], **derived: Cell) -> dict[str
     """Return the cells of a result by column: what is `derived`, figures, fields, or None."""
     known: dict[str, Cell] = {each.name: getattr(result, each.name) for each in fields(result)}
     known |= {"system": result.system.name, "rounds": len(result.rounds)}
-    return empty_row(columns, **{**known, **result.figures(), **derived})
-
-
-def empty_row(columns: Iterable[str], **cells: Cell) -> dict[str, Cell]:
-    """Return a row with some cells; the other columns are None."""
+    if not result.requests:
+        known |= {name: known[name] or None for name in ("workload", "calibration", "note")}
+        known |= dict.fromkeys(("requests", "rounds"))
+    cells = {**known, **result.figures(), **derived}
     return {column: cells.get(column) for column in columns}
 
 

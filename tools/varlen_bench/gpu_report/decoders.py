@@ -15,7 +15,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.execution.step_runner import StepRunner
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen.service.generation import GenerationService
 from varlen.telemetry.metrics import Stats
@@ -140,7 +140,7 @@ def prompt_chunk(runner: StepRunner, length: int, options: GenerationOptions) ->
     return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_places=places)
 
 
-def step_of(chunks: tuple[Chunk, ...]) -> StepBatch:
+def step_of(chunks: tuple[Chunk, ...]) -> Batch:
     """Return the step of these chunks."""
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
-    return StepBatch(tuple(chunk.sequence for chunk in chunks), shape, 0.0, "bench", chunks)
+    return Batch(tuple(chunk.sequence for chunk in chunks), shape, 0.0, "bench", chunks)

@@ -31,7 +31,7 @@ from varlen.request.request import (
     RequestOptions,
     Source,
 )
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen.service.sandbox import generation_sandbox
 from varlen_kernels.ops import kernels_for
@@ -231,17 +231,17 @@ class _Workload:
             each for each in unanswered_sequences(request) if isinstance(each, GeneratedSequence)
         ]
 
-    def first_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
+    def first_step(self, sequences: Sequence[GeneratedSequence]) -> Batch:
         """Return the step in which the sequences start."""
         if not self.has_sources:
             return self.prompt_step(sequences)
         return self._step("encode", sequences, slice(1), encodes=True)
 
-    def prompt_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
+    def prompt_step(self, sequences: Sequence[GeneratedSequence]) -> Batch:
         """Return the step of whole prompts."""
         return self._step("prefill", sequences, slice(self.context), encodes=self.has_sources)
 
-    def decode_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
+    def decode_step(self, sequences: Sequence[GeneratedSequence]) -> Batch:
         """Return the step of the token after each prompt, or of the beams after it."""
         step = self._step("decode", sequences, slice(self.context, None), encodes=False)
         if not sequences[0].is_searched:
@@ -264,7 +264,7 @@ class _Workload:
 
     def _step(
         self, name: str, sequences: Sequence[GeneratedSequence], part: slice, *, encodes: bool
-    ) -> StepBatch:
+    ) -> Batch:
         """Return a step of a part of each prompt with one more token."""
         chunks = []
         for sequence in sequences:
@@ -284,4 +284,4 @@ class _Workload:
                 )
             )
         shape = BatchShape.of([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks])
-        return StepBatch(tuple(sequences), shape, 0.0, name, tuple(chunks))
+        return Batch(tuple(sequences), shape, 0.0, name, tuple(chunks))

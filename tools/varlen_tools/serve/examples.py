@@ -14,7 +14,7 @@ from tritonclient.grpc import model_config_pb2
 
 from varlen.errors import CheckpointError, ConfigError
 from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
-from varlen_client.gateway.examples import EXAMPLES_BY_TASK
+from varlen_client.gateway.routes import EXAMPLES_BY_TASK
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.models import SOURCE_FILE, ServeError
 

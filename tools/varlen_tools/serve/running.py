@@ -15,9 +15,9 @@ from rich.console import Console
 
 from varlen_client.cli.options import print_message
 from varlen_client.cli.progress import show_stage
+from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_server import GRACE_SECONDS, GatewayServer
-from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import is_taken
 from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model

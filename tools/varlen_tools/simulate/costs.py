@@ -10,7 +10,7 @@ from typing import TypeAlias
 from varlen.config import Execution
 from varlen.costs.model import CostModel
 from varlen.costs.store import CostStore, StoredCosts, find_cache
-from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.batch import Batch
 from varlen_tools.simulate.command import parse_numbers
 
 # Makes a new cost model for an execution.
@@ -110,7 +110,7 @@ class StepCosts:
         numbers = (self.step, self.token, self.kv_token)
         return ",".join(f"{float(f'{_MICROSECONDS * number:.3g}'):g}" for number in numbers)
 
-    def seconds(self, step: StepBatch) -> float:
+    def seconds(self, step: Batch) -> float:
         """Return the seconds of a step."""
         return self.of(step.shape.tokens, kv_tokens(step))
 
@@ -119,6 +119,6 @@ class StepCosts:
         return self.step + self.token * tokens + self.kv_token * kv_tokens
 
 
-def kv_tokens(step: StepBatch) -> int:
+def kv_tokens(step: Batch) -> int:
     """Return the number of tokens whose keys and values a step reads."""
     return sum(chunk.start + len(chunk.token_ids) for chunk in step.chunks)

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from varlen.costs.model import non_negative_least_squares
-from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.batch import Batch
 from varlen_tools.model_source import find_source
 from varlen_tools.simulate.costs import StepCosts
 from varlen_tools.simulate.steps import Step, simulate
@@ -46,7 +46,7 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
     service = GenerationService.load(source.checkpoint, source.config, Stats())
     runner, info = service.runner, service.runner.info
 
-    def seconds(step: StepBatch) -> float:
+    def seconds(step: Batch) -> float:
         began = time.perf_counter()
         runner.launch_batch(step)()
         return time.perf_counter() - began

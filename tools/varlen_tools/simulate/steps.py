@@ -14,7 +14,7 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.batch import Batch, BatchResult, StepBatch
+from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.choices import BeamAnswer, SampledToken
 from varlen.scheduling.iteration.iteration import GenerationCounts, IterationScheduler
 from varlen.scheduling.iteration.step_limits import StepLimits
@@ -71,7 +71,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     config: EngineConfig,
     num_blocks: int,
-    seconds: Callable[[StepBatch], float],
+    seconds: Callable[[Batch], float],
     *,
     max_tokens: int | None = None,
 ) -> StepRun:
@@ -99,10 +99,10 @@ def simulate(
     steps: list[Step] = []
 
     def run_batch(batch: Batch) -> BatchResult:
-        step, counts = cast(StepBatch, batch), blocks.counts()
-        taken, reserved = seconds(step), counts.used + counts.reserved
-        steps.append(Step(step.shape.tokens, kv_tokens(step), taken, counts.used, reserved))
-        return BatchResult([_TOKEN] * step.num_outputs, taken)
+        counts = blocks.counts()
+        taken, reserved = seconds(batch), counts.used + counts.reserved
+        steps.append(Step(batch.shape.tokens, kv_tokens(batch), taken, counts.used, reserved))
+        return BatchResult([_TOKEN] * batch.num_outputs, taken)
 
     def generation(arrival: Arrival) -> GenerationOptions:
         most = max_tokens or arrival.generated or 1

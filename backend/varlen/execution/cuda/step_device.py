@@ -10,7 +10,7 @@ from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.step_launcher import StepChoice
 from varlen.execution.step_packing import tokens_of_rows
 from varlen.memory.out_of_memory import memory_errors
-from varlen.scheduling.batch import StepBatch
+from varlen.scheduling.batch import Batch
 from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
 
 
@@ -18,7 +18,7 @@ class GpuSteps:
     """Steps of one model on a GPU: a `StepDevice`."""
 
     def __init__(
-        self, steps: CudaSteps, prepare: Callable[[StepBatch], None], choice: StepChoice
+        self, steps: CudaSteps, prepare: Callable[[Batch], None], choice: StepChoice
     ) -> None:
         """Use the graphs of a model.
 
@@ -31,7 +31,7 @@ class GpuSteps:
         self._prepare = prepare
         self._choice = choice
 
-    def pack(self, step: StepBatch, choice: DeviceChoice) -> DeviceChoice:  # noqa: ARG002  # packed when it starts
+    def pack(self, step: Batch, choice: DeviceChoice) -> DeviceChoice:  # noqa: ARG002  # packed when it starts
         """Return `choice`: a step is packed when it starts, into memory that the GPU reads."""
         return choice
 
@@ -39,7 +39,7 @@ class GpuSteps:
         """Return True: a stream takes any step."""
         return True
 
-    def start(self, step: StepBatch, packed: DeviceChoice) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: DeviceChoice) -> Callable[[], DeviceChosen]:
         """Start a step; return a function that waits for what the GPU chooses."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():
             try:
@@ -52,7 +52,7 @@ class GpuSteps:
 
     def choose(
         self,
-        step: StepBatch,
+        step: Batch,
         packed: DeviceChoice,  # noqa: ARG002  # of every device
         choice: DeviceChoice,
         chosen: DeviceChosen,

@@ -16,7 +16,6 @@ from dataclasses import astuple, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,7 @@ from varlen.execution.workers.start import STEPS
 from varlen.execution.workers.step_messages import chosen_of, step_message
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
-from varlen.scheduling.batch import Batch, StepBatch
+from varlen.scheduling.batch import Batch
 from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
 from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
 
@@ -114,7 +113,7 @@ class StepProcess(ModelProcess[StepInfo]):
             SkippedStepError: the step before it failed.
             EngineError: the step failed, or the process ended and no other one could be started.
         """
-        return self._launcher.launch(cast(StepBatch, batch))
+        return self._launcher.launch(batch)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until the process has run the first step in flight; see `WaitingLauncher.wait`."""
@@ -123,7 +122,7 @@ class StepProcess(ModelProcess[StepInfo]):
             return True
         return self._worker.wait(max(0.0, timeout))
 
-    def pack(self, step: StepBatch, choice: DeviceChoice) -> PackedStep:
+    def pack(self, step: Batch, choice: DeviceChoice) -> PackedStep:
         """Return a step as the process takes it; see `StepDevice`."""
         return pack_step(step, self.info.block_size, choice)
 
@@ -135,7 +134,7 @@ class StepProcess(ModelProcess[StepInfo]):
         arrays = (each for group in groups for each in group.values())
         return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
 
-    def start(self, step: StepBatch, packed: PackedStep) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: PackedStep) -> Callable[[], DeviceChosen]:
         """Send a step to the process; return a function that waits for what it chooses.
 
         What the process has not chosen it does not know.
@@ -155,7 +154,7 @@ class StepProcess(ModelProcess[StepInfo]):
         return partial(self._await, self.pid, step.seconds)
 
     def choose(
-        self, step: StepBatch, packed: PackedStep, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, packed: PackedStep, choice: DeviceChoice, chosen: DeviceChosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():

@@ -55,7 +55,6 @@ from varlen.scheduling.batch import (
     Event,
     Failure,
     SequenceFailure,
-    StepBatch,
     append_token,
     write_answers,
 )
@@ -210,7 +209,7 @@ class IterationScheduler:
         """Whether the next step has to wait for the end of one in flight."""
         return self._is_blocked or self._in_flight.is_full
 
-    def schedule(self, now: float) -> StepBatch | None:
+    def schedule(self, now: float) -> Batch | None:
         """Return the next step and mark its sequences as running; None if there is none."""
         if self._has_to_wait:
             return None
@@ -221,7 +220,7 @@ class IterationScheduler:
         self._is_blocked = bool(self._in_flight.steps)
         return None
 
-    def trim(self, batch: Batch, now: float) -> StepBatch | None:
+    def trim(self, batch: Batch, now: float) -> Batch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
         self._admission.end(batch)
         step = self._in_flight.steps[-1]
@@ -238,12 +237,11 @@ class IterationScheduler:
         """Return the new tokens of a step that has run, or its failures."""
         self._admission.end(batch)
         self._is_blocked = False
-        number = cast(StepBatch, batch).number
-        step = self._in_flight.end(number)
+        step = self._in_flight.end(batch.number)
         if step is None:
             # a fault kept a later step from starting, which ended first; all requests have failed
             return []
-        if step.number != number:
+        if step.number != batch.number:
             # a fault kept it from starting, and its requests have failed
             self._undo(step, "batch")
             return self.update(batch, result)
@@ -302,7 +300,7 @@ class IterationScheduler:
             return self._memory.next_chunks(groups, tokens, logit_rows)
         return {}
 
-    def _start(self, step: StepInFlight, now: float) -> StepBatch:
+    def _start(self, step: StepInFlight, now: float) -> Batch:
         """Return a step as a batch."""
         chunks = tuple(step.chunks.values())
         lengths: list[int] = []
@@ -314,9 +312,7 @@ class IterationScheduler:
         sequences = tuple(chunk.sequence for chunk in chunks)
         seconds = self._cost.seconds(1, shape.tokens)
         copies = tuple((source, copy) for copy, source in step.copies.items())
-        batch = StepBatch(
-            sequences, shape, seconds, reason, chunks, copies, step.number, step.after
-        )
+        batch = Batch(sequences, shape, seconds, reason, chunks, copies, step.number, step.after)
         new = [group for group in step.chunks if not group.has_started]
         self._admission.start(batch, until=now + seconds, left=self._leave(new))
         return batch

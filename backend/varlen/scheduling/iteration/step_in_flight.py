@@ -25,7 +25,7 @@ class StepInFlight:
     """A step in flight.
 
     Attributes:
-        number, after: see `StepBatch`.
+        number, after: see `Batch`.
         chunks: its groups in order, and the chunk of each.
         copies: source by destination of the blocks that it copies.
         ignored: groups that run again, and whose outputs are ignored.

@@ -14,7 +14,7 @@ from varlen.decoding.search.device_search import DeviceSearch, can_leave_to_devi
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.execution.step_packing import DeviceSearches, choices_of, pack_step, tensors_of
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import DeviceChoice
 from varlen_kernels import cpu, reference
 
@@ -96,7 +96,7 @@ class Steps:
             assert chunks[-1].num_generated == length
             rules.append(search.rules(length))
             rows += [model.logprobs(beam) for beam in beams]
-        step = StepBatch((), BatchShape.of([1]), 0.0, "", tuple(chunks))
+        step = Batch((), BatchShape.of([1]), 0.0, "", tuple(chunks))
         choice = DeviceChoice(searches=rules, renormalizes=self.renormalizes)
         packed = pack_step(step, 64, choice)
         logits = torch.from_numpy(np.array(rows, np.float32))

@@ -162,6 +162,7 @@ def tokens_although_lost(model, options, place, number):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "processes, name", [(RANKS, "rank 1 of 2"), (STAGES, "stage 1 of 2")], ids=["ranks", "stages"]
 )
@@ -188,6 +189,7 @@ def test_lost_processes_cost_no_token_until_there_are_too_many(make, caplog, pro
     assert all(map(is_gone, lost))
 
 
+@pytest.mark.full
 def test_the_stage_behind_one_that_stops_names_it(make, caplog):
     options = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
     with generator(make("gpt2"), pipeline_parallel=3, rank_timeout_seconds=1) as model:

@@ -13,7 +13,7 @@ from varlen.execution.workers.step_messages import (
     receive_step,
     step_message,
 )
-from varlen.scheduling.batch import Chunk, StepBatch
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import (
     DeviceChoice,
     DeviceChosen,
@@ -78,7 +78,7 @@ def test_a_step_arrives_with_all_its_arrays(has_source, copies, choice, number, 
     if choice.searches:
         chunks[:0] = [beams_of(search, has_source=has_source) for search in (4, 2)]
     sequences, shape = tuple(chunk.sequence for chunk in chunks), BatchShape.of([1, 1, 9])
-    batch = StepBatch(sequences, shape, 1.0, "", tuple(chunks), copies, number, after)
+    batch = Batch(sequences, shape, 1.0, "", tuple(chunks), copies, number, after)
     step = pack_step(batch, BLOCK_SIZE, choice)
     assert bool(step.sources) == has_source
 
@@ -115,7 +115,7 @@ def test_a_step_takes_the_tokens_that_the_step_before_has_chosen():
         each._replace(follows=output) for each, output in zip(chunks, [2, None, 0, 1], strict=True)
     ]
     sequences, shape = tuple(chunk.sequence for chunk in chunks), BatchShape.of([1] * 4)
-    step = pack_step(StepBatch(sequences, shape, 1.0, "", tuple(chunks)), BLOCK_SIZE)
+    step = pack_step(Batch(sequences, shape, 1.0, "", tuple(chunks)), BLOCK_SIZE)
     known = int(step.inputs["token_ids"][1])
 
     step.take_tokens(np.array([10, 11, 12]))

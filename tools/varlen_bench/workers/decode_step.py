@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 from varlen_bench.compare.passes import Requests, drive_iterations
-from varlen_bench.generate import engines
-from varlen_bench.generate.systems import OURS, SYSTEMS
 from varlen_bench.harness.worker import Message, run_once
 from varlen_bench.peers.checkpoints import config_field
+from varlen_bench.workers.generate import OURS, SYSTEMS, load_iteration
 from varlen_tools.workloads import token_ids
 
 RUNNING, _CONTEXT, _STEPS = 32, 128, 32
@@ -34,7 +33,7 @@ def decode_seconds(checkpoint: Path, *, threads: int) -> float:
     vocabulary = config_field(checkpoint, "vocab_size")
     prompts = token_ids([_CONTEXT] * RUNNING, vocabulary, seed=0)
     system = SYSTEMS[OURS]
-    submit = engines.load_iteration(system, checkpoint, system.cores(threads))
+    submit = load_iteration(system, checkpoint, system.cores(threads))
     # prompts are computed over several steps: sequences start, and end, one after another
     requests = Requests.at_once("decode", prompts, [3 * _STEPS] * RUNNING)
     drive_iterations(submit, requests)
@@ -110,11 +109,11 @@ def _sizes(checkpoint: Path) -> _Sizes:
 
 
 def measure(argument: Message) -> Message:
-    """Return the seconds of a decode step, and of the fastest possible one."""
+    """Return the milliseconds of a decode step, and of the fastest possible one."""
     checkpoint, threads = Path(argument["checkpoint"]), argument["threads"]
     torch.set_num_threads(threads)
     limit = limit_seconds(checkpoint)
-    return {"limit": limit, "step": decode_seconds(checkpoint, threads=threads)}
+    return {"step_ms": 1000 * decode_seconds(checkpoint, threads=threads), "limit_ms": 1000 * limit}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The worker process of a system that generates: six engines.
-
-A process imports only the libraries of its engine.
-"""
+"""The process of a system that generates: six engines, and the systems made of them."""
 
 from __future__ import annotations
 
@@ -25,17 +22,43 @@ from varlen_bench.compare.passes import (
     run_together,
 )
 from varlen_bench.compare.stepping import step_in_thread
-from varlen_bench.compare.systems import System
+from varlen_bench.compare.systems import System, by_name
 from varlen_bench.compare.worker import starter
-from varlen_bench.generate.llamacpp import load_llamacpp
-from varlen_bench.generate.stepped import load_openvino, load_vllm
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
+from varlen_bench.workers.llamacpp import load_llamacpp
+from varlen_bench.workers.stepped import load_openvino, load_vllm
 
 if TYPE_CHECKING:
     from varlen.config import DType
+
+OURS, REQUEST_LEVEL = "varlen-fp32", "varlen-fp32-batches"
+
+SYSTEMS = by_name(
+    System(OURS, "varlen", "fp32", "engine"),
+    System("varlen-bf16", "varlen", "bf16", "engine"),
+    System("varlen-int8", "varlen", "int8", "engine"),
+    System("varlen-int4", "varlen", "int4", "engine"),
+    System(REQUEST_LEVEL, "varlen", "fp32", "arrival"),
+    System("transformers-fp32-arrival", "transformers", "fp32", "arrival"),
+    System("transformers-fp32-sorted", "transformers", "fp32", "sorted"),
+    System("transformers-fp32-continuous", "transformers", "fp32", "engine"),
+    System("ctranslate2-fp32-sorted", "ctranslate2", "fp32", "sorted"),
+    System("ctranslate2-fp32-per-core", "ctranslate2", "fp32", "sorted", per_core=True),
+    System("ctranslate2-int8-sorted", "ctranslate2", "int8", "sorted"),
+    System("ctranslate2-int8-per-core", "ctranslate2", "int8", "sorted", per_core=True),
+    System("openvino-fp32", "openvino-genai", "fp32", "engine"),
+    System("openvino-bf16", "openvino-genai", "bf16", "engine"),
+    System("openvino-int8", "openvino-genai", "int8", "engine"),
+    System("llamacpp-fp32", "llamacpp", "fp32", "engine"),
+    System("llamacpp-bf16", "llamacpp", "bf16", "engine"),
+    System("llamacpp-int8", "llamacpp", "int8", "engine"),
+    System("llamacpp-int4", "llamacpp", "int4", "engine"),
+    System("vllm-fp32", "vllm", "fp32", "engine"),
+    System("vllm-bf16", "vllm", "bf16", "engine"),
+)
 
 # Most requests that run at the same time, and most tokens of a step of other engines.
 _RUNNING, _STEP_TOKENS = 64, 512
@@ -44,7 +67,7 @@ _RUNNING, _STEP_TOKENS = 64, 512
 def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) -> RunBatch:
     """Return a function that generates one batch."""
     if system.engine == "varlen":
-        return partial(run_together, _varlen(checkpoint, system.precision, cores))
+        return partial(run_together, _load_varlen(checkpoint, system.precision, cores))
     if system.engine == "transformers":
         return _transformers_batches(checkpoint, cores)
     return _ctranslate2_batches(checkpoint, scratch, system.precision, cores)
@@ -53,7 +76,7 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) 
 def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request."""
     if system.engine == "varlen":
-        return _varlen(checkpoint, system.precision, cores)
+        return _load_varlen(checkpoint, system.precision, cores)
     if system.engine == "transformers":
         return _transformers_continuous(checkpoint, cores)
     loaders = {"vllm": load_vllm, "llamacpp": load_llamacpp, "openvino-genai": load_openvino}
@@ -85,27 +108,42 @@ def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
     }
 
 
-def _varlen(checkpoint: Path, precision: Precision, cores: Cores) -> Submit:
+def _load_varlen(checkpoint: Path, precision: Precision, cores: Cores) -> Submit:
+    # random prompts share nothing
+    settings = {"max_running_sequences": _RUNNING, "prefix_cache": False}
+    return load_varlen(checkpoint, precision, cores, settings, temperature=0.0, ignore_eos=True)
+
+
+def load_varlen(
+    checkpoint: Path,
+    precision: Precision,
+    cores: Cores,
+    settings: dict[str, Any],
+    *,
+    end: int | None = None,
+    **options: Any,
+) -> Submit:
+    """Return a function that starts one request of varlen.
+
+    Args:
+        settings: settings of the generator.
+        end: token that is no part of an answer.
+        options: fields of GenerationOptions.
+    """
     from varlen.in_process.generator import Generator
     from varlen.request.generation import GenerationOptions
     from varlen.request.request import GeneratedPart
 
     generator = Generator.from_pretrained(
-        checkpoint,
-        device="cpu",
-        dtype=cast("DType", precision),
-        threads=cores.total,
-        max_running_sequences=_RUNNING,
-        # random prompts share nothing
-        prefix_cache=False,
+        checkpoint, device="cpu", dtype=cast("DType", precision), threads=cores.total, **settings
     )
 
     def submit(prompt: Ids, count: int, on_tokens: OnTokens) -> Future[Any]:
         def on_part(_: int, part: GeneratedPart) -> None:
-            on_tokens(0, part.token_ids, time.perf_counter())
+            moment, tokens = time.perf_counter(), part.token_ids
+            on_tokens(0, tokens if end is None else [x for x in tokens if x != end], moment)
 
-        options = GenerationOptions(max_tokens=count, temperature=0.0, ignore_eos=True)
-        return generator.submit(prompt, options, on_part)
+        return generator.submit(prompt, GenerationOptions(max_tokens=count, **options), on_part)
 
     return submit
 

@@ -1,17 +1,17 @@
-"""The worker process of a system that translates: three engines.
+"""The process of a system that translates: three engines, and the systems made of them.
 
-A process imports only the libraries of its engine. An answer is the best of `BEAMS` beams, without the end token.
+An answer is the best of `BEAMS` beams, without the end token.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
 
-from varlen_bench.beam.systems import BEAMS
 from varlen_bench.compare.passes import (
     Answer,
     Ids,
@@ -22,19 +22,34 @@ from varlen_bench.compare.passes import (
     percentiles_ms,
     run_together,
 )
-from varlen_bench.compare.systems import System
+from varlen_bench.compare.systems import System, by_name
 from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
-from varlen_bench.peers.checkpoints import config_field, load_generator
+from varlen_bench.peers.checkpoints import config_field, load_generator, save_word_tokenizer
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
-
-if TYPE_CHECKING:
-    from varlen.config import DType
+from varlen_bench.workers.generate import load_varlen
 
 # Translates a batch: sources, and the most tokens of each answer.
 Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
 
+OURS, REQUEST_LEVEL = "varlen-fp32", "varlen-fp32-batches"
+TRANSFORMERS = "transformers-fp32-sorted"
+BEAMS = 4
+
+SYSTEMS = by_name(
+    System(OURS, "varlen", "fp32", "engine"),
+    System("varlen-int8", "varlen", "int8", "engine"),
+    System(REQUEST_LEVEL, "varlen", "fp32", "sorted"),
+    System(TRANSFORMERS, "transformers", "fp32", "sorted"),
+    System("ctranslate2-fp32-sorted", "ctranslate2", "fp32", "sorted"),
+    System("ctranslate2-fp32-per-core", "ctranslate2", "fp32", "sorted", per_core=True),
+    System("ctranslate2-int8-sorted", "ctranslate2", "int8", "sorted"),
+    System("ctranslate2-int8-per-core", "ctranslate2", "int8", "sorted", per_core=True),
+)
+
+# Words of CTranslate2's vocabulary; the others are token ids.
+_END, _PAD = "</s>", "<pad>"
 # Beams that run at the same time: the beams of 32 requests.
 _RUNNING = 128
 
@@ -59,28 +74,8 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) 
 
 def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request of varlen."""
-    from varlen.in_process.generator import Generator
-    from varlen.request.generation import GenerationOptions
-    from varlen.request.request import GeneratedPart
-
-    end = config_field(checkpoint, "eos_token_id")
-    generator = Generator.from_pretrained(
-        checkpoint,
-        device="cpu",
-        dtype=cast("DType", system.precision),
-        threads=cores.total,
-        max_running_sequences=_RUNNING,
-    )
-
-    def submit(source: Ids, limit: int, on_tokens: OnTokens) -> Future[Any]:
-        def on_part(_: int, part: GeneratedPart) -> None:
-            tokens = [token for token in part.token_ids if token != end]
-            on_tokens(0, tokens, time.perf_counter())
-
-        options = GenerationOptions(max_tokens=limit, num_beams=BEAMS)
-        return generator.submit(source, options, on_part)
-
-    return submit
+    end, settings = config_field(checkpoint, "eos_token_id"), {"max_running_sequences": _RUNNING}
+    return load_varlen(checkpoint, system.precision, cores, settings, end=end, num_beams=BEAMS)
 
 
 def figures(answers: Sequence[Answer], _: Requests) -> dict[str, Cell]:
@@ -142,17 +137,15 @@ def _transformers(checkpoint: Path, cores: Cores) -> Translate:
 def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, cores: Cores) -> Translate:
     import ctranslate2
 
-    from varlen_bench.beam.export import END, export_ctranslate2
-
     folder = scratch / f"ctranslate2-{precision}"
-    export_ctranslate2(checkpoint, folder, precision)
+    _export_ctranslate2(checkpoint, folder, precision)
     options = ctranslate2_options(precision, cores)
     translator: Any = ctranslate2.Translator(str(folder), **options)
     end = config_field(checkpoint, "eos_token_id")
 
     def run(sources: Sequence[Ids], limits: Sequence[int]) -> list[list[int]]:
         answers = translator.translate_batch(
-            [[END if token == end else str(token) for token in ids] for ids in sources],
+            [[_END if token == end else str(token) for token in ids] for ids in sources],
             beam_size=BEAMS,
             length_penalty=1.0,
             # it has one limit for all rows
@@ -163,6 +156,36 @@ def _ctranslate2(checkpoint: Path, scratch: Path, precision: Precision, cores: C
         return [[int(word) for word in answer.hypotheses[0][:limit]] for answer, limit in pairs]
 
     return run
+
+
+def _export_ctranslate2(checkpoint: Path, folder: Path, precision: Precision) -> None:
+    """Write the CTranslate2 folder of a MarianMTModel.
+
+    CTranslate2 takes the last token for the padding, which starts answers and is never generated. So the padding token
+    and the last one change places.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from varlen_bench.peers.exports import convert_ctranslate2
+
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    end, pad, count = config["eos_token_id"], config["pad_token_id"], config["vocab_size"]
+    order = list(range(count))
+    order[pad], order[-1] = order[-1], order[pad]
+    weights = load_file(checkpoint / "model.safetensors")
+    for name, weight in weights.items():
+        if "shared" in name or "embed_tokens" in name or name == "lm_head.weight":
+            weights[name] = weight[order].contiguous()
+    weights["final_logits_bias"] = weights["final_logits_bias"][:, order].contiguous()
+    moved = dict.fromkeys(("pad_token_id", "decoder_start_token_id"), count - 1)
+    words = [str(token) for token in order]
+    words[order.index(end)], words[-1] = _END, _PAD
+    with TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch)
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        (made / "config.json").write_text(json.dumps(config | moved), encoding="utf-8")
+        save_word_tokenizer(words, made)
+        convert_ctranslate2(made, folder, precision)
 
 
 start = starter(load_iteration, load_batches, figures, "sentences")

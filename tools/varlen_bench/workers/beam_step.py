@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from varlen_bench.beam.systems import BEAMS
 from varlen_bench.harness.summary import Spread
 from varlen_bench.harness.worker import Message, run_once
+from varlen_bench.workers.beam import BEAMS
 from varlen_kernels import cpu
 
 SEQUENCES = (1, 8, 32)
@@ -30,35 +29,12 @@ _STRIPE = 32
 _LEAST_REPEATS, _SECONDS = 5, 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Median times of a step in microseconds.
+def measure_step(sequences: int, vocabulary: int) -> dict[str, float]:
+    """Return the median times of a step on random logits, in microseconds, and their ratio.
 
-    Attributes:
-        sequences, vocabulary: shape of the step, with `BEAMS` beams.
-        step_us: time of `beam_step`.
-        blocks_us: time of the largest possible number of copies of KV blocks.
-        torch_us: time of log_softmax, sum and topk.
-        reorder_us: time of the copy of the cache.
-        survivors: logits of a row that reach LightSeq's threshold, on average.
-    """
-
-    sequences: int
-    vocabulary: int
-    step_us: float
-    blocks_us: float
-    torch_us: float
-    reorder_us: float
-    survivors: float
-
-    @property
-    def speedup(self) -> float:
-        """Time of torch over time of varlen."""
-        return (self.torch_us + self.reorder_us) / (self.step_us + self.blocks_us)
-
-
-def measure_step(sequences: int, vocabulary: int) -> StepTimes:
-    """Return the times of a step on random logits.
+    `step_us` is the time of `beam_step`, `blocks_us` of the largest possible number of copies of KV blocks, `torch_us`
+    of log_softmax, sum and topk, and `reorder_us` of the copy of the cache. `survivors` is the mean number of logits of
+    a row that reach LightSeq's threshold.
 
     Raises:
         RuntimeError: the two find other scores.
@@ -90,15 +66,18 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
     with torch.inference_mode():
         if not torch.allclose(step(), search(), rtol=1e-5, atol=1e-4):
             raise RuntimeError("beam_step and torch find different scores")
-        return StepTimes(
-            sequences,
-            vocabulary,
-            step_us=_median_us(step),
-            blocks_us=_median_us(fork),
-            torch_us=_median_us(search),
-            reorder_us=_median_us(reorder),
-            survivors=mean_survivors(logits, groups=_WIDTH),
-        )
+        found = {
+            "step_us": _median_us(step),
+            "blocks_us": _median_us(fork),
+            "torch_us": _median_us(search),
+            "reorder_us": _median_us(reorder),
+        }
+    ours, theirs = (
+        found[first] + found[second]
+        for first, second in (("step_us", "blocks_us"), ("torch_us", "reorder_us"))
+    )
+    survivors = mean_survivors(logits, groups=_WIDTH)
+    return {**found, "survivors": survivors, "step_vs_torch": theirs / ours}
 
 
 def mean_survivors(logits: Tensor, groups: int) -> float:
@@ -126,10 +105,12 @@ def _median_us(call: Callable[[], object]) -> float:
 
 
 def measure_all(argument: Message) -> Message:
-    """Return the times of all shapes."""
+    """Return the figures of each shape, by its name in rows."""
     torch.set_num_threads(argument["threads"])
-    shapes = product(SEQUENCES, VOCABULARIES)
-    return {"steps": [asdict(measure_step(*shape)) for shape in shapes]}
+    return {
+        f"{sequences}x{BEAMS}x{vocabulary}": measure_step(sequences, vocabulary)
+        for sequences, vocabulary in product(SEQUENCES, VOCABULARIES)
+    }
 
 
 if __name__ == "__main__":

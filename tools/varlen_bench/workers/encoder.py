@@ -1,17 +1,17 @@
-"""The worker process of one system: calibration, vectors, and timed passes."""
+"""The process of a system that embeds: calibration, vectors, and timed passes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from varlen_bench.compare.systems import System
-from varlen_bench.encoder.workload import Workload
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.resident import MIB, peak_resident_bytes, reset_peak
 from varlen_bench.harness.worker import Message, run_worker
@@ -21,6 +21,39 @@ from varlen_bench.peers.engines import Cores, Embed
 # Each candidate size is timed on every sixth batch, three times; its best pass counts.
 _CALIBRATION_STEP = 6
 _CALIBRATION_PASSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Token ids of sequences in order of arrival.
+
+    Attributes:
+        batch_sizes, batch_tokens: batch sizes to try, in sequences or tokens.
+        times: number of runs of a measured pass.
+    """
+
+    name: str
+    sequences: list[list[int]]
+    batch_sizes: Sequence[int]
+    batch_tokens: Sequence[int]
+    times: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, without padding."""
+        return sum(map(len, self.sequences))
+
+    def thinned(self, step: int) -> tuple[Workload, list[int]]:
+        """Return every `step`-th sequence by length, in order of arrival, and their indices."""
+        by_length = sorted(range(len(self.sequences)), key=lambda i: len(self.sequences[i]))
+        kept = sorted(by_length[step // 2 :: step] or by_length[:1])
+        return replace(self, sequences=[self.sequences[i] for i in kept]), kept
+
+    def with_fewer_sizes(self) -> Workload:
+        """Return the same sequences with every second batch size."""
+        return replace(
+            self, batch_sizes=self.batch_sizes[1::2], batch_tokens=self.batch_tokens[1::2]
+        )
 
 
 class EncoderWorker:

@@ -1,1 +1,0 @@
-"""The generation benchmark: iterations beside static batches and other engines; see docs/benchmarks/generate.md."""

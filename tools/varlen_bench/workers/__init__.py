@@ -1,0 +1,1 @@
+"""Processes of measured systems; each imports only the libraries of its engine."""
