@@ -1,34 +1,19 @@
 """What the engine knows of a loaded model; its workers may run in other processes."""
 
-import hashlib
-import os
-import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
+from dataclasses import astuple, dataclass, replace
+from typing import ClassVar
 
 import numpy as np
-import torch
 
-import varlen.execution
-import varlen.memory
-import varlen.models
-import varlen.program
-import varlen_kernels
 from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.models.checkpoint.files import read_bytes
-from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.rank import ALONE, Rank
 from varlen.request.request import MAX_MASKS, Masks
 from varlen.scheduling.choices import EditLimits
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
-from varlen_kernels.cpu.native.target_cpu import target_cpu
 
 # Largest step unless the settings say otherwise; docs/decisions/0049-size-of-a-step.md compares sizes.
 _STEP_TOKENS = 512
@@ -160,99 +145,6 @@ def _source_limit(config: EngineConfig) -> int:
     return config.max_step_tokens - config.max_running_sequences
 
 
-# Our own packages that run a batch, and the files of theirs that count.
-_PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
-_CODE = (".py", ".json")
-# A safetensors file begins with the length of its header, a little-endian number of this many bytes.
-_LENGTH_BYTES = 8
-
-
-def cost_fields(
-    checkpoint: Checkpoint, device: torch.device, rank: Rank = ALONE
-) -> Mapping[str, str]:
-    """Return what decides the run time of a batch beside settings, by name.
-
-    Raises:
-        CheckpointError, OSError: see `checkpoint_hash`.
-    """
-    return {
-        "checkpoint": checkpoint_hash(checkpoint.folder),
-        "device": device_name(device),
-        **({} if rank == ALONE else {"ranks": str(rank.size)}),
-        **library_versions(device),
-    }
-
-
-def checkpoint_hash(folder: Path) -> str:
-    """Return a hash of a checkpoint's architecture, in hexadecimal digits.
-
-    Raises:
-        CheckpointError: there are no safetensors files.
-        OSError: one cannot be read.
-    """
-    digest = hashlib.sha256(read_bytes(folder, "config.json"))
-    for shard in shards(folder):
-        path = locate_weights(folder, shard.name)
-        with path.open("rb") as file:
-            length = file.read(_LENGTH_BYTES)
-            digest.update(length)
-            digest.update(file.read(int.from_bytes(length, "little")))
-        digest.update(path.stat().st_size.to_bytes(_LENGTH_BYTES, "little"))
-    return digest.hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    """Return model and size of a device, such as "Intel Xeon 2.50GHz, AVX512, 2 cores"."""
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
-    cores = len(os.sched_getaffinity(0))
-    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores"
-
-
-def library_versions(device: torch.device) -> Mapping[str, str]:
-    """Return the versions of the libraries that run a batch, by name.
-
-    Our own version is a hash of the code: a backend that was copied into a server's folder has no package version, and
-    one in development changes without a new version.
-    """
-    versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
-    if device.type == "cuda":
-        versions["triton"] = _version("triton")
-    elif has_compiled_ops():
-        versions["level"] = target_cpu().level
-    return versions
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        # some builds of torch bring it under another name
-        return "unknown"
-
-
-def _code_hash() -> str:
-    digest = hashlib.sha256()
-    for package in _PACKAGES:
-        (folder,) = package.__path__
-        for path in sorted(Path(folder).rglob("*")):
-            if path.suffix in _CODE:
-                digest.update(path.name.encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # an Arm kernel names no model
-    return names[0] if names else platform.machine()
-
-
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A loaded model.
@@ -273,6 +165,8 @@ class ModelInfo:
         cost_fields: fields that decide the run time of batches beside settings.
     """
 
+    generates: ClassVar = False
+
     task: Task
     device: str
     device_name: str
@@ -287,6 +181,17 @@ class ModelInfo:
     is_padded: bool
     workers: int
     cost_fields: Mapping[str, str]
+
+    @property
+    def limits(self) -> tuple[object, ...]:
+        """The facts that the engine relies on; measured choices may differ from load to load."""
+        return (
+            self.dtype,
+            self.max_sequence_tokens,
+            self.max_batch_tokens,
+            self.max_arena_tokens,
+            self.workers,
+        )
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -318,6 +223,8 @@ class StepInfo:
         block_bytes: memory of a KV block in all layers, in bytes.
     """
 
+    generates: ClassVar = True
+
     device: str
     device_name: str
     dtype: str
@@ -331,6 +238,11 @@ class StepInfo:
     num_blocks: int
     block_size: int
     block_bytes: int
+
+    @property
+    def limits(self) -> tuple[object, ...]:
+        """The facts that the engine relies on: all but the name for the log, and what follows from measured choices."""
+        return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0))
 
 
 @dataclass(frozen=True, slots=True)

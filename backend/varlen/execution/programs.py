@@ -19,7 +19,7 @@ from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
 from varlen.execution.int8.int8_model import to_int8
 from varlen.execution.int8.quantization import BITS, product_of
-from varlen.execution.model_info import cost_fields
+from varlen.execution.fingerprint import cost_fields
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention

@@ -15,7 +15,8 @@ from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.device import choose_device, device_memory
 from varlen.execution.executor import CoreShare
-from varlen.execution.model_info import GraphUse, ModelInfo, device_name, sequence_limit
+from varlen.execution.fingerprint import device_name
+from varlen.execution.model_info import GraphUse, ModelInfo, sequence_limit
 from varlen.execution.packing import active_terms
 from varlen.execution.programs import load_program
 from varlen.execution.rank_link import NO_OTHERS, RankLink

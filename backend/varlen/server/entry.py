@@ -306,9 +306,10 @@ def _load_service(
     if task in ITERATIVE_TASKS:
         # read when torch is imported: its threads would spin on cores that the server and clients need
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from varlen.execution.workers.start import excludes_gpu, started_early
+    from varlen.execution.workers.process import excludes_gpu, started_early
 
-    with started_early(task) if excludes_gpu(config.device) else nullcontext():
+    early = started_early(new_session=task not in ITERATIVE_TASKS)
+    with early if excludes_gpu(config.device) else nullcontext():
         if task in ITERATIVE_TASKS:
             from varlen.service.generation import GenerationService
 

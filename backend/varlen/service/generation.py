@@ -23,7 +23,7 @@ from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
 from varlen.execution.model_info import StepInfo, edit_limits, limit_notes, queue_limit, text_limit
 from varlen.execution.step_launcher import StepModel
-from varlen.execution.workers.step_models import load_step_model
+from varlen.execution.workers.steps import load_step_model
 from varlen.intake.checks import Intake
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.pool import PoolLimits, TokenizerPool

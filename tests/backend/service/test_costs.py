@@ -20,15 +20,15 @@ from varlen.costs import store as cost_store
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.store import CostStore, cache_folder, find_cache
 from varlen.errors import EngineError
-from varlen.execution import model_info
+from varlen.execution import fingerprint
 from varlen.execution.executor import ThreadExecutor
-from varlen.execution.model_info import (
-    ModelInfo,
+from varlen.execution.fingerprint import (
     checkpoint_hash,
     cost_fields,
     device_name,
     library_versions,
 )
+from varlen.execution.model_info import ModelInfo
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS
@@ -395,7 +395,7 @@ def test_what_decides_costs_on_a_gpu_includes_triton(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("is_usable", [True, False], ids=["compiled", "torch"])
 def test_what_decides_costs_on_a_cpu_includes_compiled_code(monkeypatch, is_usable):
-    monkeypatch.setattr(model_info, "has_compiled_ops", lambda: is_usable)
+    monkeypatch.setattr(fingerprint, "has_compiled_ops", lambda: is_usable)
 
     assert ("level" in library_versions(torch.device("cpu"))) == is_usable
 
@@ -435,15 +435,15 @@ def test_a_cpu_without_a_name_is_called_by_its_kind(monkeypatch, tmp_path):
     def unreadable(self, **_):
         raise FileNotFoundError
 
-    monkeypatch.setattr(model_info.Path, "read_text", unreadable)
-    monkeypatch.setattr(model_info.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(fingerprint.Path, "read_text", unreadable)
+    monkeypatch.setattr(fingerprint.platform, "machine", lambda: "aarch64")
 
     assert device_name(torch.device("cpu")).startswith("aarch64, ")
 
 
 def test_code_that_changes_is_another_version(monkeypatch, tmp_path):
     package = SimpleNamespace(__path__=[str(tmp_path)])
-    monkeypatch.setattr(model_info, "_PACKAGES", (package,))
+    monkeypatch.setattr(fingerprint, "_PACKAGES", (package,))
     (tmp_path / "kernel.py").write_text("x = 1")
     before = library_versions(torch.device("cpu"))
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from threading import Thread, Timer
 
 import pytest
+from varlen.execution.workers.restarts import RestartLimit
 
 from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
@@ -18,7 +19,6 @@ from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.step_packing import pack_step
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import step_process
-from varlen.execution.workers.restarts import RestartLimit
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.service.generation import GenerationService

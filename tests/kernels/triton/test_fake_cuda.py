@@ -22,7 +22,7 @@ from varlen.execution.executor import SkippedStepError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
-from varlen.execution.workers import step_models
+from varlen.execution.workers import steps
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory import arena
 from varlen.models.checkpoint_folder import Checkpoint
@@ -381,7 +381,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "_PASSES", 1)
     monkeypatch.setattr(overlap, "_PASSES", 1)
     monkeypatch.setattr(overlap, "_BATCHES", 2)
-    monkeypatch.setattr(step_models, "warm_up", lambda *_: None)
+    monkeypatch.setattr(steps, "warm_up", lambda *_: None)
 
 
 def test_stages_of_the_gpu_report_measure_encoders(gpu: FakeCuda, once: None) -> None:

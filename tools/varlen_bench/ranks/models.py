@@ -47,8 +47,9 @@ _CONTEXT, _BLOCK = 500, 64
 
 def control_seconds(sequences: int, samples: int, messages: int) -> list[float]:
     """Return samples of the seconds to pack a decode step and send it."""
-    from varlen.execution.step_packing import part_of_step
     from varlen.execution.workers.step_messages import step_message
+
+    from varlen.execution.step_packing import part_of_step
 
     blocks = -(-_CONTEXT // _BLOCK)
     ones = np.ones(sequences, np.int32)

@@ -32,7 +32,7 @@ from varlen.execution.int8.quantization import (
     quantize_layers,
     use_int8,
 )
-from varlen.execution.model_info import checkpoint_hash
+from varlen.execution.fingerprint import checkpoint_hash
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.weights import locate_weights

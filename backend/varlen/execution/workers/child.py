@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from varlen.config import EngineConfig
@@ -42,6 +41,7 @@ from varlen.execution.workers.messages import (
 )
 from varlen.execution.workers.orders import Orders, ReadAhead
 from varlen.memory.heap import return_large_memory, trim_heap
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import freeze_objects, log_by, set_log_level
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ class Setup:
     config: EngineConfig
     descriptors: Sequence[int]
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the checkpoint."""
-        return Path(self.fields["folder"])
+    def open_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint."""
+        ignored = self.config.ignored_fields
+        return Checkpoint.open(self.fields["folder"], ignore_config_fields=ignored)
 
     @property
     def generates(self) -> bool:
@@ -171,7 +171,7 @@ def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[A
             message, (connection, share) = receive_control(control)
             code = _exit_code(workers, message["ended"])
             try:
-                pid = os.fork() if work.is_forked else 0
+                pid = 0 if work.share_cores is None else os.fork()
             except OSError as error:
                 os.close(connection)
                 os.close(share)
@@ -181,13 +181,13 @@ def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[A
             if pid:
                 workers.add(pid)
                 send_control(control, {"pid": pid, "code": code})
-            elif work.is_forked:
+            elif work.share_cores is None:
+                send_control(control, {"pid": os.getpid(), "code": code}, work.share())
+                answer_orders(Connection(connection), work, leader)
+            else:
                 control.close()
                 work.share_cores(CoreShare(share))
                 answer_orders(Connection(connection), work)
-            else:
-                send_control(control, {"pid": os.getpid(), "code": code}, work.share())
-                answer_orders(Connection(connection), work, leader)
             os.close(connection)
             os.close(share)
     for pid in workers:

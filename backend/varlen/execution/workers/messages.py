@@ -31,7 +31,9 @@ MAX_DESCRIPTORS = 5
 _ALIGNMENT = 8
 _PADDING = [b" " * count for count in range(_ALIGNMENT)]
 # Data types by the character that a message has for them.
-_DTYPES = {np.dtype(each).char: np.dtype(each) for each in (np.int32, np.int64, np.float32, np.float64)}
+_DTYPES = {
+    np.dtype(each).char: np.dtype(each) for each in (np.int32, np.int64, np.float32, np.float64)
+}
 
 Array: TypeAlias = npt.NDArray[Any]
 Problem: TypeAlias = Literal["memory", "error", "skipped"]

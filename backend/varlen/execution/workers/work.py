@@ -6,9 +6,8 @@ them. Others are chosen by the engine, from logits in memory that both map.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from varlen.execution.step_launcher import NoChoice
 from varlen.execution.step_packing import PackedStep
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_draws
-from varlen.execution.workers.child import Setup
 from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
 from varlen.memory.memory_use import MemoryUse
-from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
+
+if TYPE_CHECKING:
+    from varlen.execution.workers.child import Setup
 
 _Order = TypeVar("_Order")
 _Part = TypeVar("_Part")
@@ -37,10 +37,11 @@ class Work(Protocol[_Order, _Part]):
     """The work of a process that has loaded a model, or a part of one.
 
     Attributes:
-        is_forked: whether workers are forked from this process.
+        share_cores: has the workers that are forked from this process use all cores while a batch runs alone; None if
+            it is its own only worker.
     """
 
-    is_forked: bool
+    share_cores: Callable[[CoreShare], None] | None
 
     @property
     def info(self) -> ModelInfo | StepInfo:
@@ -69,9 +70,6 @@ class Work(Protocol[_Order, _Part]):
     def run_part(self, message: bytes) -> None:
         """Run this process's part of what the leader has sent."""
 
-    def share_cores(self, share: CoreShare) -> None:
-        """Use all cores while `share` says that a batch runs alone."""
-
     def use(self) -> MemoryUse:
         """Return the memory use."""
 
@@ -82,17 +80,95 @@ class Work(Protocol[_Order, _Part]):
 class BatchWork:
     """Batches of a model of one step: `Work`. All processes of the model run them whole."""
 
+    read = staticmethod(batch_of)
+
     def __init__(self, setup: Setup, link: RankLink[WorkOfBatch] | None = None) -> None:
-        """Load the model, or a part of it."""
+        """Load the model, or a part of it, and compile what batches need, once for all workers."""
         config = setup.config
-        self.is_forked = link is None
-        workers = (config.threads or usable_cores()) if self.is_forked else 1
-        torch.set_num_threads(1 if self.is_forked else cores_of_rank(config))
-        self._runner = Runner(
-            _checkpoint(setup), config, workers=workers, measures=True, link=link or NO_OTHERS
+        is_forked = link is None
+        workers = (config.threads or usable_cores()) if is_forked else 1
+        torch.set_num_threads(1 if is_forked else cores_of_rank(config))
+        runner = Runner(
+            setup.open_checkpoint(), config, workers=workers, measures=True, link=link or NO_OTHERS
         )
-        # once for all workers
-        self._runner.compile_products()
-        self.info = self._runner.info
-        self.warm_up, self.use = self._runner.check, self._runner.use
-        self.release, self.share_cores = self._runner.release_arena, self._runner.share_cores
+        runner.compile_products()
+        self._runner, self.info = runner, runner.info
+        self.share_cores = runner.share_cores if is_forked else None
+        self.warm_up, self.use, self.release = runner.check, runner.use, runner.release_arena
+
+    @staticmethod
+    def message_of(work: WorkOfBatch) -> bytes:
+        """Return the message of a batch to other processes."""
+        return batch_message(*work)
+
+    def share(self) -> Sequence[int]:
+        """Return no file descriptor: answers are sent."""
+        return ()
+
+    def prepare(self, batch: WorkOfBatch) -> WorkOfBatch:
+        """Return the batch."""
+        return batch
+
+    def run(self, batch: WorkOfBatch, part: Callable[[], WorkOfBatch]) -> Sequence[Array]:
+        """Return the answer of each sequence of a batch."""
+        return self._runner.run(*part())
+
+    def run_part(self, message: bytes) -> None:
+        """Run a batch of the leader."""
+        self._runner.run(*batch_of(message))
+
+
+class StepWork:
+    """Steps of a model that generates: `Work`. A step that is None is a check."""
+
+    share_cores = None
+    message_of = staticmethod(step_message)
+    read = staticmethod(step_of)
+
+    def __init__(self, setup: Setup, link: RankLink[PackedStep] | None = None) -> None:
+        """Load the model, or a part of it."""
+        torch.set_num_threads(cores_of_rank(setup.config))
+        # the engine chooses what the process does not
+        runner = StepRunner(
+            setup.open_checkpoint(), setup.config, NoChoice(), link=link or NO_OTHERS
+        )
+        self._runner, self.info = runner, runner.info
+        self.use, self.release = runner.use, runner.release_arenas
+        self._order = StepOrder()
+        # tokens that the step before has chosen
+        self._chosen: Int32Array = np.empty(0, np.int32)
+
+    def warm_up(self) -> None:
+        """Run steps of each kind."""
+        warm_up(self._runner)
+        warm_up_draws(self._runner)
+
+    def share(self) -> Sequence[int]:
+        """Return the memory of the logits."""
+        assert isinstance(self._runner.steps, CpuSteps)
+        return (self._runner.steps.share_logits(),)
+
+    def prepare(self, step: PackedStep | None) -> PackedStep | None:
+        """Return the part of a step that ranks or stages run."""
+        return None if step is None else self._runner.prepare(step)
+
+    def run(
+        self, step: PackedStep | None, part: Callable[[], PackedStep | None]
+    ) -> Sequence[Array]:
+        """Return what a step chooses."""
+        if step is None:
+            self._runner.check()
+            return ()
+        with self._order.running(step.number, step.after):
+            step.take_tokens(self._chosen)
+            prepared = part()
+            assert prepared is not None
+            found = self._runner.run_prepared(step, prepared)
+        self._chosen = np.array(found.token_ids, np.int32)
+        return (self._chosen, *(found.searches or ()))
+
+    def run_part(self, message: bytes) -> None:
+        """Run a step of the leader."""
+        step = step_of(message)
+        assert step is not None
+        self._runner.run_part(step)
