@@ -128,6 +128,9 @@ examples: setup ## Run every example against a real server
 	@$(INSTALL) --no-deps $(TRITON_WHEEL)
 	$(BIN)/python -m examples.run_all
 
+# Bytecode is kept whatever the shell says: tests start hundreds of processes, which would compile our modules each time.
+test test-all test-engine test-kernels: export PYTHONDONTWRITEBYTECODE :=
+
 # The marker `full` (pyproject.toml) has the rule of the two tiers.
 test: setup ## Run what a change needs in 8 minutes: real servers, interpreted kernels, properties (TESTS= runs those instead)
 	$(PYTEST) $(or $(TESTS),-m 'not full' --ignore $(INTERPRETED))

@@ -16,6 +16,15 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from varlen_client import tasks
+from varlen_client.calls import (
+    RowCall,
+    RowSender,
+    check_one_sample,
+    deadline_of,
+    parts_of_answers,
+    translations,
+    whole_answers,
+)
 from varlen_client.errors import RequestTimeout
 from varlen_client.generation import (
     GeneratedPart,
@@ -25,14 +34,7 @@ from varlen_client.generation import (
     generate_request,
     search_options,
 )
-from varlen_client.generation_call import (
-    check_one_sample,
-    parts_of_answers,
-    translations,
-    whole_answers,
-)
-from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
-from varlen_client.row_call import RowCall, RowSender, deadline_of
+from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel, Vectors
 from varlen_client.row_options import (
     DetokenizeOptions,
     EmbedOptions,
@@ -44,7 +46,6 @@ from varlen_client.row_options import (
     TokenEmbedOptions,
     TokenizeOptions,
 )
-from varlen_client.row_outputs import Vectors
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText, TokenizerSender
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy
@@ -130,7 +131,6 @@ class AsyncClient:
 
         Args:
             inputs: texts, or lists of token ids; lengths may differ.
-            options: options of `EmbedOptions`.
 
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of rows in the failed request.
@@ -153,10 +153,6 @@ class AsyncClient:
 
         Args:
             inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
-            options: options of `MaskOptions`.
-
-        Raises:
-            VarlenClientError: see `embed`.
         """
         return await self._answer(tasks.FILL_MASK, inputs, options)
 
@@ -235,10 +231,6 @@ class AsyncClient:
         Args:
             task: task of the method, such as `tasks.EMBED` for `embed`.
             inputs: rows as the method takes them; for `tasks.RERANK` pairs of the query and each document.
-            options: options of the method.
-
-        Raises:
-            VarlenClientError: see `embed`.
         """
         answers = await self._rows.send(task, inputs, options, counts_tokens=True)
         return task.read(answers), answers.num_tokens
@@ -360,9 +352,6 @@ class AsyncClient:
             n_best: number of translations of each text, at most `num_beams`; those after the best one are its
                 `alternatives`.
             max_tokens: longest translation, in tokens; by default the checkpoint decides.
-            deadline_ms, priority: arguments of `generate`.
-            timeout: seconds for the whole call, retries included; by default no limit.
-            on_progress: function as in `embed`.
             options: options of the search with the names of Hugging Face, such as length_penalty, early_stopping,
                 no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them.
 
@@ -387,10 +376,6 @@ class AsyncClient:
 
         Args:
             inputs: texts; or, of a model that generates, chats: lists of messages.
-            options: options of `TokenizeOptions`.
-
-        Raises:
-            VarlenClientError: see `embed`.
         """
         return await self._tokenizer.tokenize(inputs, options)
 
@@ -412,11 +397,7 @@ class AsyncClient:
         return await self._session.ready()
 
     async def status(self) -> Status:
-        """Return the state of the server and its models, without retries.
-
-        Raises:
-            VarlenClientError: see errors.py.
-        """
+        """Return the state of the server and its models, without retries."""
         return await self._session.status()
 
     async def models(self) -> list[ModelState]:
@@ -424,14 +405,7 @@ class AsyncClient:
         return await self._session.models()
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
-        """Return what the model's config says of its outputs, limits and settings.
-
-        Args:
-            timeout: seconds for the question, retries included; by default no limit.
-
-        Raises:
-            VarlenClientError: see errors.py.
-        """
+        """Return what the model's config says of its outputs, limits and settings."""
         try:
             return await with_timeout(self._session.model_info(deadline_of(timeout)), timeout)
         except TimeoutError:

@@ -59,7 +59,6 @@ class Generation:
     """A generated answer.
 
     Attributes:
-        text: the text, without the prompt.
         token_ids, finish_reason, logprobs, token_texts, num_prompt_tokens, token_bytes: fields of `GeneratedPart`.
     """
 
@@ -77,8 +76,6 @@ class Translation:
     """The best translation of a text, and the next best ones.
 
     Attributes:
-        text: the translation.
-        token_ids: its tokens.
         score: sum of the log probabilities of its tokens, divided by the length penalty.
         finish_reason: whether the translation ended, or `max_tokens` was reached.
         alternatives: the next best translations, best first; without alternatives of their own. There are fewer than

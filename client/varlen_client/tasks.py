@@ -10,11 +10,16 @@ import numpy as np
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.row_answers import (
+    ANY_WIDTH,
+    TOKEN_COUNTS,
     FilledToken,
     LabelScore,
     Ranking,
+    RowAnswers,
+    RowOutput,
     SparseVector,
     TokenLabel,
+    Vectors,
     read_arrays,
     read_column,
     read_filled_masks,
@@ -33,7 +38,6 @@ from varlen_client.row_options import (
     SparseOptions,
     TokenEmbedOptions,
 )
-from varlen_client.row_outputs import ANY_WIDTH, TOKEN_COUNTS, RowAnswers, RowOutput, Vectors
 from varlen_client.wire import Floats, ModelInfo, Parameters
 
 _Answer = TypeVar("_Answer")
@@ -64,8 +68,6 @@ class RowTask(Generic[_Answer]):
     """A method of the clients that sends rows, and returns an `_Answer`.
 
     Attributes:
-        method: name of the method, for errors.
-        options: TypedDict of its options.
         outputs: requested outputs, or a function that returns them for options.
         read: function that returns the answer, given the outputs of all requests.
         needs_width: width of the first output, if only one is served.
@@ -99,8 +101,6 @@ class RowTask(Generic[_Answer]):
         """Return requested outputs with the widths of a model.
 
         Args:
-            outputs: requested outputs.
-            info: config of the model.
             counts_tokens: whether the number of tokens is requested too, if the model has it.
 
         Raises:
@@ -123,9 +123,6 @@ def parameters_of(
     """Return the parameters of requests, by their names in the protocol.
 
     Args:
-        method: name of the method, for errors.
-        declared: TypedDict of its options.
-        options: options that were given.
         not_sent: options that the client itself follows.
 
     Raises:

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from varlen_client.calls import RequestSender, RowCall
 from varlen_client.errors import InvalidRequest, ServerError
 from varlen_client.generation import Messages, OperationRequest, json_text
-from varlen_client.row_call import RequestSender, RowCall
 from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
 from varlen_client.tasks import Options, parameters_of
 from varlen_client.wire import InferRequest, ModelInfo, Parameters, Rows, TokenIds, read_inputs
@@ -35,7 +35,6 @@ class TokenizedText:
     """The tokens of a text.
 
     Attributes:
-        token_ids: ids of the tokens.
         tokens: tokens as the vocabulary has them, such as "##ing" or "Ġcat".
         special: whether the tokenizer added the token.
         offsets: first character of each token, and the first one behind it, in `prompt` and the text behind it.

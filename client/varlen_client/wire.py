@@ -100,12 +100,10 @@ class ModelInfo:
     """The parts of a model's config that the client needs.
 
     Attributes:
-        name: name of the model.
         max_batch_size: largest number of rows in one request.
         outputs: dims of each output by name, without the batch.
         settings: settings of the engine by name, without the ones that the config leaves to the checkpoint.
         requires_pairs: whether each request needs the second texts of pairs.
-        inputs: names of the inputs.
         backend: name of the backend that runs the model.
         instances: number of instances, each in a process of its own.
     """
@@ -257,10 +255,6 @@ def only_ready_model(models: Sequence[ModelState]) -> str | None:
 
 def read_inputs(inputs: Inputs | Pairs, *, takes_pairs: bool = False) -> Rows:
     """Return the checked rows of texts or token ids.
-
-    Args:
-        inputs: rows that the caller gave.
-        takes_pairs: whether they may be pairs of texts.
 
     Raises:
         InvalidRequest: a single string, a row that is neither text nor a list of integers, a mix of

@@ -13,7 +13,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.request.generation import GenerationOptions
 
-from .decoding.beam_oracles import EOS, REQUEST_NAMES, Oracle, are_equal, is_tie, random_case
+from .decoding.search.beam_oracles import EOS, REQUEST_NAMES, Oracle, are_equal, is_tie, random_case
 
 VOCABULARY, LAYERS = 263, 2
 SMALL = {"encoder_layers": 1, "decoder_layers": 2, "eos_token_id": EOS}

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Semaphore
@@ -49,7 +48,7 @@ def seen(right: int = 0, left: int = 0, invalid: int = 0) -> dict[str, ModelEndi
     return ledger.by_model
 
 
-def test_a_request_without_an_end_is_lost() -> None:
+def test_a_request_without_an_end_is_lost():
     ledger, begun, answer = Ledger(), Semaphore(0), Event()
 
     def silent(draw: random.Random, target: None) -> Ending:
@@ -69,7 +68,7 @@ def test_a_request_without_an_end_is_lost() -> None:
     assert ledger.by_kind["silent"]["lost"] == ledger.num_problems == 2
 
 
-def test_what_fails_beside_the_requests_is_a_problem() -> None:
+def test_what_fails_beside_the_requests_is_a_problem():
     ledger, hold = Ledger(), Event()
 
     def failing(is_over: Event) -> None:
@@ -88,7 +87,7 @@ def test_what_fails_beside_the_requests_is_a_problem() -> None:
     assert ledger.problems == [reason, "the kill did not end within 0.05 s"]
 
 
-def test_a_wrong_answer_and_a_message_that_leaks_are_problems() -> None:
+def test_a_wrong_answer_and_a_message_that_leaks_are_problems():
     ledger = Ledger()
     ledger.add("7", "embed", Ending("wrong", "minilm", message="the answer is another one"))
     ledger.add("8", "bad", Ending("refused", "minilm", message="no /opt/models/x/1/config.json"))
@@ -108,13 +107,13 @@ def test_a_wrong_answer_and_a_message_that_leaks_are_problems() -> None:
         "an object at 0x7f3a9c0011d0",
     ],
 )
-def test_what_tells_of_the_inside_is_a_leak(message: str) -> None:
+def test_what_tells_of_the_inside_is_a_leak(message):
     assert find_leak(message)
     assert not find_leak("input_ids has 900 tokens; this model takes at most 512 (and/or truncate)")
     assert not find_leak('tokenizer.json cannot be read: invalid type: string "../../etc"')
 
 
-def test_counters_that_agree_with_the_clients_are_no_problem() -> None:
+def test_counters_that_agree_with_the_clients_are_no_problem():
     before = Counters({"minilm": series()})
     after = Counters(
         {
@@ -141,7 +140,7 @@ def test_counters_that_agree_with_the_clients_are_no_problem() -> None:
         ({"varlen_arena_reserved_bytes": 1}, "the arena is larger than its limit"),
     ],
 )
-def test_counters_that_disagree_are_found(grown: dict[str, float], problem: str) -> None:
+def test_counters_that_disagree_are_found(grown, problem):
     right = {
         "varlen_requests_total__ok": 10,
         "varlen_requests_total__invalid": 2,
@@ -162,7 +161,7 @@ def names(mark: str) -> list[str]:
 
 
 @pytest.fixture
-def marked_process() -> Iterator[subprocess.Popen[bytes]]:
+def marked_process():
     """A process with the mark "a test" that has started another one."""
     script = "tail -f /dev/null & wait"
     process = subprocess.Popen(
@@ -179,7 +178,7 @@ def marked_process() -> Iterator[subprocess.Popen[bytes]]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_an_orphan_of_a_killed_process_is_found(marked_process: subprocess.Popen[bytes]) -> None:
+def test_an_orphan_of_a_killed_process_is_found(marked_process):
     before = State.of("a test")
     assert not before.growth(State.of("a test"))
     [orphan] = set(marked("a test")) - {marked_process.pid}
@@ -194,7 +193,7 @@ def test_an_orphan_of_a_killed_process_is_found(marked_process: subprocess.Popen
     assert not left_over("a test")
 
 
-def test_leaked_descriptors_and_processes_are_found() -> None:
+def test_leaked_descriptors_and_processes_are_found():
     before = State({"server": 1}, 50, 20, 300.0, 2.0)
     after = State({"server": 1, "worker": 1}, 57, 25, 370.0, 2.0)
 
@@ -204,7 +203,7 @@ def test_leaked_descriptors_and_processes_are_found() -> None:
     assert [each.partition(":")[0] for each in others] == ["descriptors", "threads", "memory"]
 
 
-def test_a_kind_whose_requests_prove_nothing_is_a_problem() -> None:
+def test_a_kind_whose_requests_prove_nothing_is_a_problem():
     ledger = Ledger()
     for number, end in enumerate(("right", "refused", "refused", "refused")):
         ledger.add(str(number), "embed", Ending(end))
@@ -221,7 +220,7 @@ def test_a_kind_whose_requests_prove_nothing_is_a_problem() -> None:
     ]
 
 
-def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem() -> None:
+def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem():
     report = Report("mixed", seconds=12.34)
     report.before = report.after = State({"server": 1}, 50, 20, 300.04, 2.0)
     for ending in (Ending("right"), Ending("right"), Ending("wrong", message="[a](b)")):
@@ -240,7 +239,7 @@ def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem() -> None:
     assert "4 requests, 1 wrong, 0 lost" in page
 
 
-def test_lines_of_faults_are_found_in_a_log() -> None:
+def test_lines_of_faults_are_found_in_a_log():
     log = "I1122 12:00:00 ready\nW1122 a warning\nE1122 12:00:01 failed to load 'x'\nSignal (11) received."
 
     assert len(unexpected_lines(log)) == 2
@@ -248,7 +247,7 @@ def test_lines_of_faults_are_found_in_a_log() -> None:
     assert not unexpected_lines("Signal (15) received.")
 
 
-def test_a_stream_of_requests_depends_on_its_name_alone_and_keeps_its_bounds() -> None:
+def test_a_stream_of_requests_depends_on_its_name_alone_and_keeps_its_bounds():
     def run(threads: int) -> tuple[set[int], Counter[str]]:
         numbers: set[int] = set()
 
@@ -271,7 +270,7 @@ def test_a_stream_of_requests_depends_on_its_name_alone_and_keeps_its_bounds() -
 
 
 @pytest.mark.parametrize(("kills", "end"), [(0, "wrong"), (1, "wrong"), (2, "refused")])
-def test_a_request_may_fail_only_if_two_workers_were_killed_meanwhile(kills: int, end: str) -> None:
+def test_a_request_may_fail_only_if_two_workers_were_killed_meanwhile(kills, end):
     message = "worker processes ended while they ran this request; the server's log says why"
     failed = Ending("wrong", "writer", "ServerError", message)
     victim = SimpleNamespace(kills_since=lambda began: kills)
@@ -290,9 +289,7 @@ def test_a_request_may_fail_only_if_two_workers_were_killed_meanwhile(kills: int
         ((500, {"error": "the model failed"}), "wrong"),
     ],
 )
-def test_an_answer_that_breaks_its_constraint_is_wrong(
-    answer: tuple[int, dict[str, str]], end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_breaks_its_constraint_is_wrong(answer, end, monkeypatch):
     monkeypatch.setattr(constrained, "http_call", lambda *_: answer)
     monkeypatch.setattr(constrained, "random_regex", lambda _: "[0-9]")
     fuzzed, target = constrained.FuzzedConstraints(), SimpleNamespace(server=None)

@@ -26,14 +26,14 @@ METADATA = "varlen-0.1.0.dist-info/METADATA"
 
 
 @pytest.mark.parametrize("name", ["BACKEND", "CLIENT"])
-def test_the_projects_own_wheels_are_clean(name: str, tmp_path: Path) -> None:
+def test_the_projects_own_wheels_are_clean(name, tmp_path):
     expected = getattr(check_wheel, name)
     wheel = build_wheel(expected.project, tmp_path)
 
     assert problems(wheel, expected, check_wheel.source_files(expected)) == []
 
 
-def test_the_client_needs_neither_torch_nor_the_backend(tmp_path: Path) -> None:
+def test_the_client_needs_neither_torch_nor_the_backend(tmp_path):
     wheel = write_wheel(tmp_path, expected=CLIENT, requires="torch>=2.6")
 
     assert problems(wheel, CLIENT, []) == ["depends on torch>=2.6"]
@@ -54,13 +54,13 @@ def test_the_client_needs_neither_torch_nor_the_backend(tmp_path: Path) -> None:
         "kernels/__init__.py",
     ],
 )
-def test_what_does_not_belong_is_named(extra: str, tmp_path: Path) -> None:
+def test_what_does_not_belong_is_named(extra, tmp_path):
     wheel = write_wheel(tmp_path, extra=[extra])
 
     assert problems(wheel, BACKEND, []) == [f"holds {extra}"]
 
 
-def test_compiled_ops_are_a_part_of_the_wheel(tmp_path: Path) -> None:
+def test_compiled_ops_are_a_part_of_the_wheel(tmp_path):
     project, name = tmp_path / "project", "varlen_kernels/cpu/code/attend-avx2-hash.o"
     for file in (".gitignore", "pyproject.toml", "README.md", "LICENSE"):
         (project / file).parent.mkdir(exist_ok=True)
@@ -87,9 +87,7 @@ def write_wheel_with_code(folder: Path, files: Sequence[str]) -> Path:
     return write_wheel(folder, extra=[f"varlen_kernels/cpu/code/{name}" for name in files])
 
 
-def test_a_wheel_has_every_op_of_a_level_or_none_and_no_code_of_other_sources(
-    tmp_path: Path,
-) -> None:
+def test_a_wheel_has_every_op_of_a_level_or_none_and_no_code_of_other_sources(tmp_path):
     files = code_files("avx2")
     of_others = f"attend-avx512-{'0' * 32}.o"
 
@@ -107,8 +105,8 @@ def test_a_wheel_has_every_op_of_a_level_or_none_and_no_code_of_other_sources(
 
 @pytest.mark.parametrize("machine, accepted", [("x86_64", False), ("aarch64", True)])
 def test_a_wheel_without_compiled_ops_is_refused_where_they_can_be_compiled(
-    machine: str, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    machine, accepted, tmp_path, monkeypatch
+):
     monkeypatch.setattr(check_wheel, "machine", lambda: machine)
 
     found = check_wheel.code_problems(write_wheel(tmp_path))
@@ -117,9 +115,7 @@ def test_a_wheel_without_compiled_ops_is_refused_where_they_can_be_compiled(
     assert all("has no compiled op; make wheels LEVELS=avx2" in line for line in found)
 
 
-def test_the_wheel_of_a_release_has_every_level(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_wheel_of_a_release_has_every_level(tmp_path, capsys):
     first, *others = [each.level for each in LEVELS]
     wheel = write_wheel_with_code(
         tmp_path, [name for level in others for name in code_files(level)]
@@ -135,7 +131,7 @@ def test_the_wheel_of_a_release_has_every_level(
     assert check_wheel.code_problems(write_wheel_with_code(tmp_path, of_all), all_levels=True) == []
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_is_named(tmp_path):
     wheel = write_wheel(tmp_path, without=["varlen/py.typed", "varlen_kernels/tuning.json"])
 
     assert problems(wheel, BACKEND, ["varlen/scheduling/engine.py"]) == [
@@ -145,20 +141,20 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dependency_on_a_development_wheel_is_named(tmp_path: Path) -> None:
+def test_a_dependency_on_a_development_wheel_is_named(tmp_path):
     wheel = write_wheel(tmp_path, requires="nvidia-pytriton==0.7.0")
 
     assert problems(wheel, BACKEND, []) == ["depends on nvidia-pytriton==0.7.0"]
 
 
-def test_a_project_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
+def test_a_project_that_cannot_be_built_is_an_error(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[project]\n")
 
     with pytest.raises(RuntimeError, match="the wheel cannot be built"):
         build_wheel(tmp_path, tmp_path / "dist")
 
 
-def test_the_command_ends_with_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_success(capsys):
     with pytest.raises(SystemExit) as ended:
         check_wheel.main()
 

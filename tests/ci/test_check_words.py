@@ -25,7 +25,7 @@ def found(folder: Path, source: str, name: str = "code.py") -> list[tuple[int, s
 
 
 @pytest.mark.parametrize("phrase", PHRASES)
-def test_a_phrase_is_found_in_every_kind_of_text(phrase: str, tmp_path: Path) -> None:
+def test_a_phrase_is_found_in_every_kind_of_text(phrase, tmp_path):
     text = f"The {phrase} here."
 
     for source, line in [
@@ -38,13 +38,13 @@ def test_a_phrase_is_found_in_every_kind_of_text(phrase: str, tmp_path: Path) ->
     assert [at for at, _ in found(tmp_path, f"# Title\n\n{text}\n", "page.md")] == [3]
 
 
-def test_a_phrase_across_two_lines_is_found(tmp_path: Path) -> None:
+def test_a_phrase_across_two_lines_is_found(tmp_path):
     source = "the batches, of\nwhich two run"
 
     assert found(tmp_path, source, "page.md") == [(1, '"of which" -> whose, or two sentences')]
 
 
-def test_the_message_names_a_better_word(tmp_path: Path) -> None:
+def test_the_message_names_a_better_word(tmp_path):
     assert found(tmp_path, "# lanes with a mask\n") == [(1, '"lanes" -> worker thread, sub-batch')]
 
 
@@ -56,16 +56,16 @@ def test_the_message_names_a_better_word(tmp_path: Path) -> None:
         "# recommend, amendment, the time it takes in seconds, planes, handout\n",
     ],
 )
-def test_names_and_other_words_pass(source: str, tmp_path: Path) -> None:
+def test_names_and_other_words_pass(source, tmp_path):
     assert found(tmp_path, source) == []
 
 
-def test_the_target_of_a_link_and_the_vectors_of_a_kernel_pass(tmp_path: Path) -> None:
+def test_the_target_of_a_link_and_the_vectors_of_a_kernel_pass(tmp_path):
     assert found(tmp_path, "[workers](decisions/lanes.md)", "page.md") == []
     assert found(tmp_path, "# [BLOCK] lanes\n", "kernel.py") == []
 
 
-def test_a_docstring_begins_with_at_most_fifteen_words(tmp_path: Path) -> None:
+def test_a_docstring_begins_with_at_most_fifteen_words(tmp_path):
     words = "Return " + "word " * 14
     source = 'def f():\n    """{}.\n\n    {}"""\n'
 
@@ -77,7 +77,7 @@ def test_a_docstring_begins_with_at_most_fifteen_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", ["Args", "Attributes"])
 @pytest.mark.parametrize("word", ["of", "Where", "how", "at"])
-def test_an_entry_begins_with_a_noun(section: str, word: str, tmp_path: Path) -> None:
+def test_an_entry_begins_with_a_noun(section, word, tmp_path):
     source = (
         'def f(task, dtype):\n    """Run.\n\n    {}:\n        task: {}\n        dtype, size: {} the'
         ' model\n            x: of a continuation.\n\n    Returns:\n        y: of another.\n    """\n'
@@ -91,7 +91,7 @@ def test_an_entry_begins_with_a_noun(section: str, word: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("phrase", ["those of", "That of"])
-def test_docstrings_and_comments_name_the_thing_again(phrase: str, tmp_path: Path) -> None:
+def test_docstrings_and_comments_name_the_thing_again(phrase, tmp_path):
     problem = f'"{phrase}" -> name the thing again'
 
     assert found(tmp_path, f"x = 1\n# {phrase} a model\n") == [(2, problem)]
@@ -101,9 +101,7 @@ def test_docstrings_and_comments_name_the_thing_again(phrase: str, tmp_path: Pat
     assert found(tmp_path, f"# Title, {phrase} a model\n", "page.md") == []
 
 
-def test_all_problems_of_all_paths_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_problems_of_all_paths_are_printed(tmp_path, capsys):
     (tmp_path / "data.csv").write_text("nobody\n")
     (tmp_path / "page.md").write_text("nobody\n\nnobody\n")
 

@@ -44,7 +44,7 @@ FIRST_RESULTS = {
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def build(tmp_path_factory):
     """The folder of a site with two broken links, and what `mkdocs` says about it."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("mkdocs.yml", "Makefile", *docs_site.ROOT_FILES):
@@ -68,7 +68,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "site", run.stderr
 
 
-def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(build: tuple[Path, str]) -> None:
+def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(build):
     _, said = build
 
     assert "link 'no_page.md', but the target is not found" in said
@@ -76,15 +76,13 @@ def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(build: tuple[Pat
 
 
 @pytest.fixture(scope="module")
-def search(build: tuple[Path, str]) -> SiteSearch:
+def search(build):
     site, _ = build
     return SiteSearch(site)
 
 
 @pytest.mark.parametrize("query, page", FIRST_RESULTS.items(), ids=FIRST_RESULTS)
-def test_a_search_finds_first_the_page_that_answers(
-    query: str, page: str, search: SiteSearch
-) -> None:
+def test_a_search_finds_first_the_page_that_answers(query, page, search):
     assert search.first_results(query)[0] == page
 
 
@@ -98,7 +96,7 @@ def test_a_search_finds_first_the_page_that_answers(
         "config.json has model_type gemma3; this version serves: bert",
     ],
 )
-def test_a_message_that_is_pasted_finds_its_row(message: str, search: SiteSearch) -> None:
+def test_a_message_that_is_pasted_finds_its_row(message, search):
     words = re.findall("[a-z]{4,}", message)[:2]
 
     found = [each.partition("#") for each in search.first_results(message)[:3]]
@@ -107,7 +105,7 @@ def test_a_message_that_is_pasted_finds_its_row(message: str, search: SiteSearch
     assert any(all(word in anchor for word in words) for anchor in anchors)
 
 
-def test_every_row_of_a_page_of_messages_has_its_own_anchor(build: tuple[Path, str]) -> None:
+def test_every_row_of_a_page_of_messages_has_its_own_anchor(build):
     site, _ = build
     index = json.loads((site / "search/search_index.json").read_text())
 
@@ -118,7 +116,7 @@ def test_every_row_of_a_page_of_messages_has_its_own_anchor(build: tuple[Path, s
     assert docs_search.message_entries("a.html", "<tr><td>1</td><td>2</td></tr>") == []
 
 
-def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str]) -> None:
+def test_the_search_ranks_decisions_below_all_other_pages(build):
     site, _ = build
     index = json.loads((site / "search/search_index.json").read_text())
 
@@ -131,7 +129,7 @@ def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str
     assert fields["title"]["boost"] * max(decisions) < fields["text"]["boost"] * min(others) / 100
 
 
-def test_words_of_the_search_lead_to_a_page_that_exists(tmp_path: Path) -> None:
+def test_words_of_the_search_lead_to_a_page_that_exists(tmp_path):
     (tmp_path / "search").mkdir()
     (tmp_path / "search/search_index.json").write_text('{"docs": [{"location": "a.html"}]}')
     extra = {"search_words": {"a.md": ["one"], "b.md#two": ["two"]}}
@@ -141,7 +139,7 @@ def test_words_of_the_search_lead_to_a_page_that_exists(tmp_path: Path) -> None:
         docs_search.on_post_build(config)
 
 
-def test_tables_with_long_cells_name_the_column_of_each_cell(build: tuple[Path, str]) -> None:
+def test_tables_with_long_cells_name_the_column_of_each_cell(build):
     site, _ = build
 
     inputs = (site / "reference/wire.html").read_text().partition("<table data-stacked>")[2]
@@ -151,7 +149,7 @@ def test_tables_with_long_cells_name_the_column_of_each_cell(build: tuple[Path, 
     assert labels == ["input", "type", "shape", "tasks", "meaning"]
 
 
-def test_a_table_of_short_cells_stays_as_it_is() -> None:
+def test_a_table_of_short_cells_stays_as_it_is():
     head = "<table>\n<thead>\n<tr>\n<th>load</th>\n<th>p99</th>\n</tr>\n</thead>"
     table = f"{head}\n<tbody>\n<tr>\n<td>0.6</td>\n<td>12 ms</td>\n</tr>\n</tbody>\n</table>"
 
@@ -172,9 +170,7 @@ def test_a_table_of_short_cells_stays_as_it_is() -> None:
         (1000, '<picture>\n<source srcset="b.svg">\n<img src="a.svg">\n</picture>', True),
     ],
 )
-def test_a_wide_picture_scrolls_on_phones(
-    width: int, html: str, scrolls: bool, tmp_path: Path
-) -> None:
+def test_a_wide_picture_scrolls_on_phones(width, html, scrolls, tmp_path):
     (tmp_path / "a.svg").write_text(f'<svg viewBox="0 0 {width} 400"></svg>')
     page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
     config = SimpleNamespace(docs_dir=str(tmp_path))
@@ -186,7 +182,7 @@ def test_a_wide_picture_scrolls_on_phones(
 
 
 @pytest.mark.parametrize("picture", DRAWN, ids=lambda path: path.name)
-def test_the_text_of_a_drawn_picture_is_readable_on_a_phone(picture: Path) -> None:
+def test_the_text_of_a_drawn_picture_is_readable_on_a_phone(picture):
     text = picture.read_text()
     width = float(re.findall(r'viewBox="0 0 ([0-9.]+)', text)[0])
 
@@ -204,20 +200,20 @@ def test_the_text_of_a_drawn_picture_is_readable_on_a_phone(picture: Path) -> No
         '<img alt="" src="http://example/x.png">',
     ],
 )
-def test_a_page_that_loads_from_another_host_is_refused(html: str) -> None:
+def test_a_page_that_loads_from_another_host_is_refused(html):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
 
     with pytest.raises(PluginError, match=r"page\.md loads .*example/x"):
         docs_site.on_post_page(f"<p></p>{html}", page=page)
 
 
-def test_files_of_the_site_and_links_to_other_hosts_pass() -> None:
+def test_files_of_the_site_and_links_to_other_hosts_pass():
     html = '<script src="assets/x.js"></script><a href="https://example"></a><img src="x.svg">'
 
     assert docs_site.on_post_page(html, page=None) == html
 
 
-def test_links_of_the_roots_files_lead_to_pages_of_the_site() -> None:
+def test_links_of_the_roots_files_lead_to_pages_of_the_site():
     for name in docs_site.ROOT_FILES:
         text = docs_site.from_docs((PROJECT / name).read_text())
         links = re.findall(r"\]\(([^)#:]+)[^):]*\)", text)
@@ -227,7 +223,7 @@ def test_links_of_the_roots_files_lead_to_pages_of_the_site() -> None:
         assert all(found), links
 
 
-def test_links_of_the_readme_lead_to_files_and_headings() -> None:
+def test_links_of_the_readme_lead_to_files_and_headings():
     slug = slugs.slugify(case="lower")
     links = re.findall(r"\]\(([^)#:]+)#?([^):]*)\)", (PROJECT / "README.md").read_text())
 
@@ -238,7 +234,7 @@ def test_links_of_the_readme_lead_to_files_and_headings() -> None:
         assert not anchor or anchor in [slug(each.replace("`", ""), "-") for each in headings]
 
 
-def test_every_decision_is_listed_below_their_index(tmp_path: Path) -> None:
+def test_every_decision_is_listed_below_their_index(tmp_path):
     (tmp_path / "decisions").mkdir()
     for name in ("0002-b.md", "0001-a.md", "README.md"):
         (tmp_path / "decisions" / name).touch()
@@ -250,7 +246,7 @@ def test_every_decision_is_listed_below_their_index(tmp_path: Path) -> None:
     assert nav == [{"Concepts": ["a.md", {"Decisions": listed}]}]
 
 
-def test_the_index_of_decisions_names_every_page() -> None:
+def test_the_index_of_decisions_names_every_page():
     folder = PROJECT / "docs/decisions"
     index = (folder / "README.md").read_text()
 

@@ -6,7 +6,6 @@ import pytest
 import transformers
 
 from tests.ci.scripts import load_script
-from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.unread_fields import fields_read, is_unread, releases
 from varlen.models.registry import ENCODERS_OF_PAIRS, FAMILIES
 
@@ -42,7 +41,7 @@ class Toy:
 """
 
 
-def test_finds_what_code_reads_of_a_configuration(tmp_path: Path) -> None:
+def test_finds_what_code_reads_of_a_configuration(tmp_path):
     folder = tmp_path / "models" / "bert"
     folder.mkdir(parents=True)
     (folder / "modeling_bert.py").write_text(SOURCE)
@@ -58,7 +57,7 @@ def test_finds_what_code_reads_of_a_configuration(tmp_path: Path) -> None:
     assert found["llama"] == set()
 
 
-def test_the_file_holds_every_field_that_the_installed_release_reads() -> None:
+def test_the_file_holds_every_field_that_the_installed_release_reads():
     found = write_config_fields.fields_read(Path(transformers.__file__).parent)
 
     missing = {
@@ -72,7 +71,7 @@ def test_the_file_holds_every_field_that_the_installed_release_reads() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_fields_of_the_configuration_class_are_read(family: str) -> None:
+def test_the_fields_of_the_configuration_class_are_read(family):
     """A check of the parsed sources by another way: the class as Python made it."""
     settings = transformers.AutoConfig.for_model(family)
 
@@ -82,7 +81,7 @@ def test_the_fields_of_the_configuration_class_are_read(family: str) -> None:
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_fields_that_no_release_reads_are_in_no_list(rules: FieldRules) -> None:
+def test_fields_that_no_release_reads_are_in_no_list(rules):
     named = {*rules.harmless, *rules.fixed} - OWN_FIELDS
 
     assert not {name for name in named if all(is_unread(name, family) for family in FAMILIES)}

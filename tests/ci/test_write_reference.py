@@ -17,7 +17,7 @@ write_reference = load_script("write_reference")
 
 
 @pytest.fixture(scope="module")
-def written() -> dict[str, str]:
+def written():
     """Return the pages that a fresh process writes.
 
     Python keeps one of two equal Literals, so the order of their words depends on what was imported before.
@@ -35,7 +35,7 @@ def written() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted(write_reference.pages()))
-def test_the_committed_page_is_the_one_that_is_written(written: dict[str, str], name: str) -> None:
+def test_the_committed_page_is_the_one_that_is_written(written, name):
     committed = (PROJECT / "docs/reference" / name).read_text()
 
     expected = written[name]
@@ -44,7 +44,7 @@ def test_the_committed_page_is_the_one_that_is_written(written: dict[str, str], 
     )
 
 
-def test_every_setting_has_one_heading_and_every_metric_one_row() -> None:
+def test_every_setting_has_one_heading_and_every_metric_one_row():
     pages = write_reference.pages().values()
     lines = [line for text in pages for line in text.splitlines()]
 
@@ -54,7 +54,7 @@ def test_every_setting_has_one_heading_and_every_metric_one_row() -> None:
         assert sum(line.startswith(f"| `{metric.value}` |") for line in lines) == 1
 
 
-def test_every_command_has_a_part_with_its_options() -> None:
+def test_every_command_has_a_part_with_its_options():
     parts = re.split(r"^##+ ", write_reference.pages()["commands.md"], flags=re.MULTILINE)
     parts_by_name = {text.partition("\n")[0]: text for text in parts}
 

@@ -93,7 +93,7 @@ class SlowConfigs:
 def test_the_infos_of_many_models_are_read_a_few_at_a_time_and_never_waited_for(monkeypatch):
     connection = SlowConfigs()
     monkeypatch.setattr(replicas, "_connect", lambda *_: connection)
-    monkeypatch.setattr(session, "METADATA_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(replicas, "METADATA_TIMEOUT_SECONDS", 1.0)
     names = [f"model{n}" for n in range(100)]
 
     async def infos(names):

@@ -3,8 +3,7 @@
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -25,7 +24,7 @@ StartServer: TypeAlias = Callable[..., LocalServer]
 
 
 @pytest.fixture
-def rendered(tmp_path: Path) -> dict[str, Any]:
+def rendered(tmp_path):
     """The container whose probes ask all models."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
@@ -36,7 +35,7 @@ def rendered(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start_server(rendered: dict[str, Any], tmp_path: Path) -> Iterator[StartServer]:
+def start_server(rendered, tmp_path):
     """Start a server with some of the models."""
     del rendered
     with contextlib.ExitStack() as stack:
@@ -59,9 +58,7 @@ def probe(container: dict[str, Any], server: LocalServer) -> int:
     return subprocess.run(words, check=False).returncode
 
 
-def test_the_probe_asks_every_model_and_fails_after_the_hook(
-    rendered: dict[str, Any], start_server: StartServer
-) -> None:
+def test_the_probe_asks_every_model_and_fails_after_the_hook(rendered, start_server):
     server = start_server(*REQUESTS)
     assert probe(rendered, server) == 0
 
@@ -74,9 +71,7 @@ def test_the_probe_asks_every_model_and_fails_after_the_hook(
     assert probe(rendered, server) != 0
 
 
-def test_the_probe_fails_if_the_first_of_its_models_is_missing(
-    rendered: dict[str, Any], start_server: StartServer
-) -> None:
+def test_the_probe_fails_if_the_first_of_its_models_is_missing(rendered, start_server):
     _, *others = REQUESTS
     server = start_server(*others)
 

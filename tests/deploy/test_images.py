@@ -19,21 +19,21 @@ KEPT = [
 
 
 @pytest.fixture(params=DOCKERFILES, ids=lambda path: path.name)
-def instructions(request: pytest.FixtureRequest) -> list[str]:
+def instructions(request):
     """The instructions of a Dockerfile, each in one line."""
     path: Path = request.param
     text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [line for line in text.splitlines() if line]
 
 
-def test_the_server_gets_every_package_that_the_backend_imports() -> None:
+def test_the_server_gets_every_package_that_the_backend_imports():
     text = (PROJECT / "deploy/Dockerfile").read_text()
     installed = text.partition("--constraint /tmp/constraints.txt")[2].partition("\n#")[0]
 
     assert set(NEEDED) == set(installed.replace("\\", "").split())
 
 
-def test_files_that_are_copied_exist_and_reach_the_builder(instructions: list[str]) -> None:
+def test_files_that_are_copied_exist_and_reach_the_builder(instructions):
     copied = [line.split()[1] for line in instructions if re.match("COPY (?!--from)", line)]
 
     assert copied
@@ -42,11 +42,11 @@ def test_files_that_are_copied_exist_and_reach_the_builder(instructions: list[st
         assert name == "." or any(fnmatch.fnmatch(name, pattern) for pattern in KEPT)
 
 
-def test_what_the_builder_gets_exists() -> None:
+def test_what_the_builder_gets_exists():
     assert [name for name in KEPT if not (PROJECT / name).exists()] == []
 
 
-def test_a_container_is_not_root_and_is_watched(instructions: list[str]) -> None:
+def test_a_container_is_not_root_and_is_watched(instructions):
     begin = max(at for at, line in enumerate(instructions) if line.startswith("FROM "))
     last_stage = instructions[begin:]
 
@@ -56,7 +56,7 @@ def test_a_container_is_not_root_and_is_watched(instructions: list[str]) -> None
     assert all("${" in line for line in instructions if line.startswith("FROM "))
 
 
-def test_images_and_pages_name_the_release_that_the_page_of_versions_says_to_take() -> None:
+def test_images_and_pages_name_the_release_that_the_page_of_versions_says_to_take():
     [advised] = re.findall(r"\*\*Take (\S+) or newer\*\*", page("docs/operating/versions.md"))
 
     dockerfile = page("deploy/Dockerfile")

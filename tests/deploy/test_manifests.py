@@ -55,7 +55,7 @@ def options_of(command: list[str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", WITH_QUERIES, ids=lambda path: path.name)
-def test_every_metric_exists(path: Path) -> None:
+def test_every_metric_exists(path):
     words = re.findall(r"(?<![\w:-])varlen[_:][a-z_:]+(?![\w-])", path.read_text())
     known = {metric.value for metric in METRICS} | recorded() | adapted()
 
@@ -63,26 +63,26 @@ def test_every_metric_exists(path: Path) -> None:
     assert {word.removesuffix("_bucket") for word in words} - known == set()
 
 
-def test_the_autoscaler_asks_for_the_metrics_that_the_adapter_has() -> None:
+def test_the_autoscaler_asks_for_the_metrics_that_the_adapter_has():
     asked = re.findall(r'\(dict "name" "(\w+)"', AUTOSCALING.read_text())
 
     assert set(asked) == adapted()
 
 
-def test_the_dashboard_is_the_one_that_is_written() -> None:
+def test_the_dashboard_is_the_one_that_is_written():
     committed = write_dashboard.PATH.read_text()
 
     assert committed == write_dashboard.text(), f"run `{write_dashboard.COMMAND}`"
 
 
-def test_the_default_values_fit_their_schema() -> None:
+def test_the_default_values_fit_their_schema():
     schema = json.loads((DEPLOY / "chart/values.schema.json").read_text())
 
     jsonschema.Draft7Validator.check_schema(schema)
     jsonschema.validate(load(DEPLOY / "chart/values.yaml"), schema)
 
 
-def test_the_grace_period_covers_the_drain_and_the_servers_end() -> None:
+def test_the_grace_period_covers_the_drain_and_the_servers_end():
     (container,) = load(SERVING_RUNTIME)["spec"]["containers"]
     hook = options_of(container["lifecycle"]["preStop"]["exec"]["command"])
     server = options_of(container["args"])
@@ -98,14 +98,14 @@ def test_the_grace_period_covers_the_drain_and_the_servers_end() -> None:
     [DEPLOYMENT, SERVING_RUNTIME, DEPLOY / "Dockerfile", SERVER_PAGE],
     ids=lambda path: path.name,
 )
-def test_no_client_may_change_a_server_in_production(path: Path) -> None:
+def test_no_client_may_change_a_server_in_production(path):
     text = path.read_text()
 
     for name, rule in restrictions(MANAGEMENT).items():
         assert f"--{name}={rule}" in text
 
 
-def test_the_hooks_run_the_command_with_options_that_it_has() -> None:
+def test_the_hooks_run_the_command_with_options_that_it_has():
     (container,) = load(SERVING_RUNTIME)["spec"]["containers"]
     program, command, *options = container["lifecycle"]["preStop"]["exec"]["command"]
     known = {f"--{name.replace('_', '-')}" for name in inspect.signature(drain).parameters}
@@ -116,7 +116,7 @@ def test_the_hooks_run_the_command_with_options_that_it_has() -> None:
     assert in_chart <= known
 
 
-def test_probes_send_the_request_of_the_proxies() -> None:
+def test_probes_send_the_request_of_the_proxies():
     haproxy = re.findall(r"body '(.*)'$", (DEPLOY / "haproxy.cfg").read_text(), re.MULTILINE)
     (container,) = load(SERVING_RUNTIME)["spec"]["containers"]
 

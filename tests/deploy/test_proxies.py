@@ -4,8 +4,7 @@ A proxy that is not installed is skipped. Debian's package haproxy and the packa
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ SENDERS = 4
 
 
 @pytest.fixture(params=PROXIES)
-def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
+def proxy_command(request):
     """A proxy and its program; before replicas are started for it."""
     name: str = request.param
     command = find_proxy(name)
@@ -34,7 +33,7 @@ def proxy_command(request: pytest.FixtureRequest) -> tuple[type[Proxy], str]:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, minilm: Path) -> Iterator[list[Replica]]:
+def servers(tmp_path, minilm):
     """Two replicas of the model that the configuration names."""
     # workers are processes of their own from two threads on
     add_model(tmp_path / "models", "minilm", minilm, threads="2")
@@ -45,16 +44,14 @@ def servers(tmp_path: Path, minilm: Path) -> Iterator[list[Replica]]:
 
 
 @pytest.fixture
-def behind(proxy_command: tuple[type[Proxy], str], servers: list[Replica]) -> list[Replica]:
+def behind(proxy_command, servers):
     """The servers; not started where there is no proxy."""
     del proxy_command
     return servers
 
 
 @pytest.fixture
-def proxy(
-    proxy_command: tuple[type[Proxy], str], behind: list[Replica], tmp_path: Path
-) -> Iterator[Proxy]:
+def proxy(proxy_command, behind, tmp_path):
     """The proxy in front of both replicas, which it sees as up."""
     kind, command = proxy_command
     with kind(command, tmp_path, behind) as found:
@@ -125,7 +122,7 @@ def drain(replica: Replica, *options: str) -> None:
     assert process.returncode == 0, error
 
 
-def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
+def test_a_rolling_restart_loses_nothing(behind, proxy):
     with through(proxy) as load:
         for number, replica in enumerate(behind):
             load.wait_for_more(50)
@@ -139,7 +136,7 @@ def test_a_rolling_restart_loses_nothing(behind: list[Replica], proxy: Proxy) ->
     assert load.failures == []
 
 
-def test_a_killed_server_loses_nothing(behind: list[Replica], proxy: Proxy) -> None:
+def test_a_killed_server_loses_nothing(behind, proxy):
     with through(proxy) as load:
         load.wait_for_more(50)
         answered = [
@@ -165,7 +162,7 @@ def without_proxy(servers: list[Replica]) -> Load:
     return Load(urls, RetryPolicy())
 
 
-def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
+def test_our_client_needs_no_proxy(servers):
     with without_proxy(servers) as load:
         load.wait_for_more(20)
         drain(servers[0], "--seen-seconds=0")
@@ -179,7 +176,7 @@ def test_our_client_needs_no_proxy(servers: list[Replica]) -> None:
     assert load.failures == []
 
 
-def test_killed_workers_and_stubs_cost_our_client_no_request(servers: list[Replica]) -> None:
+def test_killed_workers_and_stubs_cost_our_client_no_request(servers):
     with without_proxy(servers) as load:
         for event in ("worker", "stub"):
             load.wait_for_more(20)

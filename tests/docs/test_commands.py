@@ -85,7 +85,7 @@ SHELL = [
 
 
 @pytest.mark.parametrize("block, command", SHELL)
-def test_a_command_exists_and_takes_its_arguments(block: Block, command: list[str]) -> None:
+def test_a_command_exists_and_takes_its_arguments(block, command):
     name, *arguments = [word for word in command if not word.startswith(">")]
     if name.startswith("python") or name.endswith("/python"):
         assert arguments[0] == "-m"
@@ -135,7 +135,7 @@ def check_arguments(command: Any, arguments: list[str]) -> None:
         *("varlen simulate grid --fooo", "make doc", "carlen"),
     ],
 )
-def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+def test_a_command_that_does_not_exist_is_found(line):
     block = Block("page.md", 1, "sh", f"{line}\n")
 
     [command] = commands(block)
@@ -144,7 +144,7 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("sh"), ids=str)
-def test_requests_of_curl_are_json_with_known_names(block: Block) -> None:
+def test_requests_of_curl_are_json_with_known_names(block):
     for command in commands(block):
         if command[0] != "curl" or "-d" not in command:
             continue
@@ -157,11 +157,11 @@ def test_requests_of_curl_are_json_with_known_names(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_can_be_parsed(block: Block) -> None:
+def test_python_can_be_parsed(block):
     ast.parse(block.code)
 
 
-def test_settings_in_pbtxt_are_allowed() -> None:
+def test_settings_in_pbtxt_are_allowed():
     entry = re.compile(r'key: "(\w+)" value: \{ string_value: "([^"]*)" \}')
     found = [match for block in blocks("") for match in entry.findall(block.code)]
 
@@ -171,7 +171,7 @@ def test_settings_in_pbtxt_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_metrics_and_settings_that_a_page_names_exist(page: str) -> None:
+def test_metrics_and_settings_that_a_page_names_exist(page):
     text = (PROJECT / page).read_text()
     gateway = {"varlen_gateway_" + name for name in ("requests_total", "request_seconds")}
     gateway |= {"varlen_gateway_requests_in_flight", "varlen_gateway_tokens_total"}
@@ -185,7 +185,7 @@ def test_metrics_and_settings_that_a_page_names_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_that_a_page_names_exist(page: str) -> None:
+def test_options_that_a_page_names_exist(page):
     spans = re.findall(r"`[^`\n]*`", (PROJECT / page).read_text())
     options = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span)}
 
@@ -193,7 +193,7 @@ def test_options_that_a_page_names_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_source_files_that_a_page_names_exist(page: str) -> None:
+def test_source_files_that_a_page_names_exist(page):
     named = set(re.findall(r"`([\w./]+\.py)`", (PROJECT / page).read_text()))
 
     assert named <= source_files()
@@ -228,7 +228,7 @@ def modules() -> list[str]:
     ]
 
 
-def test_every_module_of_the_tools_is_a_command_of_varlen() -> None:
+def test_every_module_of_the_tools_is_a_command_of_varlen():
     # these prepare development
     others = {"varlen_tools.demo", "varlen_tools.train_demo"}
     loaded = [each.load() for each in find_commands().values()]
@@ -249,7 +249,7 @@ def options_of(command: Any) -> set[str]:
     return found.union(*(options_of(each) for each in below))
 
 
-def test_an_option_that_no_command_has_is_found() -> None:
+def test_an_option_that_no_command_has_is_found():
     assert {"--max-active-dims", "--cors-origin", "--max-running-sequences"} <= known_options()
     # names of arguments that are no options, and a wrong one
     assert known_options().isdisjoint({"--folder", "--session", "--max-active-dim"})

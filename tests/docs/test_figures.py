@@ -245,14 +245,14 @@ def unclaimed(text: str, sentences: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [README, INDEX, PICTURE])
-def test_a_page_has_the_figures_of_the_rows_and_no_others(page: str) -> None:
+def test_a_page_has_the_figures_of_the_rows_and_no_others(page):
     text, sentences = page_text(page), claims(page)
 
     assert [sentence for sentence in sentences if sentence not in text] == []
     assert unclaimed(text, sentences) == []
 
 
-def test_the_picture_packs_the_tokens_that_it_pads() -> None:
+def test_the_picture_packs_the_tokens_that_it_pads():
     assert sum(drawn_lengths("packed")) == pytest.approx(sum(drawn_lengths("padded")))
 
 
@@ -264,9 +264,9 @@ def test_the_picture_packs_the_tokens_that_it_pads() -> None:
         ("2.5 times", ["2.5"]),
     ],
 )
-def test_a_number_outside_of_the_sentences_is_found(text: str, found: list[str]) -> None:
+def test_a_number_outside_of_the_sentences_is_found(text, found):
     assert unclaimed(text, ["2.4 times"]) == found
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((PROJECT / README).read_text().splitlines()) <= LONGEST_README

@@ -2,18 +2,16 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 from starlette.routing import Route
 
 from tests.ci.scripts import PROJECT
+from varlen_client.calls import DEFAULT_ROWS_PER_REQUEST
 from varlen_client.gateway import GatewaySettings, unserved_fields
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.bodies import MAX_INPUTS
-from varlen_client.gateway.chat import ChatBody
-from varlen_client.gateway.completions import CompletionsBody
-from varlen_client.row_call import DEFAULT_ROWS_PER_REQUEST
+from varlen_client.gateway.generation import ChatBody, CompletionsBody
 
 GATEWAY = (PROJECT / "docs/tasks/gateway.md").read_text()
 TASK_PAGES = [page for page in (PROJECT / "docs/tasks").glob("*.md") if page.stem != "gateway"]
@@ -34,21 +32,21 @@ def named_paths(text: str) -> set[str]:
     return set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)`", text))
 
 
-def test_the_endpoints_are_those_of_the_gateway() -> None:
+def test_the_endpoints_are_those_of_the_gateway():
     listed = re.findall(r"^\| (`(?:GET|POST) .*?) \|", GATEWAY, re.MULTILINE)
 
     found = {path.replace("/NAME", "/{name}") for row in listed for path in named_paths(row)}
     assert found == paths()
 
 
-def test_the_table_of_fields_has_those_of_completions_and_chats() -> None:
+def test_the_table_of_fields_has_those_of_completions_and_chats():
     rows = [row for row in GATEWAY.splitlines() if re.match(r"\| (all|.*(compl|chats).*) \|", row)]
 
     named = set(re.findall(r"`([a-z_]+)", "\n".join(rows)))
     assert named >= CompletionsBody.model_fields.keys() | ChatBody.model_fields.keys()
 
 
-def test_the_page_names_every_field_that_is_not_served() -> None:
+def test_the_page_names_every_field_that_is_not_served():
     names = {
         name
         for table in "TEXTS COHERE RANKS LABELS COMPLETIONS CHATS MESSAGES PARTS TOKENIZATION".split()
@@ -59,7 +57,7 @@ def test_the_page_names_every_field_that_is_not_served() -> None:
     assert names - set(re.findall(r"`([a-z_]+)`", section.partition("## ")[0])) == set()
 
 
-def test_paths_that_moving_in_calls_missing_are_missing() -> None:
+def test_paths_that_moving_in_calls_missing_are_missing():
     rows = re.findall(r"^\| (.*) \| served \| not by the gateway", MIGRATION, re.MULTILINE)
     missing = named_paths("\n".join(rows))
 
@@ -67,7 +65,7 @@ def test_paths_that_moving_in_calls_missing_are_missing() -> None:
     assert missing & paths() == set()
 
 
-def test_all_other_paths_on_the_page_about_moving_in_are_served() -> None:
+def test_all_other_paths_on_the_page_about_moving_in_are_served():
     rows = [line for line in MIGRATION.splitlines() if "not by the gateway" not in line]
     requests = set(re.findall(r"127\.0\.0\.1:8080(/[\w/]+)", MIGRATION))
 
@@ -75,13 +73,13 @@ def test_all_other_paths_on_the_page_about_moving_in_are_served() -> None:
     assert requests | named_paths("\n".join(rows)) <= paths()
 
 
-def test_moving_in_has_the_limits_of_a_request() -> None:
+def test_moving_in_has_the_limits_of_a_request():
     assert f"takes up to {MAX_INPUTS} inputs" in MIGRATION
     assert f"at most {DEFAULT_ROWS_PER_REQUEST} rows" in MIGRATION
 
 
 @pytest.mark.parametrize("page", TASK_PAGES, ids=lambda page: page.stem)
-def test_a_task_page_opens_with_the_requests_to_gateway_and_server(page: Path) -> None:
+def test_a_task_page_opens_with_the_requests_to_gateway_and_server(page):
     text = page.read_text()
 
     sections = re.findall("^## (.*)$", text, re.MULTILINE)

@@ -19,7 +19,7 @@ FIELD = re.compile(r"`([a-z_]+)`")
 PATH = re.compile(r"`(/[\w/]+)`")
 
 
-def test_every_message_is_in_the_source() -> None:
+def test_every_message_is_in_the_source():
     patterns = text_patterns(PROJECT / "backend/varlen")
     messages = [seen[1:-1] for *_, seen in ROWS if re.fullmatch("`[^`]+`", seen)]
 
@@ -27,7 +27,7 @@ def test_every_message_is_in_the_source() -> None:
     assert [each for each in messages if not any(p.fullmatch(each) for p in patterns)] == []
 
 
-def test_every_field_is_refused_by_the_model_or_the_gateway() -> None:
+def test_every_field_is_refused_by_the_model_or_the_gateway():
     refused = {name for name, option in FOREIGN_OPTIONS.items() if not option.option}
     for table in vars(unserved_fields).values():
         if isinstance(table, dict):
@@ -39,7 +39,7 @@ def test_every_field_is_refused_by_the_model_or_the_gateway() -> None:
     assert named - refused == set()
 
 
-def test_a_message_that_names_a_field_is_that_of_the_field() -> None:
+def test_a_message_that_names_a_field_is_that_of_the_field():
     seen = [re.findall(r"`([a-z_]+) is not served; ([^`]+)`", cell) for *_, cell in ROWS]
     messages = [message for cell in seen for message in cell]
 
@@ -48,7 +48,7 @@ def test_a_message_that_names_a_field_is_that_of_the_field() -> None:
         assert FOREIGN_OPTIONS[name].remedy == reason
 
 
-def test_no_path_is_one_of_the_gateway() -> None:
+def test_no_path_is_one_of_the_gateway():
     app = create_app(GatewaySettings(url="grpc://127.0.0.1:1"))
     served = {route.path_format for route in app.routes if isinstance(route, Route)}
     named = {path for what, *_ in ROWS for path in PATH.findall(what)}

@@ -27,7 +27,7 @@ def listed_messages() -> list[str]:
     return [plain or quoted for plain, quoted in rows]
 
 
-def test_every_listed_message_is_in_the_source() -> None:
+def test_every_listed_message_is_in_the_source():
     patterns = [pattern for folder in SOURCES for pattern in text_patterns(PROJECT / folder)]
 
     messages = [message.removeprefix("deadline missed: ") for message in listed_messages()]
@@ -37,7 +37,7 @@ def test_every_listed_message_is_in_the_source() -> None:
 
 
 @pytest.mark.parametrize("classes", [REQUEST_ERRORS, {"ConfigError"}], ids=["request", "config"])
-def test_every_error_of_a_request_or_a_setting_is_listed(classes: frozenset[str]) -> None:
+def test_every_error_of_a_request_or_a_setting_is_listed(classes):
     messages = [message.removeprefix("deadline missed: ") for message in listed_messages()]
     raised = [
         (place, pattern)
@@ -54,7 +54,7 @@ def test_every_error_of_a_request_or_a_setting_is_listed(classes: frozenset[str]
     assert missing == [], "list these messages in a page of docs/reference/errors"
 
 
-def test_every_error_of_a_checkpoint_is_listed() -> None:
+def test_every_error_of_a_checkpoint_is_listed():
     messages = listed_messages()
     raised = list(raised_messages(PROJECT / SOURCES[0], frozenset({"CheckpointError"})))
 
@@ -68,7 +68,7 @@ def test_every_error_of_a_checkpoint_is_listed() -> None:
     assert missing == [], "list these messages in a page of docs/reference/errors"
 
 
-def test_no_message_is_listed_twice() -> None:
+def test_no_message_is_listed_twice():
     messages = listed_messages()
 
     assert [each for each in set(messages) if messages.count(each) > 1] == []

@@ -37,18 +37,18 @@ def names_in(title: str) -> list[str]:
         ("Outputs of generation", ITERATIVE_TASKS, "outputs"),
     ],
 )
-def test_every_tensor_has_one_row(title: str, tasks: tuple[Task, ...], section: str) -> None:
+def test_every_tensor_has_one_row(title, tasks, section):
     tensors = {tensor.name for task in tasks for tensor in getattr(TASKS[task], section)}
 
     assert sorted(names_in(title)) == sorted(tensors)
 
 
-def test_every_parameter_has_one_row() -> None:
+def test_every_parameter_has_one_row():
     assert names_in("Parameters") == list(ROW_PARAMETERS)
     names = [name for field in OPTIONS for name in names_of(field)]
     assert names_in("Options of generation") == names
 
 
-def test_all_tasks_are_named() -> None:
+def test_all_tasks_are_named():
     assert list(TASKS) == list(get_args(Task))
     assert [task for task in TASKS if f"`{task}`" not in PAGE] == []

@@ -25,7 +25,7 @@ MOST_LINES = 60
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_an_example_is_listed_run_and_short(name: str) -> None:
+def test_an_example_is_listed_run_and_short(name):
     assert f"]({name})" in README
     lines = (EXAMPLES / name).read_text().splitlines()
     # a model is asked by the example bls_search.py, and a notebook is JSON
@@ -35,7 +35,7 @@ def test_an_example_is_listed_run_and_short(name: str) -> None:
         assert len(lines) <= MOST_LINES
 
 
-def test_links_of_the_readme_lead_to_files() -> None:
+def test_links_of_the_readme_lead_to_files():
     links = re.findall(r"\]\(([^)#:]+)[^)]*\)", README)
 
     assert len(links) > len(FILES)
@@ -43,11 +43,11 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])
-def test_python_can_be_compiled(name: str) -> None:
+def test_python_can_be_compiled(name):
     compile((EXAMPLES / name).read_text(), name, "exec")
 
 
-def test_cells_of_the_notebook_can_be_compiled_and_hold_no_outputs() -> None:
+def test_cells_of_the_notebook_can_be_compiled_and_hold_no_outputs():
     cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
 
@@ -57,14 +57,14 @@ def test_cells_of_the_notebook_can_be_compiled_and_hold_no_outputs() -> None:
         assert cell["outputs"] == []
 
 
-def test_the_page_loads_nothing() -> None:
+def test_the_page_loads_nothing():
     page = (EXAMPLES / "chat.html").read_text()
 
     assert re.findall(r"""(?:src|href)\s*=|import\s*\(|@import|url\(""", page) == []
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".sh")])
-def test_a_script_can_be_parsed(name: str) -> None:
+def test_a_script_can_be_parsed(name):
     script = Path(EXAMPLES, name)
 
     assert script.stat().st_mode & 0o111

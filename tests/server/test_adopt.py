@@ -57,12 +57,12 @@ instance_group [ { count: 1 kind: KIND_CPU } ]
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     return save_checkpoint(tmp_path / "saved", words=WORDS, hidden_size=32, num_attention_heads=4)
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     """Texts of other lengths, of words that the tokenizer knows."""
     lines = [" ".join(WORDS[: 1 + length % len(WORDS)]) for length in range(12)]
     (tmp_path / "texts.txt").write_text("\n".join(lines))
@@ -86,9 +86,7 @@ def adopt(repository: Path, texts: Path, *words: str):
     return CliRunner(env={"COLUMNS": "120"}).invoke(app, command)
 
 
-def test_a_python_model_with_texts_becomes_an_embedding_model(
-    checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_python_model_with_texts_becomes_an_embedding_model(checkpoint, texts, tmp_path):
     repository = tmp_path / "repository"
     files = {"model.py": TEXT_MODEL}
     version = write_model(repository, "vectors", TEXT_CONFIG, files)
@@ -113,8 +111,8 @@ def test_a_python_model_with_texts_becomes_an_embedding_model(
 # the exporter warns about its own code
 @pytest.mark.filterwarnings("ignore")
 def test_a_stock_ensemble_of_a_tokenizer_and_an_onnx_file_becomes_one_model(
-    checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
+    checkpoint, texts, tmp_path
+):
     for package in ("onnxruntime", "onnxscript"):
         pytest.importorskip(package, reason="the extra `bench` is not installed")
     export_onnx(checkpoint, tmp_path / "export", "fp32", "mean")

@@ -2,14 +2,12 @@
 
 import random
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 from transformers import (
     BertForSequenceClassification,
@@ -19,10 +17,9 @@ from transformers import (
 
 from tests.checkpoints import WORDS
 from tests.closeness import assert_close
-from varlen import Encoder
-from varlen_tools.local_server import LOOPBACK, LocalServer
+from varlen_tools.local_server import LOOPBACK
 
-from .clients import Array, Client, integers, strings, texts
+from .clients import Array, integers, strings, texts
 
 SENTENCES = (
     "A man is eating food.",
@@ -40,11 +37,8 @@ def words(count: int, seed: int) -> str:
 
 
 def test_text_embeds_as_sentence_transformers_and_the_encoder_in_process_do(
-    client: Client,
-    in_process: Encoder,
-    sentence_transformer: SentenceTransformer,
-    roundings: dict[str, int],
-) -> None:
+    client, in_process, sentence_transformer, roundings
+):
     answer = client.infer("minilm", texts(*SENTENCES))
 
     assert_close(
@@ -53,9 +47,7 @@ def test_text_embeds_as_sentence_transformers_and_the_encoder_in_process_do(
     assert_close(answer, in_process.embed(SENTENCES), roundings=roundings["minilm"])
 
 
-def test_a_text_has_the_same_vector_alone_and_in_any_batch(
-    client: Client, roundings: dict[str, int]
-) -> None:
+def test_a_text_has_the_same_vector_alone_and_in_any_batch(client, roundings):
     alone = [client.infer("minilm", texts(sentence))[0] for sentence in SENTENCES]
     backwards = client.infer("minilm", texts(*SENTENCES[::-1]))[::-1]
     crowded = client.infer("minilm", texts(*SENTENCES, *SENTENCES, *["filler"] * 50))
@@ -65,9 +57,7 @@ def test_a_text_has_the_same_vector_alone_and_in_any_batch(
     assert_close(crowded[len(alone) : 2 * len(alone)], alone, roundings=roundings["minilm"])
 
 
-def test_a_request_holds_as_many_rows_as_max_batch_size(
-    client: Client, in_process: Encoder, roundings: dict[str, int]
-) -> None:
+def test_a_request_holds_as_many_rows_as_max_batch_size(client, in_process, roundings):
     rows = [" ".join(["row"] * (1 + number % 9)) + f" {number}" for number in range(64)]
 
     answer = client.infer("minilm", texts(*rows))
@@ -75,9 +65,7 @@ def test_a_request_holds_as_many_rows_as_max_batch_size(
     assert_close(answer, in_process.embed(rows), roundings=roundings["minilm"])
 
 
-def test_token_ids_embed_as_the_text_they_stand_for(
-    client: Client, minilm: Path, roundings: dict[str, int]
-) -> None:
+def test_token_ids_embed_as_the_text_they_stand_for(client, minilm, roundings):
     ids = _ids(minilm, SENTENCES[0])
 
     from_ids = client.infer("minilm", {"input_ids": integers([ids])})
@@ -87,9 +75,7 @@ def test_token_ids_embed_as_the_text_they_stand_for(
     )
 
 
-def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
-    client: Client, minilm: Path, roundings: dict[str, int]
-) -> None:
+def test_a_padded_batch_with_a_mask_embeds_as_its_texts(client, minilm, roundings):
     rows = [_ids(minilm, sentence) for sentence in SENTENCES]
     longest = max(map(len, rows))
     ids = np.zeros((len(rows), longest), dtype=np.int64)
@@ -108,8 +94,8 @@ def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
 
 
 def test_truncate_cuts_a_long_text_as_sentence_transformers_does(
-    client: Client, sentence_transformer: SentenceTransformer, roundings: dict[str, int]
-) -> None:
+    client, sentence_transformer, roundings
+):
     long = " ".join(f"number {number}" for number in range(300))
 
     answer = client.infer("minilm", texts(long), {"truncate": True})
@@ -117,9 +103,7 @@ def test_truncate_cuts_a_long_text_as_sentence_transformers_does(
     assert_close(answer, sentence_transformer.encode([long]), roundings=roundings["minilm"])
 
 
-def test_normalize_false_leaves_vectors_as_long_as_they_are(
-    client: Client, in_process: Encoder, roundings: dict[str, int]
-) -> None:
+def test_normalize_false_leaves_vectors_as_long_as_they_are(client, in_process, roundings):
     raw = client.infer("minilm", texts(*SENTENCES), {"normalize": False})
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
 
@@ -132,7 +116,7 @@ def test_normalize_false_leaves_vectors_as_long_as_they_are(
     )
 
 
-def test_parameters_that_are_not_ours_change_nothing(client: Client) -> None:
+def test_parameters_that_are_not_ours_change_nothing(client):
     parameters = {"tenant": "perhaps", "trace": 7, 'a "quoted"\\ name': True}
 
     answer = client.infer("minilm", texts("hello"), parameters)
@@ -141,9 +125,7 @@ def test_parameters_that_are_not_ours_change_nothing(client: Client) -> None:
 
 
 @pytest.mark.parametrize("pair", [False, True], ids=["texts", "pairs"])
-def test_classify_gives_the_logits_of_transformers(
-    client: Client, checkpoints: dict[str, Path], pair: bool, roundings: dict[str, int]
-) -> None:
+def test_classify_gives_the_logits_of_transformers(client, checkpoints, pair, roundings):
     firsts = [words(count, seed=count) for count in (1, 30, 7)]
     seconds = [words(count, seed=count) for count in (12, 3, 200)] if pair else None
     inputs = texts(*firsts) | ({"text_pair": strings(*seconds)} if seconds else {})
@@ -156,9 +138,7 @@ def test_classify_gives_the_logits_of_transformers(
     assert_close(answer, np.concatenate(expected), roundings=roundings["classifier"])
 
 
-def test_token_classify_gives_every_token_its_logits(
-    client: Client, checkpoints: dict[str, Path], roundings: dict[str, int]
-) -> None:
+def test_token_classify_gives_every_token_its_logits(client, checkpoints, roundings):
     rows = [words(count, seed=count) for count in (40, 1, 9)]
 
     answer = client.infer("tagger", texts(*rows))
@@ -169,9 +149,7 @@ def test_token_classify_gives_every_token_its_logits(
     )
 
 
-def test_hidden_gives_the_last_hidden_state_of_transformers(
-    client: Client, checkpoints: dict[str, Path], roundings: dict[str, int]
-) -> None:
+def test_hidden_gives_the_last_hidden_state_of_transformers(client, checkpoints, roundings):
     rows = [words(count, seed=count) for count in (3, 150, 20)]
 
     answer = client.infer("encoder", texts(*rows))
@@ -188,12 +166,8 @@ def test_hidden_gives_the_last_hidden_state_of_transformers(
     ids=["grpc", "http"],
 )
 def test_the_clients_that_ship_with_the_server_get_the_same_answer(
-    server: LocalServer,
-    in_process: Encoder,
-    library: ModuleType,
-    endpoint: str,
-    roundings: dict[str, int],
-) -> None:
+    server, in_process, library, endpoint, roundings
+):
     tensor = library.InferInput("text", [len(SENTENCES), 1], "BYTES")
     tensor.set_data_from_numpy(np.array([[text.encode()] for text in SENTENCES], dtype=object))
     client = library.InferenceServerClient(f"{LOOPBACK}:{getattr(server, endpoint)}")

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from tests.closeness import assert_close
-from varlen import Encoder
-from varlen_tools.local_server import LOOPBACK, LocalServer
+from varlen_tools.local_server import LOOPBACK
 
 from .bad_requests import CASES, OURS, BadRequest
-from .clients import AnswerError, Array, Client, GrpcClient, strings, texts
+from .clients import AnswerError, Array, strings, texts
 from .serving import TIMEOUT_SECONDS, outcomes, stub_of
 
 # Text about the server's internals, which messages for clients must not contain.
@@ -24,23 +23,21 @@ GOOD = ("A good request.", "ok", "The rest of the world does not concern this te
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.description)
-def test_bad_input_is_refused_and_the_message_leaks_nothing(
-    client: Client, case: BadRequest
-) -> None:
+def test_bad_input_is_refused_and_the_message_leaks_nothing(client, case):
     with pytest.raises(AnswerError) as caught:
         client.infer("minilm", case.inputs, case.parameters)
 
     _check_refusal(caught.value, case)
 
 
-def test_a_text_pair_needs_a_text_and_as_many_rows(client: Client) -> None:
+def test_a_text_pair_needs_a_text_and_as_many_rows(client):
     with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: .*text_pair"):
         client.infer("classifier", {"text_pair": strings("word1")})
     with pytest.raises(AnswerError, match="batch size does not match"):
         client.infer("classifier", texts("word1", "word2") | {"text_pair": strings("word3")})
 
 
-def test_a_parameter_that_is_not_a_number_is_ignored_or_refused(grpc_client: GrpcClient) -> None:
+def test_a_parameter_that_is_not_a_number_is_ignored_or_refused(grpc_client):
     # JSON has no NaN, and the server passes parameters to its backends as JSON
     for odd in (float("nan"), float("inf")):
         answer = grpc_client.infer("minilm", texts("hello"), {"odd": odd})
@@ -50,9 +47,7 @@ def test_a_parameter_that_is_not_a_number_is_ignored_or_refused(grpc_client: Grp
 
 
 @pytest.mark.parametrize("member", [b'"trunc\xff": true', b'"note": "\xff"'], ids=["name", "value"])
-def test_bytes_that_are_not_utf_8_in_a_parameter_are_refused_without_a_traceback(
-    server: LocalServer, member: bytes
-) -> None:
+def test_bytes_that_are_not_utf_8_in_a_parameter_are_refused_without_a_traceback(server, member):
     tracebacks = server.log().count("Traceback")
     text = b'{"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["hello"]}'
     body = b'{"inputs": [' + text + b'], "parameters": {' + member + b"}}"
@@ -69,8 +64,8 @@ def test_bytes_that_are_not_utf_8_in_a_parameter_are_refused_without_a_traceback
 
 
 def test_good_requests_between_bad_ones_are_right_and_none_is_lost(
-    client: Client, server: LocalServer, in_process: Encoder, roundings: dict[str, int]
-) -> None:
+    client, server, in_process, roundings
+):
     expected = in_process.embed(GOOD)
     stub, before = stub_of(server, "minilm"), outcomes(server, "minilm")
     stream: list[BadRequest | int] = [*CASES, *CASES, *CASES, *(list(range(len(GOOD))) * 60)]

@@ -5,7 +5,6 @@ Only a few cancel at once: the server's gRPC front end has races there that late
 
 import contextlib
 import socket
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import grpc
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.closeness import assert_close
-from varlen_tools.local_server import LOOPBACK, LocalServer
+from varlen_tools.local_server import LOOPBACK
 
-from .clients import Array, GrpcClient, HttpClient, http_request, integers
+from .clients import Array, GrpcClient, http_request, integers
 from .serving import outcomes, stub_of, wait_until_idle
 
 # Keeps the model `slow` busy for a while: 32,000 tokens in eight batches.
@@ -45,12 +44,7 @@ def _let_deadlines_pass(client: GrpcClient, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("leave", [_cancel, _let_deadlines_pass], ids=["cancel", "deadline"])
-def test_requests_of_grpc_clients_that_left_do_not_run(
-    server: LocalServer,
-    grpc_client: GrpcClient,
-    roundings: dict[str, int],
-    leave: Callable[[GrpcClient, float], None],
-) -> None:
+def test_requests_of_grpc_clients_that_left_do_not_run(server, grpc_client, roundings, leave):
     before = outcomes(server, "slow")
     expected = grpc_client.infer("slow", SMALL)
     stub = stub_of(server, "slow")
@@ -76,9 +70,7 @@ def test_requests_of_grpc_clients_that_left_do_not_run(
     assert stub_of(server, "slow") == stub
 
 
-def test_http_clients_that_hang_up_affect_no_other_request(
-    server: LocalServer, http_client: HttpClient, roundings: dict[str, int]
-) -> None:
+def test_http_clients_that_hang_up_affect_no_other_request(server, http_client, roundings):
     expected = http_client.infer("slow", SMALL)
     before = outcomes(server, "slow")
     busy = [http_client.start("slow", BULK) for _ in range(2)]

@@ -3,13 +3,12 @@
 import json
 import shlex
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.docs.pages import Block, blocks, commands
+from tests.docs.pages import blocks, commands
 from varlen_client.cli.main import PANELS, app
 from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
@@ -59,14 +58,14 @@ OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
 
 @pytest.fixture(scope="module")
-def gateway(task_server: LocalServer) -> Iterator[str]:
+def gateway(task_server):
     """The address of a gateway before the server."""
     with local_gateway(GatewaySettings(url=task_server.grpc_url)) as address:
         yield address
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -83,9 +82,7 @@ def at(server: LocalServer, gateway: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("block", blocks("sh", pages=PAGES), ids=str)
-def test_commands_and_requests_are_answered(
-    block: Block, task_server: LocalServer, gateway: str
-) -> None:
+def test_commands_and_requests_are_answered(block, task_server, gateway):
     done = 0
     for command in commands(block):
         words = shlex.split(at(task_server, gateway, shlex.join(command)))
@@ -106,9 +103,7 @@ def test_commands_and_requests_are_answered(
 
 
 @pytest.mark.parametrize("block", blocks("python", pages=PAGES), ids=str)
-def test_python_runs(
-    block: Block, task_server: LocalServer, gateway: str, repository: Path
-) -> None:
+def test_python_runs(block, task_server, gateway, repository):
     for package in OPTIONAL_PACKAGES:
         if package in block.code:
             pytest.importorskip(package)

@@ -1,9 +1,7 @@
 """`varlen drain`: a server is ended, and no request that it took is lost."""
 
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -19,7 +17,7 @@ SENDERS = 4
 
 
 @pytest.fixture
-def server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[LocalServer]:
+def server(tmp_path, checkpoints):
     """A server with one encoder."""
     add_model(tmp_path, "slow", checkpoints["slow"])
     with LocalServer(tmp_path) as server:
@@ -34,7 +32,7 @@ def infer(server: LocalServer, **parameters: Any) -> tuple[int, str]:
     return status, answer.get("error", "")
 
 
-def test_a_drained_server_ends_without_losing_a_request(server: LocalServer) -> None:
+def test_a_drained_server_ends_without_losing_a_request(server):
     outcomes: Counter[tuple[int, str]] = Counter()
     probes: list[tuple[int, str]] = []
     ends = Event()
@@ -77,7 +75,7 @@ def test_a_drained_server_ends_without_losing_a_request(server: LocalServer) -> 
 
 
 @pytest.mark.full
-def test_a_drain_can_be_undone(server: LocalServer) -> None:
+def test_a_drain_can_be_undone(server):
     drain = start_drain(server, "--seen-seconds=0")
     assert drain.communicate()[1] == ""
     assert infer(server)[0] == 503
@@ -89,7 +87,7 @@ def test_a_drain_can_be_undone(server: LocalServer) -> None:
 
 
 @pytest.mark.full
-def test_a_server_that_is_not_there_is_named(server: LocalServer) -> None:
+def test_a_server_that_is_not_there_is_named(server):
     drain = start_drain(server, "--metrics-url=http://127.0.0.1:9/metrics")
 
     _, error = drain.communicate()

@@ -1,7 +1,7 @@
 """All edge cases, on a gateway before the real server."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,9 @@ import httpx2
 import pytest
 
 from tests.checkpoints import set_fields
-from tests.edges.case import Answer, Ask, Edge, check
+from tests.edges.case import Answer, check
 from tests.edges.table import EDGES
 from varlen_client.gateway import GatewaySettings
-from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway
 from .serving import TIMEOUT_SECONDS, add_model, load, unload
@@ -33,9 +32,7 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def ask(
-    task_server: LocalServer, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ask]:
+def ask(task_server, repository, tmp_path_factory):
     """Return a function that sends a body to the gateway."""
     writer = tmp_path_factory.mktemp("edges") / "writer"
     shutil.copytree(ROOT / "model_repository/tiny_gpt2/1", writer)
@@ -60,5 +57,5 @@ def ask(
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
-def test_the_answer_is_right(edge: Edge, ask: Ask) -> None:
+def test_the_answer_is_right(edge, ask):
     check(edge, ask)

@@ -3,10 +3,9 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ StartServer = Callable[..., tuple[LocalServer, list[Client]]]
 
 
 @pytest.fixture
-def start_server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[StartServer]:
+def start_server(tmp_path, checkpoints):
     """Return a function that starts a server and a client of each protocol."""
     add_model(tmp_path, "slow", checkpoints["slow"])
     with ExitStack() as stack:
@@ -63,9 +62,7 @@ def start_server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[Start
         yield start
 
 
-def test_sigterm_with_a_full_queue_answers_all_that_it_holds(
-    start_server: StartServer, roundings: dict[str, int]
-) -> None:
+def test_sigterm_with_a_full_queue_answers_all_that_it_holds(start_server, roundings):
     server, clients = start_server("--exit-timeout-secs=60")
     expected = clients[0].infer("slow", BULK)
     sent = _fill_the_queue(server, clients)
@@ -82,8 +79,8 @@ def test_sigterm_with_a_full_queue_answers_all_that_it_holds(
 
 @pytest.mark.full
 def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
-    start_server: StartServer, roundings: dict[str, int]
-) -> None:
+    start_server, roundings
+):
     server, clients = start_server("--exit-timeout-secs=2")
     expected = clients[0].infer("slow", BULK)
     sent = _fill_the_queue(server, clients)
@@ -103,7 +100,7 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
 
 
 @pytest.mark.full
-def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path: Path) -> None:
+def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path):
     """Server 2.51 keeps a stream that is cancelled before its end, and its model."""
     repository = tmp_path / "repository"
     sizes = {"n_embd": 48, "n_inner": 96, "n_layer": 1}
@@ -130,8 +127,8 @@ def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path: P
 
 @pytest.mark.full
 def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
-    start_server: StartServer, roundings: dict[str, int]
-) -> None:
+    start_server, roundings
+):
     server, clients = start_server("--load-model=slow", "--exit-timeout-secs=2", is_managed=True)
     expected = clients[0].infer("slow", SMALL)
     # this server never answers requests of a killed process, so only the clients' deadlines end them
@@ -159,9 +156,7 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
 
 
 @pytest.mark.full
-def test_model_processes_end_themselves_when_the_server_is_killed(
-    start_server: StartServer,
-) -> None:
+def test_model_processes_end_themselves_when_the_server_is_killed(start_server):
     server, clients = start_server()
     sent = [client.start("slow", BULK) for client in clients]
     (stub,) = stubs(server.pid)

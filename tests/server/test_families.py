@@ -1,7 +1,5 @@
 """Encoders beside BERT on the real server give the answers of transformers."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,9 +8,8 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
-from varlen_tools.local_server import LocalServer
 
-from .clients import GrpcClient, strings, texts
+from .clients import strings, texts
 from .serving import add_model, load, unload
 
 pytestmark = pytest.mark.full
@@ -23,9 +20,7 @@ SECOND = ["a river", "no", "the cat is in the river, 7 times"]
 
 # one with another place of the first position, one without token types, one with biases, one with shared layers
 @pytest.mark.parametrize("family", ["Roberta", "DistilBert", "MPNet", "Albert"])
-def test_a_pair_gets_the_logits_of_transformers(
-    server: LocalServer, repository: Path, grpc_client: GrpcClient, tmp_path: Path, family: str
-) -> None:
+def test_a_pair_gets_the_logits_of_transformers(server, repository, grpc_client, tmp_path, family):
     kind, name = f"{family}ForSequenceClassification", family.lower()
     folder = save_checkpoint(tmp_path / name, kind, num_labels=3)
     add_model(repository, name, folder)

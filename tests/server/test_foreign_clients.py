@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -21,7 +21,7 @@ import pytest
 
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
-from tests.foreign.calls import CALLS, Addresses, Call
+from tests.foreign.calls import CALLS, Addresses
 from tests.foreign.calls.table import (
     DATE,
     MASKED,
@@ -67,13 +67,7 @@ class Foreign:
 
 
 @pytest.fixture(scope="module")
-def foreign(
-    server: LocalServer,
-    repository: Path,
-    minilm: Path,
-    task_checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Foreign]:
+def foreign(server, repository, minilm, task_checkpoints, tmp_path_factory):
     """The shared server with the models of the calls, and a gateway for each model."""
     with_template = tmp_path_factory.mktemp("foreign") / "gpt2"
     shutil.copytree(ROOT / "model_repository/tiny_gpt2/1", with_template)
@@ -103,7 +97,7 @@ def foreign(
 
 
 @pytest.fixture(scope="module")
-def answers(foreign: Foreign) -> Callable[[str, str], dict[str, Any]]:
+def answers(foreign):
     """Return a function that returns the answers of a client in a Python."""
 
     @cache
@@ -115,9 +109,7 @@ def answers(foreign: Foreign) -> Callable[[str, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.client}-{call.name}")
-def test_a_foreign_client_gets_what_our_client_gets(
-    call: Call, request: pytest.FixtureRequest
-) -> None:
+def test_a_foreign_client_gets_what_our_client_gets(call, request):
     python = next((python for python in PYTHONS if call.client in versions(python)), None)
     if python is None:
         pytest.skip(f"no Python has {call.client}")
@@ -133,7 +125,7 @@ def test_a_foreign_client_gets_what_our_client_gets(
     CHECKS[call.answer](foreign, outcome["answer"])
 
 
-def test_every_call_of_the_table_has_an_answer_and_a_name_of_its_own() -> None:
+def test_every_call_of_the_table_has_an_answer_and_a_name_of_its_own():
     assert {call.answer for call in CALLS} <= set(CHECKS)
     assert len({call.name for call in CALLS}) == len(CALLS)
 

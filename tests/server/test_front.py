@@ -6,7 +6,6 @@ import pytest
 
 from tests.client.gateway.browser import browser, executable
 from varlen_client.gateway import GatewaySettings
-from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway
 from .task_models import TASK_MODELS
@@ -29,7 +28,7 @@ SHOWN = {
 @pytest.mark.skipif(
     executable() is None, reason="this machine has no Chromium: chromium or google-chrome in PATH"
 )
-def test_every_model_is_tried_in_a_browser(task_server: LocalServer) -> None:
+def test_every_model_is_tried_in_a_browser(task_server):
     cards = "[...document.querySelectorAll('details')]"
     names = json.dumps(list(TASK_MODELS))
     with (

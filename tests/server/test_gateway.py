@@ -6,9 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,9 +89,7 @@ class RunningGateway:
 
 
 @pytest.fixture(scope="module")
-def gateway(
-    server: LocalServer, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningGateway]:
+def gateway(server, repository, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gateway")
     ranker = save_checkpoint(folder / "ranker", "BertForSequenceClassification", num_labels=1)
     # a ranker that finds every document irrelevant, as many do
@@ -142,7 +139,7 @@ def openai_client(gateway: RunningGateway) -> openai.AsyncOpenAI:
     )
 
 
-def test_embeddings_are_those_of_the_server(gateway: RunningGateway) -> None:
+def test_embeddings_are_those_of_the_server(gateway):
     async def embed() -> list[list[float]]:
         async with openai_client(gateway) as client:
             result = await client.embeddings.create(model=EMBEDDER, input=TEXTS)
@@ -154,9 +151,7 @@ def test_embeddings_are_those_of_the_server(gateway: RunningGateway) -> None:
         np.testing.assert_allclose(vectors, client.embed(TEXTS), rtol=1e-4, atol=1e-5)
 
 
-def test_scores_far_below_zero_are_right_to_the_last_digit_on_every_route(
-    gateway: RunningGateway,
-) -> None:
+def test_scores_far_below_zero_are_right_to_the_last_digit_on_every_route(gateway):
     with Client(gateway.server.grpc_url, "ranker") as client:
         logits = np.float64(client.rerank("the cat", TEXTS))
         kserve = client.rerank("the cat", TEXTS, activation="sigmoid")
@@ -183,7 +178,7 @@ def test_scores_far_below_zero_are_right_to_the_last_digit_on_every_route(
         assert len(set(values)) == len(set(logits))
 
 
-def test_ranks_by_the_scores_of_the_server(gateway: RunningGateway) -> None:
+def test_ranks_by_the_scores_of_the_server(gateway):
     body = {"model": "ranker", "query": "the cat", "texts": TEXTS}
     response = httpx2.post(
         f"{gateway.url}/rerank",
@@ -224,7 +219,7 @@ def post(gateway: RunningGateway, path: str, **body: Any) -> Any:
     return response.json()
 
 
-def test_every_interface_gives_the_vectors_of_the_server(gateway: RunningGateway) -> None:
+def test_every_interface_gives_the_vectors_of_the_server(gateway):
     with Client(gateway.server.grpc_url, EMBEDDER) as client:
         expected = client.embed(TEXTS, normalize=True)
 
@@ -252,7 +247,7 @@ def test_every_interface_gives_the_vectors_of_the_server(gateway: RunningGateway
     np.testing.assert_allclose(found, cosines, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_are_those_of_the_ranks(gateway: RunningGateway) -> None:
+def test_scores_are_those_of_the_ranks(gateway):
     scores = post(gateway, "/v1/score?model=ranker", text_1="the cat", text_2=TEXTS)
     ranks = post(gateway, "/rerank?model=ranker", query="the cat", documents=TEXTS)["results"]
 
@@ -264,7 +259,7 @@ def test_scores_are_those_of_the_ranks(gateway: RunningGateway) -> None:
     )
 
 
-def test_the_tokenizer_answers_in_both_forms(gateway: RunningGateway) -> None:
+def test_the_tokenizer_answers_in_both_forms(gateway):
     rows = post(gateway, "/tokenize", model=EMBEDDER, inputs=TEXTS)
     assert all(row[0]["special"] and row[-1]["special"] for row in rows)
     ids = [[each["id"] for each in row if not each["special"]] for row in rows]
@@ -279,7 +274,7 @@ def test_the_tokenizer_answers_in_both_forms(gateway: RunningGateway) -> None:
     }
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent(gateway):
     address = urlsplit(gateway.url)
     head = (
         "POST /embed HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer key\r\n"
@@ -293,7 +288,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(gateway: RunningG
     assert b"connection: close" in answer.lower()
 
 
-def test_a_large_body_and_a_large_answer_pass_through(gateway: RunningGateway) -> None:
+def test_a_large_body_and_a_large_answer_pass_through(gateway):
     texts = [f"word{number} " * 20 for number in range(200)]
 
     found = post(gateway, "/v1/embeddings", model=EMBEDDER, input=texts)["data"]
@@ -306,7 +301,7 @@ def test_a_large_body_and_a_large_answer_pass_through(gateway: RunningGateway) -
     )
 
 
-def test_the_chunks_of_a_stream_make_the_whole_completion(gateway: RunningGateway) -> None:
+def test_the_chunks_of_a_stream_make_the_whole_completion(gateway):
     async def complete() -> tuple[str, list[str]]:
         async with openai_client(gateway) as client:
             ask = client.completions.create
@@ -336,9 +331,7 @@ def completed(gateway: RunningGateway, **fields: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SAME_ANSWERS)
-def test_fields_of_foreign_clients_are_options_of_the_server(
-    gateway: RunningGateway, name: str
-) -> None:
+def test_fields_of_foreign_clients_are_options_of_the_server(gateway, name):
     fields, options = SAME_ANSWERS[name]
 
     texts = completed(gateway, **fields)
@@ -354,16 +347,14 @@ def test_fields_of_foreign_clients_are_options_of_the_server(
 @pytest.mark.parametrize(
     "fields, message", REFUSED, ids=[" ".join(fields) for fields, _ in REFUSED]
 )
-def test_fields_that_are_not_served_are_refused_by_name(
-    gateway: RunningGateway, fields: dict[str, Any], message: str
-) -> None:
+def test_fields_that_are_not_served_are_refused_by_name(gateway, fields, message):
     with pytest.raises(openai.BadRequestError) as caught:
         completed(gateway, **fields)
 
     assert message in str(caught.value.body["message"])
 
 
-def test_bad_words_are_not_generated(gateway: RunningGateway) -> None:
+def test_bad_words_are_not_generated(gateway):
     bias = {"logit_bias": {"70": 50}}
     [text] = completed(gateway, **bias)
     [word] = set(text)
@@ -373,7 +364,7 @@ def test_bad_words_are_not_generated(gateway: RunningGateway) -> None:
     assert word not in without
 
 
-def test_an_echo_begins_with_the_prompt(gateway: RunningGateway) -> None:
+def test_an_echo_begins_with_the_prompt(gateway):
     async def stream() -> list[str]:
         async with openai_client(gateway) as client:
             chunks = await client.completions.create(
@@ -397,7 +388,7 @@ def test_an_echo_begins_with_the_prompt(gateway: RunningGateway) -> None:
     assert "".join(parts) == echoed
 
 
-def test_a_chat_sets_variables_of_its_template(gateway: RunningGateway) -> None:
+def test_a_chat_sets_variables_of_its_template(gateway):
     async def chat(**fields: Any) -> str:
         async with openai_client(gateway) as client:
             answer = await client.chat.completions.create(
@@ -420,7 +411,7 @@ def test_a_chat_sets_variables_of_its_template(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_leaves_stops_the_generation(gateway: RunningGateway, streams: bool) -> None:
+def test_a_client_that_leaves_stops_the_generation(gateway, streams):
     most, server = 4000, gateway.server
     # blocks of an earlier generation would look like blocks of this one, before it is even sent
     before = wait_until_free(server, "writer")
@@ -453,9 +444,7 @@ def test_a_client_that_leaves_stops_the_generation(gateway: RunningGateway, stre
     assert metrics(server, "writer")[name] - before[name] < most / 2
 
 
-def test_many_requests_at_a_time_are_each_answered_with_their_own_vector(
-    gateway: RunningGateway,
-) -> None:
+def test_many_requests_at_a_time_are_each_answered_with_their_own_vector(gateway):
     texts = [f"word{number % 190} word{number // 190}" for number in range(CONCURRENT)]
 
     async def embed() -> list[list[float]]:

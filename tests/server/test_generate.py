@@ -5,9 +5,7 @@ import http.client
 import json
 import random
 import re
-from collections.abc import Iterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import tritonclient.grpc
 
 from tests.checkpoints import save_checkpoint, set_fields, write_file
 from tests.generation_refusals import generation_refusals
-from tests.refusals import Refusal
 from varlen.in_process.generator import Generator
 from varlen_client import AsyncClient, Client, DeadlineMissed, InvalidRequest
 from varlen_tools.local_server import LOOPBACK, LocalServer
@@ -40,7 +37,7 @@ CHAT_TEMPLATE = "{{ messages[0].content }}{% if enable_thinking %} think{% endif
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     """A GPT-2 whose steps take milliseconds, so that a test can interrupt an answer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "gpt2"
     save_checkpoint(folder, "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096)
@@ -49,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_defaults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_defaults(tmp_path_factory):
     """A GPT-2 with sampling options of its own, and a chat template with a name."""
     folder = tmp_path_factory.mktemp("defaults") / "gpt2"
     save_checkpoint(folder, "GPT2LMHeadModel")
@@ -60,9 +57,7 @@ def with_defaults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(
-    checkpoint: Path, with_defaults: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalServer]:
+def server(checkpoint, with_defaults, tmp_path_factory):
     """A server: models that stream, answer once, or have defaults of a checkpoint."""
     folder = tmp_path_factory.mktemp("generating")
     add_model(folder, "greedy", with_defaults, task="generate")
@@ -76,13 +71,13 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def in_process(checkpoint: Path) -> Iterator[Generator]:
+def in_process(checkpoint):
     with Generator.from_pretrained(checkpoint, device="cpu", dtype="fp32", threads=1) as generator:
         yield generator
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[Client]:
+def client(url):
     with Client(url, "writer") as client:
         yield client
 
@@ -91,9 +86,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(1, VOCABULARY, length).tolist()
 
 
-def test_callers_of_different_salts_share_no_prefix(
-    client: Client, server: LocalServer, url: str
-) -> None:
+def test_callers_of_different_salts_share_no_prefix(client, server, url):
     # each protocol has its own
     prompt, salts = prompt_of(200, seed=42), [f"{caller} {url}" for caller in "aba"]
     before = metrics(server, "writer")
@@ -112,9 +105,7 @@ def test_callers_of_different_salts_share_no_prefix(
     assert grown("varlen_prefix_cache_hit_tokens_total") == 192
 
 
-def test_a_whole_answer_is_that_of_the_model_in_process(
-    client: Client, in_process: Generator
-) -> None:
+def test_a_whole_answer_is_that_of_the_model_in_process(client, in_process):
     for prompt in (prompt_of(1), prompt_of(150), "the quick brown fox"):
         [expected] = in_process.generate([prompt], max_tokens=40, **GREEDY)
 
@@ -125,7 +116,7 @@ def test_a_whole_answer_is_that_of_the_model_in_process(
         assert answer.finish_reason == "length"
 
 
-def test_the_parts_of_a_stream_make_the_whole_answer(client: Client) -> None:
+def test_the_parts_of_a_stream_make_the_whole_answer(client):
     whole = client.generate(prompt_of(20), max_tokens=50, **GREEDY)
 
     parts = list(client.stream(prompt_of(20), max_tokens=50, **GREEDY))
@@ -136,7 +127,7 @@ def test_the_parts_of_a_stream_make_the_whole_answer(client: Client) -> None:
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
 
 
-def test_samples_and_log_probabilities(client: Client) -> None:
+def test_samples_and_log_probabilities(client):
     options = {"max_tokens": 8, "seed": 5, "temperature": 1.0, "logprobs": 2, "ignore_eos": True}
 
     answers = client.samples(prompt_of(9), 3, **options)
@@ -163,9 +154,7 @@ def test_samples_and_log_probabilities(client: Client) -> None:
     ids=["max_tokens", "temperature", "unknown", "vocabulary", "too long", "empty"],
 )
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_a_bad_request_is_the_caller_s_fault(
-    client: Client, call: str, prompt: Any, options: dict[str, Any], message: str
-) -> None:
+def test_a_bad_request_is_the_caller_s_fault(client, call, prompt, options, message):
     with pytest.raises(InvalidRequest) as caught:
         list(getattr(client, call)(prompt, **options))
 
@@ -173,7 +162,7 @@ def test_a_bad_request_is_the_caller_s_fault(
 
 
 @pytest.mark.parametrize("refusal", generation_refusals(), ids=lambda each: each.description)
-def test_each_mistake_has_its_message(client: Client, refusal: Refusal) -> None:
+def test_each_mistake_has_its_message(client, refusal):
     [content] = [each[0].decode() for each in refusal.inputs.values()]
     prompt = json.loads(content) if "messages" in refusal.inputs else content
 
@@ -200,16 +189,12 @@ def test_each_mistake_has_its_message(client: Client, refusal: Refusal) -> None:
     ],
     ids=["long options", "long messages", "messages of many objects"],
 )
-def test_json_that_takes_long_to_read_is_refused(
-    client: Client, prompt: Any, options: dict[str, Any], message: str
-) -> None:
+def test_json_that_takes_long_to_read_is_refused(client, prompt, options, message):
     with pytest.raises(InvalidRequest, match=message):
         client.generate(prompt, **options)
 
 
-def test_biases_and_bad_words_reach_the_model(
-    client: Client, server: LocalServer, in_process: Generator
-) -> None:
+def test_biases_and_bad_words_reach_the_model(client, server, in_process):
     options = {"logit_bias": {"70": 80, "71": 79.5}, "bad_words": ["fg"], "max_tokens": 6, **GREEDY}
     [expected] = in_process.generate(["hello"], **options)
     assert {*expected.token_ids} <= {70, 71}
@@ -224,9 +209,7 @@ def test_biases_and_bad_words_reach_the_model(
         client.generate("hello", logit_bias={"263": 1})
 
 
-def test_the_generate_endpoint_takes_names_of_other_servers(
-    server: LocalServer, in_process: Generator
-) -> None:
+def test_the_generate_endpoint_takes_names_of_other_servers(server, in_process):
     [expected] = in_process.generate(["hello"], max_tokens=5, bad_words=["f"], **GREEDY)
     # as the tutorials of TensorRT-LLM's backend have it
     body = {"text_input": "hello", "max_tokens": 5, "bad_words": "f", "stop_words": "", "pad_id": 2}
@@ -242,7 +225,7 @@ def test_the_generate_endpoint_takes_names_of_other_servers(
     assert "embedding_bias_words is not served; send logit_bias" in answer["error"]
 
 
-def test_a_chat_template_gets_its_variables(client: Client, server: LocalServer) -> None:
+def test_a_chat_template_gets_its_variables(client, server):
     messages = [{"role": "user", "content": "hello"}]
     asked = {"max_tokens": 6, **GREEDY}
     plain, thinking = client.generate("hello", **asked), client.generate("hello think", **asked)
@@ -260,7 +243,7 @@ def test_a_chat_template_gets_its_variables(client: Client, server: LocalServer)
         client.generate(messages, chat_template_kwargs={"think": True})
 
 
-def test_sampling_options_are_those_of_the_checkpoint(server: LocalServer) -> None:
+def test_sampling_options_are_those_of_the_checkpoint(server):
     def answers(name: str, **options: Any) -> set[tuple[int, ...]]:
         with Client(server.grpc_url, name) as client:
             return {
@@ -279,7 +262,7 @@ def test_sampling_options_are_those_of_the_checkpoint(server: LocalServer) -> No
     assert len(answers("greedy", temperature=1)) == 4
 
 
-def test_a_request_chooses_one_of_the_templates_with_names(server: LocalServer) -> None:
+def test_a_request_chooses_one_of_the_templates_with_names(server):
     messages = [{"role": "user", "content": "hello"}]
     with Client(server.grpc_url, "greedy") as client:
         chosen = client.generate(messages, chat_template_kwargs={"chat_template": "rag"})
@@ -289,7 +272,7 @@ def test_a_request_chooses_one_of_the_templates_with_names(server: LocalServer) 
             client.generate(messages)
 
 
-def test_the_generate_endpoint_takes_plain_json(server: LocalServer, in_process: Generator) -> None:
+def test_the_generate_endpoint_takes_plain_json(server, in_process):
     [expected] = in_process.generate(["hello"], max_tokens=5, **GREEDY)
     body = {"text_input": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
@@ -303,7 +286,7 @@ def test_the_generate_endpoint_takes_plain_json(server: LocalServer, in_process:
     assert (answer["text_output"], answer["num_output_tokens"]) == (expected.text, 5)
 
 
-def test_the_generate_stream_endpoint_sends_an_event_per_part(server: LocalServer) -> None:
+def test_the_generate_stream_endpoint_sends_an_event_per_part(server):
     body = {
         "text_input": "hello",
         "stream": True,
@@ -323,9 +306,7 @@ def test_the_generate_stream_endpoint_sends_an_event_per_part(server: LocalServe
     assert reasons == ["None"] * (len(events) - 1) + ["length"]
 
 
-def test_a_model_that_is_not_decoupled_answers_plain_inference(
-    server: LocalServer, in_process: Generator
-) -> None:
+def test_a_model_that_is_not_decoupled_answers_plain_inference(server, in_process):
     [expected] = in_process.generate([prompt_of(12)], max_tokens=10, **GREEDY)
     inputs = []
     for name, array, datatype in (
@@ -347,9 +328,7 @@ def test_a_model_that_is_not_decoupled_answers_plain_inference(
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_model_that_is_not_decoupled_refuses_to_stream(
-    server: LocalServer, protocol: str
-) -> None:
+def test_a_model_that_is_not_decoupled_refuses_to_stream(server, protocol):
     url = server.grpc_url if protocol == "grpc" else server.http_url
     with Client(url, "once") as client:
         assert len(client.generate("hello", max_tokens=3, **GREEDY).token_ids) == 3
@@ -358,7 +337,7 @@ def test_a_model_that_is_not_decoupled_refuses_to_stream(
 
 
 @pytest.mark.parametrize("call", ["stream", "generate"])
-def test_a_client_that_cancels_stops_the_generation(server: LocalServer, call: str) -> None:
+def test_a_client_that_cancels_stops_the_generation(server, call):
     most = 4000
     before = wait_until_free(server, "writer")
 
@@ -388,7 +367,7 @@ def test_a_client_that_cancels_stops_the_generation(server: LocalServer, call: s
     assert after[name] - before[name] < most
 
 
-def test_a_deadline_ends_an_answer_and_frees_its_blocks(server: LocalServer) -> None:
+def test_a_deadline_ends_an_answer_and_frees_its_blocks(server):
     with Client(server.grpc_url, "writer") as client, pytest.raises(DeadlineMissed):
         client.generate(prompt_of(50), max_tokens=4000, deadline_ms=300, **GREEDY)
 
@@ -396,8 +375,8 @@ def test_a_deadline_ends_an_answer_and_frees_its_blocks(server: LocalServer) -> 
 
 
 def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_their_blocks(
-    server: LocalServer, in_process: Generator
-) -> None:
+    server, in_process
+):
     """Each stream is complete and right, missed its deadline, or left; none is lost."""
     stub, before = stub_of(server, "writer"), outcomes(server, "writer")
     chance = random.Random(0)
@@ -459,9 +438,7 @@ async def _enumerated(parts: Any) -> Any:
 COSTLY = {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}
 
 
-def test_a_grammar_that_cannot_be_served_fails_its_own_request_and_no_other(
-    server: LocalServer, client: Client
-) -> None:
+def test_a_grammar_that_cannot_be_served_fails_its_own_request_and_no_other(server, client):
     """A costly grammar compiles in its process, under its deadline, while others are answered."""
     with pytest.raises(InvalidRequest, match="requires itself without an end"):
         client.generate("x", structured_outputs={"json": {"$ref": "#"}})
@@ -485,7 +462,7 @@ def test_a_grammar_that_cannot_be_served_fails_its_own_request_and_no_other(
     )
 
 
-def test_answers_with_a_grammar_match_beside_answers_without_one(client: Client) -> None:
+def test_answers_with_a_grammar_match_beside_answers_without_one(client):
     patterns = ["[a-f]{3,9}", "(red|green|blue){1,9}", "[0-9]{1,4}(,[0-9]{1,4}){2}"]
 
     for pattern in patterns:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +43,7 @@ LONGEST = 30_000
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def decoder(tmp_path_factory):
     """A GPT-2 whose steps take a part of a millisecond, for answers that take seconds."""
     folder = tmp_path_factory.mktemp("decoder") / "gpt2"
     sizes = {"n_embd": 96, "n_inner": 384, "n_layer": 2, "n_positions": 32_768}
@@ -53,7 +52,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(decoder: Path, tmp_path: Path) -> Iterator[LocalServer]:
+def server(decoder, tmp_path):
     """A server with a model that generates."""
     add_model(tmp_path, WRITER, decoder, task="generate")
     with LocalServer(tmp_path, arguments=[f"--load-model={WRITER}"], is_managed=True) as running:
@@ -61,9 +60,7 @@ def server(decoder: Path, tmp_path: Path) -> Iterator[LocalServer]:
         yield running
 
 
-def test_streams_go_on_when_their_worker_is_killed_and_fail_when_two_are(
-    server: LocalServer,
-) -> None:
+def test_streams_go_on_when_their_worker_is_killed_and_fail_when_two_are(server):
     stub = stub_of(server, WRITER)
     prompt = list(range(1, 30))
     with Client(server.grpc_url, WRITER) as client, ThreadPoolExecutor(8) as pool:
@@ -124,9 +121,7 @@ def _loaded_worker(stub: int) -> int | None:
     return None
 
 
-def test_unloading_ends_the_worker_of_a_model_that_generates(
-    server: LocalServer,
-) -> None:
+def test_unloading_ends_the_worker_of_a_model_that_generates(server):
     worker = step_worker(stub_of(server, WRITER))
 
     unload(server, WRITER)
@@ -134,7 +129,7 @@ def test_unloading_ends_the_worker_of_a_model_that_generates(
     wait_until(lambda: not is_running(worker), "the worker has ended")
 
 
-def test_the_worker_ends_when_the_stub_is_killed(server: LocalServer) -> None:
+def test_the_worker_ends_when_the_stub_is_killed(server):
     stub = stub_of(server, WRITER)
     worker = step_worker(stub)
     regions = shared_memory(server.pid)

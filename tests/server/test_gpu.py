@@ -1,8 +1,6 @@
 """The real server on a GPU gives the answers of the CPU, single and batched."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +8,9 @@ import torch
 
 from tests.checkpoints import WORDS
 from tests.closeness import assert_close, encoder_roundings
-from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
-from .clients import Client, GrpcClient, HttpClient, texts
+from .clients import GrpcClient, HttpClient, texts
 from .serving import add_model
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
-def gpu_server(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Iterator[LocalServer]:
+def gpu_server(tmp_path_factory, minilm):
     repository = tmp_path_factory.mktemp("gpu")
     for dtype in DTYPES:
         add_model(repository, dtype, minilm, device="cuda", dtype=dtype)
@@ -32,15 +29,13 @@ def gpu_server(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Iterat
 
 
 @pytest.fixture(params=[GrpcClient, HttpClient], ids=["grpc", "http"])
-def gpu_client(request: pytest.FixtureRequest, gpu_server: LocalServer) -> Iterator[Client]:
+def gpu_client(request, gpu_server):
     with request.param(gpu_server) as client:
         yield client
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_text_gets_the_vector_of_the_cpu(
-    gpu_client: Client, in_process: Encoder, minilm: Path, dtype: str
-) -> None:
+def test_every_text_gets_the_vector_of_the_cpu(gpu_client, in_process, minilm, dtype):
     chance = random.Random(0)
     rows = [" ".join(chance.choices(WORDS, k=chance.randint(1, 40))) for _ in range(50)]
     expected = in_process.embed(rows)

@@ -1,8 +1,6 @@
 """Masked language models and vectors of tokens on the real server, over both protocols."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from tokenizers import Tokenizer
 from tests.checkpoints import add_mask, save_checkpoint
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
 from varlen_client import Client, InvalidRequest, ServerError
-from varlen_tools.local_server import LocalServer
 
 from .serving import add_model, load, unload
 
@@ -24,14 +21,12 @@ TEXTS = ["the cat", "a", "river, the river! is it 42?"]
 
 
 @pytest.fixture(scope="module")
-def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def masked_lm(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("masked"), "BertForMaskedLM")
 
 
 @pytest.fixture(scope="module")
-def splade(
-    server: LocalServer, repository: Path, masked_lm: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def splade(server, repository, masked_lm, tmp_path_factory):
     """A model of sentence-transformers, loaded as "sparse_encoder"."""
     folder = tmp_path_factory.mktemp("splade")
     SparseEncoder(str(masked_lm), device="cpu", prompts={"query": "a: "}).save_pretrained(
@@ -43,7 +38,7 @@ def splade(
     unload(server, "sparse_encoder")
 
 
-def test_sparse_vectors_are_those_of_sentence_transformers(splade: Path, url: str) -> None:
+def test_sparse_vectors_are_those_of_sentence_transformers(splade, url):
     oracle = SparseEncoder(str(splade), device="cpu")
     expected = oracle.encode(TEXTS).to_dense().numpy()
     tokens = oracle.tokenizer.convert_ids_to_tokens(range(expected.shape[1]))
@@ -65,7 +60,7 @@ def test_sparse_vectors_are_those_of_sentence_transformers(splade: Path, url: st
     assert not np.array_equal(queries[0].indices, vectors[0].indices)
 
 
-def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
+def test_a_wrong_number_of_terms_is_refused(splade, url):
     del splade
     with Client(url, "sparse_encoder") as client:
         with pytest.raises(
@@ -77,9 +72,7 @@ def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
 
 
 @pytest.mark.full
-def test_vectors_of_tokens_are_those_of_sentence_transformers(
-    server: LocalServer, repository: Path, tmp_path: Path, url: str
-) -> None:
+def test_vectors_of_tokens_are_those_of_sentence_transformers(server, repository, tmp_path, url):
     folder, name = tmp_path / "saved", f"colbert-{url[:4]}"
     made = save_checkpoint(tmp_path / "plain")
     expansion = {"strategy": "fixed", "length": 32, "token": "[MASK]"}
@@ -110,9 +103,7 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(
 
 
 @pytest.mark.full
-def test_masks_are_filled_as_by_transformers(
-    server: LocalServer, repository: Path, masked_lm: Path, tmp_path: Path, url: str
-) -> None:
+def test_masks_are_filled_as_by_transformers(server, repository, masked_lm, tmp_path, url):
     folder = shutil.copytree(masked_lm, tmp_path / "filling")
     add_mask(folder)
     name = f"filling-{url[:4]}"

@@ -1,8 +1,5 @@
 """Models that generate in int8 and int4 behind the server answer as in process."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.checkpoints import save_checkpoint
@@ -24,16 +21,14 @@ SEARCH = {"max_tokens": 20, "num_beams": 3}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     """Tiny random checkpoints by model name."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return {name: save_checkpoint(folder / name, kind) for name, kind in KINDS.items()}
 
 
 @pytest.fixture(scope="module")
-def server(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalServer]:
+def server(checkpoints, tmp_path_factory):
     """A server with both models, which it calibrates."""
     folder = tmp_path_factory.mktemp("int8")
     for name, checkpoint in checkpoints.items():
@@ -44,9 +39,7 @@ def server(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_answers_are_those_of_the_model_in_process(
-    server: LocalServer, checkpoints: dict[str, Path], name: str
-) -> None:
+def test_answers_are_those_of_the_model_in_process(server, checkpoints, name):
     with Client(server.grpc_url, name) as client:
         served = [client.generate(text, **SEARCH) for text in TEXTS]
     with Generator.from_pretrained(checkpoints[name], **SETTINGS[name]) as generator:

@@ -1,6 +1,5 @@
 """A repository for other backends: kept fields, and the server's features around our models."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from varlen.server.config import num_warmup_requests
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
-from .clients import AnswerError, Array, GrpcClient, integers, texts
-from .clients import Client as BareClient
+from .clients import AnswerError, GrpcClient, integers, texts
 from .serving import add_model, http_call, load, metrics, unload, wait_until
 from .task_models import save_task_model
 
@@ -118,12 +116,7 @@ def _ensemble(
 
 
 @pytest.fixture(scope="module")
-def kept(
-    server: LocalServer,
-    repository: Path,
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[LocalServer]:
+def kept(server, repository, checkpoints, tmp_path_factory):
     """The server with the models of a kept repository."""
     add_model(repository, "kept", checkpoints["classifier"], text=KEPT)
     (repository / "kept/labels.txt").write_text("\n".join(LABELS))
@@ -180,13 +173,13 @@ def _answered(server: LocalServer, model: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def logits(kept: LocalServer) -> Array:
+def logits(kept):
     """The logits of `BATCH`, by the same checkpoint with a config of ours."""
     with GrpcClient(kept) as client:
         return np.concatenate([client.infer("classifier", texts(text)) for text in BATCH])
 
 
-def test_the_log_says_what_happens_instead_of_each_kept_field(kept: LocalServer) -> None:
+def test_the_log_says_what_happens_instead_of_each_kept_field(kept):
     starts = (
         "dynamic_batching has no use: varlen forms batches itself, from the rows of all requests. The server still"
         f" holds a request back for up to {DELAY_MICROSECONDS} microseconds",
@@ -201,12 +194,7 @@ def test_the_log_says_what_happens_instead_of_each_kept_field(kept: LocalServer)
     assert kept.log().count(skipped) == 1
 
 
-def test_answers_stay_right_behind_the_server_s_own_batching(
-    kept: LocalServer,
-    client: BareClient,
-    logits: Array,
-    roundings: dict[str, int],
-) -> None:
+def test_answers_stay_right_behind_the_server_s_own_batching(kept, client, logits, roundings):
     # twice: the second time out of our cache
     for _ in range(2):
         answers = [client.start("kept", texts(text)) for text in BATCH]
@@ -236,7 +224,7 @@ def test_answers_stay_right_behind_the_server_s_own_batching(
         bad.result()
 
 
-def test_streams_stay_right_behind_the_server_s_own_batching(kept: LocalServer) -> None:
+def test_streams_stay_right_behind_the_server_s_own_batching(kept):
     sampling = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
     with Client(kept.grpc_url, "kept_writer") as client:
@@ -250,9 +238,7 @@ def test_streams_stay_right_behind_the_server_s_own_batching(kept: LocalServer) 
             assert list(pool.map(streamed, prompts)) == alone
 
 
-def test_statistics_count_requests_and_their_time_in_the_server_s_queue(
-    kept: LocalServer, grpc_client: GrpcClient
-) -> None:
+def test_statistics_count_requests_and_their_time_in_the_server_s_queue(kept, grpc_client):
     def statistics() -> dict[str, Any]:
         _, answer = http_call(kept, "GET", "/v2/models/kept/versions/1/stats")
         [found] = answer["model_stats"]
@@ -285,9 +271,7 @@ def test_statistics_count_requests_and_their_time_in_the_server_s_queue(
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_best_classes_of_a_row_have_labels(
-    kept: LocalServer, logits: Array, protocol: str
-) -> None:
+def test_the_best_classes_of_a_row_have_labels(kept, logits, protocol):
     library: Any = triton_grpc if protocol == "grpc" else triton_http
     port = kept.grpc_port if protocol == "grpc" else kept.http_port
     given = library.InferInput("text", [3, 1], "BYTES")
@@ -306,9 +290,7 @@ def test_the_best_classes_of_a_row_have_labels(
         np.testing.assert_allclose([float(value) for value in values], expected[best], rtol=1e-3)
 
 
-def test_our_model_is_the_last_step_of_an_ensemble(
-    kept: LocalServer, client: BareClient, logits: Array, roundings: dict[str, int]
-) -> None:
+def test_our_model_is_the_last_step_of_an_ensemble(kept, client, logits, roundings):
     found = client.infer("ours_last", {"TEXT": texts(*map(str.upper, BATCH[:16]))["text"]})
 
     assert_close(found, logits[:16], roundings=roundings["classifier"])
@@ -316,7 +298,7 @@ def test_our_model_is_the_last_step_of_an_ensemble(
         client.infer("ours_last", {"TEXT": texts("A " * 600)["text"]})
 
 
-def test_our_model_is_the_first_step_of_an_ensemble(kept: LocalServer, logits: Array) -> None:
+def test_our_model_is_the_first_step_of_an_ensemble(kept, logits):
     rows = [{"name": "TEXT", "shape": [16, 1], "datatype": "BYTES", "data": BATCH[:16]}]
     _, answer = http_call(kept, "POST", "/v2/models/ours_first/infer", {"inputs": rows})
 
@@ -324,9 +306,7 @@ def test_our_model_is_the_first_step_of_an_ensemble(kept: LocalServer, logits: A
     assert output["data"] == list(logits[:16].argmax(axis=1))
 
 
-def test_a_python_model_calls_ours(
-    kept: LocalServer, client: BareClient, logits: Array, roundings: dict[str, int]
-) -> None:
+def test_a_python_model_calls_ours(kept, client, logits, roundings):
     found = client.infer("caller", {"TEXT": texts(*BATCH[:16])["text"]})
 
     assert_close(found, logits[:16], roundings=roundings["classifier"])
@@ -334,7 +314,7 @@ def test_a_python_model_calls_ours(
         client.infer("caller", {"TEXT": texts("a " * 600)["text"]})
 
 
-def test_a_python_model_reads_a_stream_of_ours(kept: LocalServer) -> None:
+def test_a_python_model_reads_a_stream_of_ours(kept):
     given = [{"name": "TEXT", "shape": [1], "datatype": "BYTES", "data": ["the cat"]}]
     _, answer = http_call(kept, "POST", "/v2/models/stream_caller/infer", {"inputs": given})
 

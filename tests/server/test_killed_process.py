@@ -56,7 +56,7 @@ Call = Callable[[Client], object]
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+def repository(tmp_path_factory, checkpoints):
     """A model repository with an encoder and a model that generates."""
     folder = tmp_path_factory.mktemp("killed")
     decoder = save_checkpoint(
@@ -102,9 +102,7 @@ def _stream(client: Client) -> object:
 CALLS: dict[Call, str] = {_embed: ENCODER, _generate: DECODER, _stream: DECODER}
 
 
-def test_calls_of_killed_processes_fail_until_the_models_are_loaded_again(
-    repository: Path,
-) -> None:
+def test_calls_of_killed_processes_fail_until_the_models_are_loaded_again(repository):
     run_with_a_surviving_server(repository, _calls_fail_until_the_models_are_loaded_again)
 
 
@@ -146,7 +144,7 @@ def _calls_fail_until_the_models_are_loaded_again(server: LocalServer) -> None:
             assert client.tokenize(["word3"])
 
 
-def test_a_slow_call_of_a_process_that_runs_is_answered(repository: Path) -> None:
+def test_a_slow_call_of_a_process_that_runs_is_answered(repository):
     with running_server(repository) as server:
         _slow_calls_are_answered(server)
 
@@ -169,7 +167,7 @@ def _slow_calls_are_answered(server: LocalServer) -> None:
         assert after == before[model]
 
 
-def test_the_gateway_fails_requests_of_a_killed_process(repository: Path) -> None:
+def test_the_gateway_fails_requests_of_a_killed_process(repository):
     run_with_a_surviving_server(repository, _the_gateway_fails_requests)
 
 
@@ -218,9 +216,7 @@ def _is_running(server: LocalServer, model: str, sequences: int) -> bool:
     return metrics(server, model).get("varlen_running_sequences") == sequences
 
 
-def test_a_killed_process_ends_a_server_whose_operator_wants_it(
-    tmp_path: Path, checkpoints: dict[str, Path]
-) -> None:
+def test_a_killed_process_ends_a_server_whose_operator_wants_it(tmp_path, checkpoints):
     add_model(tmp_path, ENCODER, checkpoints["slow"])
     environment = {"VARLEN_STOP_WITH_MODEL": "1"}
     arguments = ["--exit-timeout-secs=2"]
@@ -242,8 +238,8 @@ def test_a_killed_process_ends_a_server_whose_operator_wants_it(
 
 
 def test_shared_memory_of_a_killed_process_is_removed_after_the_end_of_its_server(
-    tmp_path: Path, checkpoints: dict[str, Path]
-) -> None:
+    tmp_path, checkpoints
+):
     add_model(tmp_path, ENCODER, checkpoints["slow"])
     with LocalServer(tmp_path) as server:
         server.wait_ready()

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from tests.closeness import assert_close
-from varlen_tools.local_server import LocalServer
 
-from .clients import AnswerError, Array, Client, Tensor, integers, texts
+from .clients import AnswerError, Array, Tensor, integers, texts
 from .serving import outcomes, wait_until, wait_until_idle
 
 # 32,000 tokens: the model `capped` lets 40,000 wait, so one of these fits and a second beside it does not.
@@ -17,12 +16,12 @@ BULK = {"input_ids": integers(np.ones((64, 500)))}
 SMALL = {"input_ids": integers([[2, 3]])}
 
 
-def test_a_text_longer_than_max_text_bytes_is_refused(client: Client) -> None:
+def test_a_text_longer_than_max_text_bytes_is_refused(client):
     with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: .*4100 bytes"):
         client.infer("capped", texts("word1 " * 683 + "ok"))
 
 
-def test_a_sequence_longer_than_max_sequence_tokens_is_refused(client: Client) -> None:
+def test_a_sequence_longer_than_max_sequence_tokens_is_refused(client):
     # the checkpoint itself would take 512
     with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: .*501 tokens"):
         client.infer("capped", {"input_ids": integers(np.ones((1, 501)))})
@@ -35,12 +34,8 @@ def test_a_sequence_longer_than_max_sequence_tokens_is_refused(client: Client) -
     ids=["max_queued_requests", "max_queued_tokens"],
 )
 def test_a_full_queue_refuses_at_once_and_serves_what_it_took(
-    client: Client,
-    server: LocalServer,
-    roundings: dict[str, int],
-    extra: dict[str, Tensor],
-    word: str,
-) -> None:
+    client, server, roundings, extra, word
+):
     wait_until_idle(server, "capped")
     before = outcomes(server, "capped")
     small, bulk = (client.infer("capped", inputs) for inputs in (SMALL, BULK))

@@ -6,7 +6,6 @@ import shutil
 import socket
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -44,7 +43,7 @@ def _with_parameters(**parameters: str) -> dict[str, Any]:
     return _spare(parameters={key: {"string_value": value} for key, value in parameters.items()})
 
 
-def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: GrpcClient) -> None:
+def test_a_config_of_one_line_is_completed(server, grpc_client):
     try:
         assert load(server, "spare", _spare()) is None
 
@@ -80,9 +79,7 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_config_that_cannot_be_served_is_refused_with_the_reason(
-    server: LocalServer, config: dict[str, Any], word: str
-) -> None:
+def test_a_config_that_cannot_be_served_is_refused_with_the_reason(server, config, word):
     reason = load(server, "spare", config)
 
     assert reason is not None
@@ -91,7 +88,7 @@ def test_a_config_that_cannot_be_served_is_refused_with_the_reason(
     assert model_state(server, "spare") == "UNAVAILABLE"
 
 
-def test_the_reason_of_a_refusal_is_shown_as_it_was_worded(server: LocalServer) -> None:
+def test_the_reason_of_a_refusal_is_shown_as_it_was_worded(server):
     reason = load(server, "spare", _with_parameters(max_batch_token="512"))
 
     hint = 'unknown parameter "max_batch_token". Did you mean "max_batch_tokens"? Allowed: task,'
@@ -106,12 +103,7 @@ def _check_no_path(reason: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("complete", [False, True], ids=["completed by us", "complete"])
-def test_a_load_error_names_no_path(
-    server: LocalServer,
-    bare_server: LocalServer,
-    tmp_path: Path,
-    complete: bool,
-) -> None:
+def test_a_load_error_names_no_path(server, bare_server, tmp_path, complete):
     loading = bare_server if complete else server
     config = COMPLETE | {"name": "broken"} if complete else None
     add_model(loading.model_repository, "broken", tmp_path)
@@ -131,8 +123,8 @@ def test_a_load_error_names_no_path(
 
 @pytest.mark.full
 def test_fields_of_a_checkpoint_are_ignored_where_nothing_reads_them_or_the_owner_says_so(
-    server: LocalServer, grpc_client: GrpcClient, tmp_path: Path
-) -> None:
+    server, grpc_client, tmp_path
+):
     source = server.model_repository / "spare/1"
     folder = shutil.copytree(source.resolve(), tmp_path / "checkpoint")
     set_fields(folder, "config.json", tie_weights_=True, is_decoder=True)
@@ -154,9 +146,7 @@ def test_fields_of_a_checkpoint_are_ignored_where_nothing_reads_them_or_the_owne
         unload(server, "spare")
 
 
-def test_a_model_may_ignore_the_timeout_of_requests(
-    server: LocalServer, grpc_client: GrpcClient
-) -> None:
+def test_a_model_may_ignore_the_timeout_of_requests(server, grpc_client):
     try:
         assert load(server, "spare", _with_parameters(ignore_request_timeout="true")) is None
 
@@ -165,9 +155,7 @@ def test_a_model_may_ignore_the_timeout_of_requests(
         unload(server, "spare")
 
 
-def test_a_connection_that_was_open_during_a_load_is_closed_for_its_client(
-    server: LocalServer,
-) -> None:
+def test_a_connection_that_was_open_during_a_load_is_closed_for_its_client(server):
     request = "GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\n\r\n"
     with socket.create_connection((LOOPBACK, server.http_port), timeout=30) as connection:
         connection.sendall(request.format("keep-alive").encode())
@@ -184,11 +172,8 @@ def test_a_connection_that_was_open_during_a_load_is_closed_for_its_client(
 
 @pytest.mark.full
 def test_requests_during_unload_and_reload_are_answered_or_refused(
-    server: LocalServer,
-    grpc_client: GrpcClient,
-    http_client: HttpClient,
-    roundings: dict[str, int],
-) -> None:
+    server, grpc_client, http_client, roundings
+):
     assert load(server, "spare") is None
     inputs = texts("word1 word2 word3")
     expected = grpc_client.infer("spare", inputs)
@@ -247,15 +232,13 @@ TRACED = "traced"
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def traces(tmp_path_factory):
     """The files of the traces of `bare_server` begin with this name, and end with numbers."""
     return tmp_path_factory.mktemp("traces") / "trace"
 
 
 @pytest.fixture(scope="module")
-def bare_server(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path], traces: Path
-) -> Iterator[LocalServer]:
+def bare_server(tmp_path_factory, checkpoints, traces):
     """A server that completes no configuration and keeps no metrics, as hardened deployments run it.
 
     It has a response cache, and traces every request.
@@ -284,8 +267,8 @@ def bare_server(
 
 @pytest.mark.full
 def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
-    bare_server: LocalServer, server: LocalServer, roundings: dict[str, int]
-) -> None:
+    bare_server, server, roundings
+):
     assert load(bare_server, "spare", COMPLETE) is None
 
     assert load(server, "spare") is None
@@ -313,16 +296,12 @@ def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
     ],
     ids=["max_batch_size", "output name", "input type", "cache of the server"],
 )
-def test_a_complete_config_is_checked_as_well(
-    bare_server: LocalServer, change: dict[str, Any], word: str
-) -> None:
+def test_a_complete_config_is_checked_as_well(bare_server, change, word):
     assert word in (load(bare_server, "spare", COMPLETE | change) or "")
 
 
 @pytest.mark.full
-def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
-    bare_server: LocalServer,
-) -> None:
+def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(bare_server):
     config = bare_server.model_repository / "spare/config.pbtxt"
     before = config.read_text()
     reason = load(bare_server, "spare")
@@ -340,9 +319,7 @@ def test_a_config_of_one_line_says_what_to_add_where_the_server_completes_none(
 
 
 @pytest.mark.full
-def test_a_traced_request_is_answered_and_its_trace_is_written(
-    bare_server: LocalServer, traces: Path
-) -> None:
+def test_a_traced_request_is_answered_and_its_trace_is_written(bare_server, traces):
     assert load(bare_server, TRACED, COMPLETE | {"name": TRACED}) is None
     with GrpcClient(bare_server) as client, HttpClient(bare_server) as http:
         for asking in (client, http):

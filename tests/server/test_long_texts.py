@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from tests.closeness import assert_close
-from varlen import Encoder
-from varlen_tools.local_server import LocalServer
 
-from .clients import AnswerError, GrpcClient, texts
+from .clients import AnswerError, texts
 from .serving import metrics, stub_of, wait_until_idle
 
 # The longest text and the largest request that a model takes by default.
@@ -24,12 +22,8 @@ MEMORY_BYTES = 200 * 2**20
     "piece", ["the quick brown fox ", "!", "中"], ids=["words", "marks", "chinese"]
 )
 def test_long_texts_cost_other_clients_no_answer_and_little_memory(
-    grpc_client: GrpcClient,
-    server: LocalServer,
-    in_process: Encoder,
-    roundings: dict[str, int],
-    piece: str,
-) -> None:
+    grpc_client, server, in_process, roundings, piece
+):
     long = texts(*[piece * (NUM_BYTES // len(piece.encode()))] * ROWS)
     expected = in_process.embed(SHORT)
     stub = stub_of(server, "minilm")
@@ -53,9 +47,7 @@ def test_long_texts_cost_other_clients_no_answer_and_little_memory(
 
 @pytest.mark.parametrize("space", [" ", "\n"], ids=["words", "lines"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_long_texts_that_are_cut_get_the_answer_of_their_kept_end(
-    grpc_client: GrpcClient, side: str, space: str
-) -> None:
+def test_long_texts_that_are_cut_get_the_answer_of_their_kept_end(grpc_client, side, space):
     truncate = {"truncate": True, "truncation_side": side}
     kept, cut = f"word1{space}word2{space}", f"word4{space}word5{space}"
     parts = [kept * 300, cut * (NUM_BYTES // len(cut) - 400)]

@@ -1,8 +1,8 @@
 """No client can change the servers that we start."""
 
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from varlen_client import Client
 from varlen_tools.local_server import LocalServer, find_command, free_port
 from varlen_tools.serve.server import ServerCommand, start_server
 
-from .clients import GrpcClient, texts
+from .clients import texts
 from .management import answered_calls, load_code
 from .serving import TIMEOUT_SECONDS, add_model, model_state, shared_memory, unload, wait_until
 
@@ -53,11 +53,7 @@ def another_server(repository: Path) -> Iterator[Addresses]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("launch", [local_server, our_command, another_server])
-def test_a_server_that_we_start_refuses_every_call_that_changes_it(
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    launch: Callable[[Path], AbstractContextManager[Addresses]],
-) -> None:
+def test_a_server_that_we_start_refuses_every_call_that_changes_it(checkpoints, tmp_path, launch):
     repository = tmp_path / "models"
     add_model(repository, "it", checkpoints["encoder"])
 
@@ -74,9 +70,7 @@ def test_a_server_that_we_start_refuses_every_call_that_changes_it(
                 assert [model.name for model in client.models()] == ["it"]
 
 
-def test_a_managed_server_answers_these_calls_and_runs_the_code_of_a_page(
-    server: LocalServer, tmp_path: Path
-) -> None:
+def test_a_managed_server_answers_these_calls_and_runs_the_code_of_a_page(server, tmp_path):
     found = answered_calls(server.http_url, server.grpc_url, "none")
 
     assert "POST /v2/repository/models/{model}/unload: 200" in found
@@ -87,9 +81,7 @@ def test_a_managed_server_answers_these_calls_and_runs_the_code_of_a_page(
     wait_until(lambda: model_state(server, "from_a_page") == "UNAVAILABLE", "it is unloaded")
 
 
-def test_only_the_user_of_a_server_reads_texts_and_answers_in_shared_memory(
-    server: LocalServer, grpc_client: GrpcClient
-) -> None:
+def test_only_the_user_of_a_server_reads_texts_and_answers_in_shared_memory(server, grpc_client):
     # without one of another backend, which another test has unloaded
     regions = [region for region in shared_memory(server.pid) if "_varlen_" in region.name]
 

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.closeness import assert_close
-from varlen import Encoder
 
-from .clients import Client, GrpcClient, HttpClient, texts
+from .clients import Client, texts
 
 pytestmark = pytest.mark.full
 
@@ -17,8 +16,8 @@ REQUESTS_EACH = 12
 
 
 def test_every_client_among_many_gets_its_own_answer(
-    grpc_client: GrpcClient, http_client: HttpClient, in_process: Encoder, roundings: dict[str, int]
-) -> None:
+    grpc_client, http_client, in_process, roundings
+):
     pool = [_text(seed) for seed in range(60)]
     expected = in_process.embed(pool)
 

@@ -1,8 +1,6 @@
 """The arena in the real server: refusals, metrics, and answers equal to the bit."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu
-from varlen_tools.local_server import LocalServer
 
-from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
+from .clients import AnswerError, Array, Tensor, integers
 from .serving import add_model, load, metrics, unload
 
 pytestmark = pytest.mark.full
@@ -32,9 +29,7 @@ ARENA_BYTES = 150 * 6 * 32 * 4
 
 
 @pytest.fixture
-def small_arena(
-    server: LocalServer, repository: Path, checkpoints: dict[str, Path]
-) -> Iterator[str]:
+def small_arena(server, repository, checkpoints):
     """A model with a small arena."""
     name = "small_arena"
     if not (repository / name).exists():
@@ -46,7 +41,7 @@ def small_arena(
     unload(server, name)
 
 
-def test_a_sequence_without_room_is_refused(small_arena: str, client: Client) -> None:
+def test_a_sequence_without_room_is_refused(small_arena, client):
     fitting = integers(np.full((1, 150), 9))
     assert client.infer(small_arena, {"input_ids": fitting}).shape == (1, 32)
 
@@ -55,12 +50,8 @@ def test_a_sequence_without_room_is_refused(small_arena: str, client: Client) ->
 
 
 def test_many_rows_run_in_batches_that_fit(
-    small_arena: str,
-    server: LocalServer,
-    grpc_client: GrpcClient,
-    checkpoints: dict[str, Path],
-    roundings: dict[str, int],
-) -> None:
+    small_arena, server, grpc_client, checkpoints, roundings
+):
     rows = np.arange(64 * 100).reshape(64, 100) % VOCAB_SIZE
     runner = Runner(Checkpoint.open(checkpoints["encoder"]), EngineConfig(dtype="fp32"))
     sequences = [Prompt(row.astype(np.int32)) for row in rows[:40]]
@@ -74,16 +65,14 @@ def test_many_rows_run_in_batches_that_fit(
     assert seen["varlen_arena_reserved_bytes"] <= seen["varlen_arena_capacity_bytes"] <= ARENA_BYTES
 
 
-def test_an_arena_without_room_for_one_token_ends_the_load(
-    server: LocalServer, repository: Path, checkpoints: dict[str, Path]
-) -> None:
+def test_an_arena_without_room_for_one_token_ends_the_load(server, repository, checkpoints):
     add_model(repository, "roomless", checkpoints["encoder"], arena_bytes="100")
 
     assert "arena_bytes" in (load(server, "roomless") or "")
 
 
 @pytest.fixture
-def whole(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+def whole(server, repository, checkpoints):
     """A model that runs each request as one batch."""
     name = "whole"
     if not (repository / name).exists():
@@ -94,8 +83,8 @@ def whole(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -
 
 
 def test_answers_are_bit_equal_to_those_of_a_forward_pass_without_an_arena(
-    client: Client, whole: str, one_core: None, checkpoints: dict[str, Path]
-) -> None:
+    client, whole, one_core, checkpoints
+):
     runner = Runner(Checkpoint.open(checkpoints["classifier"]), EngineConfig(dtype="fp32"))
     numbers = random.Random(0)
     for _ in range(100):
@@ -110,7 +99,7 @@ def test_answers_are_bit_equal_to_those_of_a_forward_pass_without_an_arena(
 
 
 @pytest.fixture
-def one_core() -> Iterator[None]:
+def one_core():
     """Run torch on one core, like the served model."""
     kept = torch.get_num_threads()
     torch.set_num_threads(1)

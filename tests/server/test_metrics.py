@@ -2,19 +2,17 @@
 
 import re
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.metric_names import LABELS, SERIES
-from varlen_tools.local_server import LocalServer
 
-from .clients import AnswerError, GrpcClient, integers
+from .clients import AnswerError, integers
 from .serving import add_model, load, metrics, outcomes, unload, wait_until_idle
 
 
-def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServer) -> None:
+def test_every_series_shows_from_the_start_with_type_and_help(server):
     series = metrics(server, "tagger")
     with urllib.request.urlopen(server.metrics_url) as response:
         page = response.read().decode()
@@ -28,9 +26,7 @@ def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServe
 
 
 @pytest.mark.full
-def test_versions_of_one_model_have_series_of_their_own(
-    server: LocalServer, checkpoints: dict[str, Path]
-) -> None:
+def test_versions_of_one_model_have_series_of_their_own(server, checkpoints):
     folder = server.model_repository
     add_model(folder, "versions", checkpoints["encoder"], text="version_policy { all { } }")
     (folder / "versions" / "2").symlink_to(checkpoints["encoder"], target_is_directory=True)
@@ -48,7 +44,7 @@ def test_versions_of_one_model_have_series_of_their_own(
         unload(server, "versions")
 
 
-def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: GrpcClient) -> None:
+def test_what_is_counted_is_what_was_sent(server, grpc_client):
     lengths = [1, 7, 30, 30, 512]
     outcomes(server, "tagger")
     before = metrics(server, "tagger")

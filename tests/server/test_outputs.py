@@ -1,6 +1,5 @@
 """Outputs and forms of answers that a request asks for, over both protocols."""
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +12,6 @@ from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer import modules
 
 from tests.closeness import assert_close, encoder_roundings
-from varlen import Encoder
 from varlen_client import Client, InvalidRequest
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
@@ -23,7 +21,7 @@ SENTENCES = ("A man is eating food.", "ok")
 
 
 @pytest.fixture(params=[tritonclient.grpc, tritonclient.http], ids=["grpc", "http"])
-def protocol(request: pytest.FixtureRequest) -> ModuleType:
+def protocol(request):
     """The module of NVIDIA's client of each protocol."""
     return request.param
 
@@ -51,9 +49,7 @@ def names_of(answer: Any, protocol: ModuleType) -> list[str]:
     return [output.name for output in response.outputs]
 
 
-def test_a_classifier_answers_with_the_outputs_that_are_requested(
-    server: LocalServer, protocol: ModuleType
-) -> None:
+def test_a_classifier_answers_with_the_outputs_that_are_requested(server, protocol):
     everything = ask(server, protocol, "classifier")
     some = ask(server, protocol, "classifier", ("labels", "num_tokens"))
 
@@ -74,7 +70,7 @@ def test_a_classifier_answers_with_the_outputs_that_are_requested(
     )
 
 
-def test_num_tokens_tells_tokens_from_padding(server: LocalServer, protocol: ModuleType) -> None:
+def test_num_tokens_tells_tokens_from_padding(server, protocol):
     answer = ask(server, protocol, "tagger")
 
     for row, count in zip(answer.as_numpy("logits"), answer.as_numpy("num_tokens"), strict=True):
@@ -82,7 +78,7 @@ def test_num_tokens_tells_tokens_from_padding(server: LocalServer, protocol: Mod
         assert not row[count[0] :].any()
 
 
-def test_our_client_predicts_labels_with_scores(server: LocalServer, protocol: ModuleType) -> None:
+def test_our_client_predicts_labels_with_scores(server, protocol):
     url = server.grpc_url if protocol is tritonclient.grpc else server.http_url
     logits = ask(server, protocol, "classifier").as_numpy("logits")
 
@@ -96,8 +92,8 @@ def test_our_client_predicts_labels_with_scores(server: LocalServer, protocol: M
 
 
 def test_modules_and_prompts_are_those_of_sentence_transformers(
-    server: LocalServer, repository: Path, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+    server, repository, checkpoints, tmp_path
+):
     folder, prompts = tmp_path / "dense", {"query": "word1 word2 ", "document": ""}
     transformer = modules.Transformer(str(checkpoints["encoder"]))
     features = transformer.get_embedding_dimension()
@@ -132,13 +128,8 @@ def test_modules_and_prompts_are_those_of_sentence_transformers(
     ],
 )
 def test_an_embedding_has_the_dimensions_and_the_type_that_are_requested(
-    server: LocalServer,
-    protocol: ModuleType,
-    in_process: Encoder,
-    dtype: str,
-    numpy_dtype: type[np.generic],
-    width: int,
-) -> None:
+    server, protocol, in_process, dtype, numpy_dtype, width
+):
     answer = ask(
         server, protocol, "minilm", ("sentence_embedding",), dimensions=64, output_dtype=dtype
     )

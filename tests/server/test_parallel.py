@@ -9,10 +9,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import pytest
 
 from tests.checkpoints import save_checkpoint
 from varlen_client import Client
-from varlen_tools.local_server import LocalServer
 
 from .serving import (
     add_model,
@@ -47,13 +45,13 @@ REQUESTS = int(os.environ.get("VARLEN_PARALLEL_REQUESTS", "100"))
 
 
 @pytest.fixture(scope="module", params=PARALLEL)
-def word(request: pytest.FixtureRequest) -> str:
+def word(request):
     """What each process of a model is called."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def repository(word: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(word, tmp_path_factory):
     """A model of each kind, whose prompts and batches take several steps."""
     folder = tmp_path_factory.mktemp(word)
     settings = SETTINGS | PARALLEL[word]
@@ -66,14 +64,14 @@ def repository(word: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(repository: Path) -> Iterator[LocalServer]:
+def running(repository):
     """A server with both."""
     with running_server(repository) as server:
         yield server
 
 
 @pytest.fixture
-def server(running: LocalServer) -> LocalServer:
+def server(running):
     """The server, whose models may lose processes: one that generates stops after three restarts."""
     for model in (WRITER, ENCODER):
         if model_state(running, model) == "READY":
@@ -135,9 +133,7 @@ LOSSES = (
 
 # the second half is for long runs by hand
 @pytest.mark.parametrize("numbers", LOSSES if REQUESTS >= 1000 else LOSSES[:1], ids=str)
-def test_answers_under_load_are_right_although_processes_are_lost(
-    server: LocalServer, numbers: tuple[signal.Signals, ...]
-) -> None:
+def test_answers_under_load_are_right_although_processes_are_lost(server, numbers):
     with (
         Client(server.grpc_url, WRITER) as writer,
         Client(server.grpc_url, ENCODER) as encoder,
@@ -183,9 +179,7 @@ def test_answers_under_load_are_right_although_processes_are_lost(
             sender.result()
 
 
-def test_a_process_that_is_lost_while_it_loads_refuses_the_model(
-    word: str, server: LocalServer
-) -> None:
+def test_a_process_that_is_lost_while_it_loads_refuses_the_model(word, server):
     before = holders_of(stub_of(server, WRITER))[1]
     unload(server, WRITER)
     ended = threading.Event()
@@ -217,7 +211,7 @@ def _kill_with_a_stopped_leader(stub: int) -> None:
     os.kill(stub, signal.SIGKILL)
 
 
-def test_no_process_outlives_its_model(server: LocalServer) -> None:
+def test_no_process_outlives_its_model(server):
     ends: tuple[Callable[[int], None], ...] = (
         lambda _: unload(server, WRITER),
         _kill_with_a_stopped_leader,

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,9 +38,7 @@ STREAMING = ("tiny_gpt2", "tiny_dates", "only_prompts")
 
 
 @pytest.fixture(scope="module")
-def models(
-    task_server: LocalServer, repository: Path, task_checkpoints: dict[str, Path]
-) -> Iterator[LocalServer]:
+def models(task_server, repository, task_checkpoints):
     """The shared server with `TASK_MODELS` and `ONE_KIND`."""
 
     def add(name: str, source: str, inputs: Inputs) -> Path:
@@ -62,9 +59,7 @@ def models(
     wait_until(lambda: {model_state(task_server, name) for name in ONE_KIND} == gone, "unloaded")
 
 
-def test_a_model_of_each_task_answers_what_perf_analyzer_makes(
-    models: LocalServer, tmp_path: Path
-) -> None:
+def test_a_model_of_each_task_answers_what_perf_analyzer_makes(models, tmp_path):
     prompts = [{"text_input": ["the cat"]}, {"text_input": ["a river"]}]
     (tmp_path / "prompts.json").write_text(json.dumps({"data": prompts}))
     ids = {"content": [1] * 16, "shape": [16]}
@@ -99,9 +94,7 @@ def test_a_model_of_each_task_answers_what_perf_analyzer_makes(
 
 
 @pytest.mark.parametrize("protocol", BOTH, ids=lambda options: options[1])
-def test_every_request_of_a_file_of_input_data_is_answered(
-    server: LocalServer, tmp_path: Path, protocol: tuple[str, ...]
-) -> None:
+def test_every_request_of_a_file_of_input_data_is_answered(server, tmp_path, protocol):
     data = [{"text": {"content": ["word " * count], "shape": [1]}} for count in (1, 3, 10, 40, 200)]
     (tmp_path / "texts.json").write_text(json.dumps({"data": data}))
     before = outcomes(server, "minilm")

@@ -1,9 +1,5 @@
 """The response cache in the real server, and request deadlines and priorities."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +8,7 @@ from varlen_client import Client as VarlenClient
 from varlen_client import DeadlineMissed
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
-from .clients import AnswerError, Client, GrpcClient, HttpClient, integers, texts
+from .clients import AnswerError, HttpClient, integers, texts
 from .serving import add_model, load, metrics, outcomes, unload, wait_until_idle
 
 # Shorter than any answer takes.
@@ -21,7 +17,7 @@ CACHE_BYTES = 200_000
 
 
 @pytest.fixture(scope="module")
-def cached(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+def cached(server, repository, checkpoints):
     """A model with a cache, in which each test keeps answers of its own."""
     add_model(
         repository, "cached", checkpoints["slow"], response_cache_bytes=str(100 * CACHE_BYTES)
@@ -32,9 +28,7 @@ def cached(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) 
 
 
 @pytest.fixture
-def small_cache(
-    server: LocalServer, repository: Path, checkpoints: dict[str, Path]
-) -> Iterator[str]:
+def small_cache(server, repository, checkpoints):
     """A model with an empty cache of `CACHE_BYTES`."""
     add_model(repository, "small", checkpoints["slow"], response_cache_bytes=str(CACHE_BYTES))
     assert load(server, "small") is None
@@ -66,12 +60,8 @@ class Watch:
 
 
 def test_a_hit_is_equal_to_the_bit_through_both_protocols(
-    cached: str,
-    server: LocalServer,
-    grpc_client: GrpcClient,
-    http_client: HttpClient,
-    roundings: dict[str, int],
-) -> None:
+    cached, server, grpc_client, http_client, roundings
+):
     watch = Watch(server, cached)
     inputs = texts("word1 word2", "word3", "word1 word2")
 
@@ -92,7 +82,7 @@ def test_a_hit_is_equal_to_the_bit_through_both_protocols(
     assert 3 * 128 * 4 < grown["bytes"] < CACHE_BYTES
 
 
-def test_what_the_answer_depends_on_is_in_the_key(cached: str, client: Client) -> None:
+def test_what_the_answer_depends_on_is_in_the_key(cached, client):
     ids = {"input_ids": integers([[2, 8, 9, 3]])}
     types = {**ids, "token_type_ids": integers([[0, 0, 1, 1]])}
     padded = {
@@ -118,9 +108,7 @@ def test_what_the_answer_depends_on_is_in_the_key(cached: str, client: Client) -
         np.testing.assert_array_equal(client.infer(cached, inputs, parameters), expected)
 
 
-def test_callers_of_different_salts_share_no_answer(
-    cached: str, server: LocalServer, url: str
-) -> None:
+def test_callers_of_different_salts_share_no_answer(cached, server, url):
     watch, text = Watch(server, cached), f"word{100 + url.startswith('grpc')}"
     with VarlenClient(url, cached) as client:
         answers = [client.embed([text], cache_salt=salt) for salt in ("a", "b", "a", None)]
@@ -131,9 +119,7 @@ def test_callers_of_different_salts_share_no_answer(
     assert (grown["misses"], grown["hits"]) == (3, 1)
 
 
-def test_an_error_is_not_kept(
-    cached: str, server: LocalServer, client: Client, roundings: dict[str, int]
-) -> None:
+def test_an_error_is_not_kept(cached, server, client, roundings):
     watch = Watch(server, cached)
     # token ids: a text has to be tokenized first, which takes time
     inputs = {"input_ids": integers([[4, 5 + isinstance(client, HttpClient)]])}
@@ -153,9 +139,7 @@ def test_an_error_is_not_kept(
     assert watch.grown()["varlen_sequences"] == 1
 
 
-def test_equal_requests_in_flight_run_once(
-    cached: str, server: LocalServer, grpc_client: GrpcClient, http_client: HttpClient
-) -> None:
+def test_equal_requests_in_flight_run_once(cached, server, grpc_client, http_client):
     watch = Watch(server, cached)
     # keeps the model busy while the others come
     ids = np.random.default_rng(0).integers(0, 190, (64, 500))
@@ -173,9 +157,7 @@ def test_equal_requests_in_flight_run_once(
     assert grown["joined"] + grown["hits"] == 15 * 20
 
 
-def test_the_cache_stays_within_its_bytes(
-    small_cache: str, server: LocalServer, grpc_client: GrpcClient
-) -> None:
+def test_the_cache_stays_within_its_bytes(small_cache, server, grpc_client):
     watch = Watch(server, small_cache)
     for first in range(0, 190, 10):
         rows = [[first + row, other] for row in range(10) for other in range(6)]
@@ -188,9 +170,7 @@ def test_the_cache_stays_within_its_bytes(
     assert grown["bytes"] > CACHE_BYTES - 2000
 
 
-def test_a_model_without_the_setting_keeps_nothing(
-    server: LocalServer, grpc_client: GrpcClient
-) -> None:
+def test_a_model_without_the_setting_keeps_nothing(server, grpc_client):
     watch = Watch(server, "slow")
     for _ in range(2):
         grpc_client.infer("slow", texts("word1", "word1"))
@@ -207,15 +187,13 @@ def test_a_model_without_the_setting_keeps_nothing(
         *(("request_priority", value) for value in (10, 1.5, "high")),
     ],
 )
-def test_an_invalid_deadline_or_priority_is_refused(client: Client, name: str, value: Any) -> None:
+def test_an_invalid_deadline_or_priority_is_refused(client, name, value):
     with pytest.raises(AnswerError, match=f"^INVALID_ARGUMENT: .*{name}"):
         client.infer("encoder", texts("word1"), {name: value})
 
 
 @pytest.mark.parametrize("parameters", [{"deadline_ms": NO_TIME}, {"timeout": 1000}], ids=str)
-def test_a_deadline_that_cannot_be_kept_is_refused(
-    server: LocalServer, client: Client, parameters: dict[str, Any]
-) -> None:
+def test_a_deadline_that_cannot_be_kept_is_refused(server, client, parameters):
     # 32,768 tokens: no machine runs them in the shortest timeout that is accepted
     bulk = {"input_ids": integers(np.ones((64, 512)))}
     before = outcomes(server, "encoder")
@@ -235,16 +213,12 @@ def test_a_deadline_that_cannot_be_kept_is_refused(
     ],
     ids=str,
 )
-def test_a_deadline_that_can_be_kept_changes_nothing(
-    client: Client, parameters: dict[str, Any]
-) -> None:
+def test_a_deadline_that_can_be_kept_changes_nothing(client, parameters):
     assert client.infer("encoder", texts("word1"), parameters).shape == (1, 3, 32)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_client_passes_deadlines_on_and_knows_a_missed_one(
-    server: LocalServer, protocol: str
-) -> None:
+def test_the_client_passes_deadlines_on_and_knows_a_missed_one(server, protocol):
     port = server.grpc_port if protocol == "grpc" else server.http_port
     with VarlenClient(f"{protocol}://{LOOPBACK}:{port}", "slow") as client:
         vectors = client.embed(["word1"] * 3, deadline_ms=60_000.5, priority=9)

@@ -22,12 +22,12 @@ READ = r"costs read from the cache, measured \d{4}-\d\d-\d\d \d\d:\d\d UTC"
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path):
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def repository(tmp_path: Path, cache: Path, checkpoints: dict[str, Path]) -> Path:
+def repository(tmp_path, cache, checkpoints):
     """A repository whose only model measures costs, and stores them in `cache`."""
     add_model(
         tmp_path / "models",
@@ -52,8 +52,8 @@ def started(repository: Path) -> Iterator[LocalServer]:
 
 
 def test_the_first_start_measures_the_second_reads_and_a_damaged_entry_is_measured_again(
-    repository: Path, cache: Path
-) -> None:
+    repository, cache
+):
     with started(repository) as server:
         first = server.log()
     (kept,) = CostStore(cache).entries()
@@ -83,9 +83,7 @@ def test_the_first_start_measures_the_second_reads_and_a_damaged_entry_is_measur
     assert measured_again.key == kept.key
 
 
-def test_a_server_runs_without_a_cache_that_cannot_be_written(
-    repository: Path, cache: Path
-) -> None:
+def test_a_server_runs_without_a_cache_that_cannot_be_written(repository, cache):
     cache.write_text("a file where a folder should be")
 
     with started(repository) as server:
@@ -97,9 +95,7 @@ def test_a_server_runs_without_a_cache_that_cannot_be_written(
     assert cache.read_text() == "a file where a folder should be"
 
 
-def test_models_that_load_at_once_share_one_cache(
-    repository: Path, cache: Path, checkpoints: dict[str, Path]
-) -> None:
+def test_models_that_load_at_once_share_one_cache(repository, cache, checkpoints):
     settings = {"warmup_seconds": "60", "cache_folder": str(cache), "max_batch_tokens": "128"}
     add_model(repository, "tagger", checkpoints["tagger"], **settings)
     # the same key as the encoder's: one of them measures for both
@@ -116,9 +112,7 @@ def test_models_that_load_at_once_share_one_cache(
     assert len(CostStore(cache).entries()) == 2
 
 
-def test_what_profile_costs_measured_is_what_the_first_start_reads(
-    repository: Path, cache: Path
-) -> None:
+def test_what_profile_costs_measured_is_what_the_first_start_reads(repository, cache):
     command = [sys.executable, "-m", "varlen_tools.profile_costs", str(repository / "encoder")]
     profiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert profiled.returncode == 0, profiled.stdout + profiled.stderr

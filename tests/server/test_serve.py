@@ -9,7 +9,6 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import openai
@@ -65,9 +64,7 @@ def terminal() -> Iterator[tuple[int, Callable[[], str]]]:
     os.close(ours)
 
 
-def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
-    minilm: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(minilm, tmp_path):
     words = ("--name", "it", "--api-key", "KEY")
     with (
         terminal() as (screen, shown),
@@ -98,9 +95,7 @@ def test_a_checkpoint_is_served_to_every_kind_of_client_until_a_signal(
 
 
 @pytest.mark.full
-def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
-    minilm: Path, tmp_path: Path
-) -> None:
+def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(minilm, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = {"TMPDIR": str(temporary)}
@@ -118,7 +113,7 @@ def test_a_killed_command_leaves_no_server_and_the_next_one_removes_its_folder(
 
 
 @pytest.mark.full
-def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_path: Path) -> None:
+def test_the_end_of_the_server_ends_the_command_with_its_log(minilm, tmp_path):
     with serving(str(minilm), cache=tmp_path) as it:
         words = [line.partition(" ")[0] for line in it.lines]
         assert [*dict.fromkeys(words)][:3] == ["fetching", "loading", "ready"]
@@ -134,7 +129,7 @@ def test_the_end_of_the_server_ends_the_command_with_its_log(minilm: Path, tmp_p
 
 
 @pytest.mark.full
-def test_the_printed_request_of_every_task_is_answered(tmp_path: Path) -> None:
+def test_the_printed_request_of_every_task_is_answered(tmp_path):
     folders = [
         fetch_task_model(save_task_model(tmp_path, name), tmp_path / "repository", name, task)
         for name, task in TASK_MODELS.items()

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.backend.fakes.server_api import ServerApi, api_of, read_apis
-from varlen_tools.local_server import LocalServer
+from tests.backend.fakes.server_api import api_of, read_apis
 
 from .serving import http_call, load, unload
 
@@ -22,7 +21,7 @@ RELEASES = {"2.51.0": "24.10"}
 
 
 @pytest.fixture
-def found(server: LocalServer, repository: Path) -> ServerApi:
+def found(server, repository):
     """Names of the running server's module."""
     folder = repository / "server_api"
     (folder / "1").mkdir(parents=True)
@@ -41,9 +40,7 @@ def found(server: LocalServer, repository: Path) -> ServerApi:
     return api_of(names)
 
 
-def test_the_running_server_has_the_names_of_its_release(
-    server: LocalServer, found: ServerApi
-) -> None:
+def test_the_running_server_has_the_names_of_its_release(server, found):
     _, metadata = http_call(server, "GET", "/v2")
     api = read_apis()[RELEASES[metadata["version"]]]
 

@@ -6,9 +6,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from varlen_tools.local_server import LocalServer
-
-from .clients import Array, GrpcClient, integers
+from .clients import Array, integers
 from .serving import resident_bytes, stub_of, worker_processes
 
 pytestmark = pytest.mark.full
@@ -20,9 +18,7 @@ IN_FLIGHT = 8
 MOST_GROWTH_BYTES = 24 << 20
 
 
-def test_two_thousand_requests_of_random_lengths_leave_no_memory_behind(
-    server: LocalServer, grpc_client: GrpcClient
-) -> None:
+def test_two_thousand_requests_of_random_lengths_leave_no_memory_behind(server, grpc_client):
     stub = stub_of(server, "encoder")
     host, workers = worker_processes(stub)
     chance = random.Random(0)

@@ -1,8 +1,6 @@
 """The tokenizer through the server: both protocols and every task."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -10,7 +8,6 @@ from transformers import AutoTokenizer
 
 from varlen.tasks import ITERATIVE_TASKS
 from varlen_client import Client, InvalidRequest
-from varlen_tools.local_server import LocalServer
 
 from .serving import http_call
 from .task_models import TASK_MODELS
@@ -19,12 +16,12 @@ TEXTS = ["the cat's river", "wörld 😀 x", "tokenization " * 300, "a"]
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[Client]:
+def client(url):
     with Client(url, "minilm") as client:
         yield client
 
 
-def test_tokens_are_those_of_transformers(client: Client, minilm: Path) -> None:
+def test_tokens_are_those_of_transformers(client, minilm):
     oracle = AutoTokenizer.from_pretrained(minilm, model_max_length=10**6)
 
     found = client.tokenize(TEXTS)
@@ -51,7 +48,7 @@ def test_tokens_are_those_of_transformers(client: Client, minilm: Path) -> None:
         ]
 
 
-def test_what_cannot_be_tokenized_is_named(client: Client) -> None:
+def test_what_cannot_be_tokenized_is_named(client):
     with pytest.raises(InvalidRequest, match="^row 0: text is .99999999.; allowed: a JSON list of"):
         client.detokenize([[99_999_999]])
     with pytest.raises(
@@ -61,9 +58,7 @@ def test_what_cannot_be_tokenized_is_named(client: Client) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_models_of_every_task_have_their_tokenizer(
-    task_server: LocalServer, task_checkpoints: dict[str, Path], protocol: str
-) -> None:
+def test_models_of_every_task_have_their_tokenizer(task_server, task_checkpoints, protocol):
     url = task_server.grpc_url if protocol == "grpc" else task_server.http_url
     texts = ["word1 word2", "word3"]
     for name in TASK_MODELS:
@@ -78,7 +73,7 @@ def test_models_of_every_task_have_their_tokenizer(
         assert back == [library.decode(ids, skip_special_tokens=False) for ids in expected], name
 
 
-def test_other_clients_read_the_tokens_as_json(task_server: LocalServer) -> None:
+def test_other_clients_read_the_tokens_as_json(task_server):
     for name, task in TASK_MODELS.items():
         if task in ITERATIVE_TASKS:
             body = {"text_input": "word1", "parameters": {"operation": "tokenize"}}

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ SCORE_TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     """Tiny random checkpoints by model name."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return {
@@ -50,9 +49,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def server(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalServer]:
+def server(checkpoints, tmp_path_factory):
     """A server with a model of each kind: it translates, continues texts, or embeds them."""
     folder = tmp_path_factory.mktemp("translating")
     for name, checkpoint in checkpoints.items():
@@ -63,14 +60,14 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def translator(checkpoints: dict[str, Path]) -> Iterator[Generator]:
+def translator(checkpoints):
     """The model that translates, in this process."""
     with in_process(checkpoints["translator"]) as generator:
         yield generator
 
 
 @pytest.fixture(scope="module")
-def writer(checkpoints: dict[str, Path]) -> Iterator[Generator]:
+def writer(checkpoints):
     """The model that continues texts, in this process."""
     with in_process(checkpoints["writer"]) as generator:
         yield generator
@@ -89,7 +86,7 @@ def check_answer(answer: Any, expected: Generation) -> None:
     assert answer.score == pytest.approx(expected.score, rel=SCORE_TOLERANCE, abs=SCORE_TOLERANCE)
 
 
-def test_translations_are_those_of_the_model_in_process(url: str, translator: Generator) -> None:
+def test_translations_are_those_of_the_model_in_process(url, translator):
     options = {"num_beams": 4, "max_tokens": 20, "length_penalty": 0.8}
     expected = translator.generate(TEXTS, n=3, **options)
 
@@ -107,7 +104,7 @@ def test_translations_are_those_of_the_model_in_process(url: str, translator: Ge
     check_answer(first, expected[0])
 
 
-def test_without_options_the_checkpoint_decides(url: str, translator: Generator) -> None:
+def test_without_options_the_checkpoint_decides(url, translator):
     [expected] = translator.generate(["the cat"], max_tokens=30)
 
     with Client(url, "translator") as client:
@@ -121,7 +118,7 @@ def test_without_options_the_checkpoint_decides(url: str, translator: Generator)
     assert parts[-1].finish_reason == expected.finish_reason
 
 
-def test_a_model_that_continues_text_searches_too(url: str, writer: Generator) -> None:
+def test_a_model_that_continues_text_searches_too(url, writer):
     options = {"num_beams": 4, "max_tokens": 12}
     expected = writer.generate(["the cat"], n=4, **options)
 
@@ -133,7 +130,7 @@ def test_a_model_that_continues_text_searches_too(url: str, writer: Generator) -
     ]
 
 
-def test_the_generate_endpoint_takes_plain_json(server: LocalServer, translator: Generator) -> None:
+def test_the_generate_endpoint_takes_plain_json(server, translator):
     expected = translator.generate(["the cat"], num_beams=3, n=2, max_tokens=9)
     body = {
         "text_input": "the cat",
@@ -157,7 +154,7 @@ def test_the_generate_endpoint_takes_plain_json(server: LocalServer, translator:
     assert (status, "num_beams is 0" in answer["error"]) == (400, True)
 
 
-def test_a_search_that_finds_fewer_answers_says_so(url: str) -> None:
+def test_a_search_that_finds_fewer_answers_says_so(url):
     # two tokens are left to choose from
     options = {"suppress_tokens": list(range(2, 261)), "num_beams": 4, "max_tokens": 1}
 
@@ -168,9 +165,7 @@ def test_a_search_that_finds_fewer_answers_says_so(url: str) -> None:
     assert all(each.token_ids for each in (best, *best.alternatives))
 
 
-def test_searches_of_different_widths_share_steps_and_change_no_answer(
-    server: LocalServer, translator: Generator
-) -> None:
+def test_searches_of_different_widths_share_steps_and_change_no_answer(server, translator):
     chance = random.Random(0)
     plans = [
         {
@@ -222,9 +217,7 @@ def test_searches_of_different_widths_share_steps_and_change_no_answer(
     ],
     ids=["none", "n_best", "unknown", "stop", "logprobs", "word", "long", "vocabulary"],
 )
-def test_a_bad_request_is_the_caller_s_fault_and_names_its_row(
-    url: str, text: Any, options: dict[str, Any], message: str
-) -> None:
+def test_a_bad_request_is_the_caller_s_fault_and_names_its_row(url, text, options, message):
     first = "good" if isinstance(text, str) else [5]
     with Client(url, "translator", concurrency=1) as client:
         with pytest.raises(InvalidRequest, match=r"^row [01]") as caught:
@@ -235,7 +228,7 @@ def test_a_bad_request_is_the_caller_s_fault_and_names_its_row(
 
 
 @pytest.mark.parametrize("model", ["writer", "encoder"])
-def test_a_model_of_another_task_does_not_translate(url: str, model: str) -> None:
+def test_a_model_of_another_task_does_not_translate(url, model):
     with (
         Client(url, model) as client,
         pytest.raises(InvalidRequest, match="return_score|translate"),
@@ -243,7 +236,7 @@ def test_a_model_of_another_task_does_not_translate(url: str, model: str) -> Non
         client.translate(["a"])
 
 
-def test_a_client_that_cancels_frees_the_blocks_of_its_search(server: LocalServer) -> None:
+def test_a_client_that_cancels_frees_the_blocks_of_its_search(server):
     before = wait_until_free(server, "translator")
     longest = {"num_beams": 8, "max_tokens": LONGEST - 2, "min_tokens": LONGEST - 2}
 
@@ -268,7 +261,7 @@ def test_a_client_that_cancels_frees_the_blocks_of_its_search(server: LocalServe
     assert after[name] - before[name] < 2 * 8 * (LONGEST - 2)
 
 
-def test_a_deadline_ends_a_search_and_frees_its_blocks(url: str, server: LocalServer) -> None:
+def test_a_deadline_ends_a_search_and_frees_its_blocks(url, server):
     longest = {"num_beams": 8, "max_tokens": LONGEST - 2, "min_tokens": LONGEST - 2}
 
     with Client(url, "translator") as client, pytest.raises(DeadlineMissed):
@@ -277,9 +270,7 @@ def test_a_deadline_ends_a_search_and_frees_its_blocks(url: str, server: LocalSe
     wait_until_free(server, "translator")
 
 
-def test_1000_requests_of_several_clients_are_each_ended_once(
-    server: LocalServer, translator: Generator
-) -> None:
+def test_1000_requests_of_several_clients_are_each_ended_once(server, translator):
     """Each is translated, misses its deadline, or is cancelled by its client; none is lost."""
     stub, before = stub_of(server, "translator"), outcomes(server, "translator")
     chance = random.Random(1)
@@ -344,9 +335,7 @@ def test_1000_requests_of_several_clients_are_each_ended_once(
     assert stub_of(server, "translator") == stub
 
 
-def test_models_of_each_kind_in_one_server_all_make_progress_under_load(
-    server: LocalServer,
-) -> None:
+def test_models_of_each_kind_in_one_server_all_make_progress_under_load(server):
     before = {name: outcomes(server, name)["ok"] for name in MODELS}
 
     async def send_all_the_time(name: str, client: AsyncClient, until: float) -> int:

@@ -3,16 +3,14 @@
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.closeness import assert_close
-from varlen_tools.local_server import LocalServer
 
-from .clients import GrpcClient, integers
+from .clients import integers
 from .serving import (
     add_model,
     is_running,
@@ -29,12 +27,7 @@ LENGTHS = (500, 40, 333, 7) * 8
 
 
 @pytest.fixture
-def model(
-    server: LocalServer,
-    repository: Path,
-    checkpoints: dict[str, Path],
-    request: pytest.FixtureRequest,
-) -> Iterator[str]:
+def model(server, repository, checkpoints, request):
     """A model with two workers."""
     # a name of its own for each test: an unload ends later than it returns, and the server may go on counting
     name = re.sub(r"\W", "_", request.node.name)
@@ -46,13 +39,8 @@ def model(
 
 @pytest.mark.parametrize("kills_host", [False, True], ids=["workers", "host_and_workers"])
 def test_requests_of_killed_workers_are_answered_by_others(
-    model: str,
-    server: LocalServer,
-    grpc_client: GrpcClient,
-    roundings: dict[str, int],
-    *,
-    kills_host: bool,
-) -> None:
+    model, server, grpc_client, roundings, *, kills_host
+):
     requests = {n: {"input_ids": integers(np.full((1, n), 7))} for n in LENGTHS}
     expected = {n: grpc_client.infer(model, request) for n, request in requests.items()}
     stub = stub_of(server, model)
@@ -82,7 +70,7 @@ def test_requests_of_killed_workers_are_answered_by_others(
     assert not set(workers) & set(now_workers)
 
 
-def test_unloading_ends_host_and_workers(model: str, server: LocalServer) -> None:
+def test_unloading_ends_host_and_workers(model, server):
     host, workers = worker_processes(stub_of(server, model))
 
     unload(server, model)

@@ -20,21 +20,19 @@ from varlen.program.recorder import Recorder
 from varlen_bench.kernels import peers, report
 from varlen_bench.kernels.__main__ import app
 from varlen_bench.kernels.encoder import SingleOpKernels, with_own_tables
-from varlen_bench.kernels.grid import FULL, QUICK, TINY, packed_lengths
-from varlen_bench.kernels.groups import GROUPS, is_compiled
+from varlen_bench.kernels.grid import FULL, GROUPS, QUICK, TINY, is_compiled, packed_lengths
 from varlen_bench.kernels.machine import Budget, DeviceLostError, fake_machine
 from varlen_bench.kernels.measure import COPY, OURS, measure
 from varlen_bench.kernels.op_peers import peers_of
 from varlen_bench.kernels.peers import Peer, Peers, Unavailable
-from varlen_bench.ops import padded, rows
-from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
+from varlen_bench.ops.table import TABLE, op_call
 
 pytestmark = pytest.mark.full
 
 CPU = torch.device("cpu")
 LONG = Budget(1e6)
-CALL = rows.add_layer_norm(4, 8, torch.float32)
+CALL = op_call("add_layer_norm", torch.float32, tokens=4, hidden=8)
 TORCH = peers_of(CALL).systems[0]
 # rows are appended to the files of earlier revisions
 COLUMNS = (
@@ -80,16 +78,16 @@ def test_the_full_grid_has_the_shapes_of_the_paper_and_of_servers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("op", ANY_BATCH)
+@pytest.mark.parametrize("op", TABLE)
 def test_the_reference_matches_the_exact_result_of_a_call(op, dtype):
-    call = ANY_BATCH[op]([5, 1, 9], dtype)
+    call = op_call(op, dtype, lengths=[5, 1, 9])
 
     assert call.error_of(kernels("reference"), "cpu", 0) <= call.max_error
 
 
-@pytest.mark.parametrize("op", ANY_BATCH)
+@pytest.mark.parametrize("op", TABLE)
 def test_an_exact_result_is_not_rounded_to_fp32_and_no_input_is_written(op):
-    call = ANY_BATCH[op]([5, 1, 9], torch.float32)
+    call = op_call(op, torch.float32, lengths=[5, 1, 9])
     inputs, same = call.make("cpu", 0), call.make("cpu", 0)
 
     exact = call.exact(inputs)
@@ -137,9 +135,9 @@ def test_torch_compile_is_a_peer_at_selected_shapes():
 
 
 def test_bytes_moved_are_the_fewest_possible():
-    norm = rows.add_layer_norm(10_000, 768, torch.bfloat16)
-    full = padded.masked_softmax([500] * 20, 500, 12, torch.bfloat16)
-    part = padded.masked_softmax([1, 3], 4, 2, torch.bfloat16)
+    norm = op_call("add_layer_norm", torch.bfloat16, tokens=10_000)
+    full = op_call("masked_softmax", torch.bfloat16, lengths=[500] * 20)
+    part = op_call("masked_softmax", torch.bfloat16, lengths=[1, 3], keys=4, heads=2)
 
     assert norm.bytes_moved == 3 * 10_000 * 768 * 2 + 2 * 768 * 2
     assert full.bytes_moved == 2 * 20 * 12 * 500 * 500 * 2

@@ -3,6 +3,7 @@
 import re
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,18 +16,37 @@ from typer.testing import CliRunner
 from tests.closeness import assert_close, encoder_roundings
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
+from varlen_bench import memory
 from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.worker import WorkerError
-from varlen_bench.memory import cases
-from varlen_bench.memory.__main__ import app
-from varlen_bench.memory.cases import ENCODERS, NO_ARENA, OURS, PEER, Case
-from varlen_bench.memory.measure import allocated_bytes, asked_bytes, compare
-from varlen_bench.memory.rows import EXACT, SERVER, STUB
-from varlen_bench.memory.run import ask_worker, measure_server
-from varlen_bench.memory.soak import Soak, soak
-from varlen_bench.memory.systems import load
-from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
-from varlen_bench.peers.checkpoints import EncoderShape, save_random_checkpoint
+from varlen_bench.memory import (
+    ENCODERS,
+    EXACT,
+    SERVER,
+    STUB,
+    MemorySubject,
+    Soak,
+    app,
+    ask_worker,
+    cases,
+    empty_result,
+    measure_case,
+    measure_server,
+    soak,
+)
+from varlen_bench.peers.checkpoints import MINILM, EncoderShape, save_random_checkpoint
+from varlen_bench.workers.memory import (
+    NO_ARENA,
+    OURS,
+    PEER,
+    Case,
+    NoArena,
+    UnplannedProgram,
+    allocated_bytes,
+    asked_bytes,
+    compare,
+    load,
+)
 
 from .conftest import committed_columns, read_csv
 
@@ -47,7 +67,7 @@ def a_case(*lengths, batch=2):
 
 
 def test_the_stream_is_the_papers_and_the_same_each_time():
-    small, *_, large = cases.cases(ENCODERS["minilm"], quick=False)
+    small, *_, large = cases(ENCODERS["minilm"], quick=False)
 
     assert (small.batch, large.batch) == (1, 20)
     assert len(small.lengths) == 150
@@ -62,7 +82,7 @@ def test_the_stream_is_the_papers_and_the_same_each_time():
 
 def test_a_quick_look_keeps_the_encoders_and_has_fewer_requests():
     for encoder in ENCODERS.values():
-        whole, quick = (cases.cases(encoder, quick=quick) for quick in (False, True))
+        whole, quick = (cases(encoder, quick=quick) for quick in (False, True))
         assert {case.encoder for case in [*whole, *quick]} == {encoder}
         assert {case.batch for case in quick} < {case.batch for case in whole}
         assert all(len(case.lengths) < 150 for case in quick)
@@ -155,10 +175,10 @@ def test_systems_take_turns_and_each_keeps_its_own_seconds():
 
 
 def test_the_whole_benchmark_on_a_tiny_encoder(monkeypatch, tmp_path):
-    monkeypatch.setattr("varlen_bench.memory.__main__.ENCODERS", {ENCODER.name: ENCODER})
-    monkeypatch.setattr(cases, "_STEPS", {ENCODER.name: {2: 1}})
-    monkeypatch.setattr(cases, "_LONGEST", 20)
-    monkeypatch.setattr(cases, "_REQUESTS", 12)
+    monkeypatch.setattr(memory, "ENCODERS", {ENCODER.name: ENCODER})
+    monkeypatch.setattr(memory, "_STEPS", {ENCODER.name: {2: 1}})
+    monkeypatch.setattr(memory, "_LONGEST", 20)
+    monkeypatch.setattr(memory, "_REQUESTS", 12)
     output = tmp_path / "memory.csv"
 
     done = CliRunner().invoke(app, ["--served", "0", "--threads", "2", "--output", str(output)])
@@ -208,7 +228,7 @@ def test_a_soak_samples_memory_between_parts_of_its_requests(monkeypatch, tmp_pa
         "_REST_SECONDS": 0.0,
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(f"varlen_bench.memory.soak.{name}", fake)
+        monkeypatch.setattr(memory, name, fake)
     (tmp_path / "tiny" / "1").mkdir(parents=True)
     (tmp_path / "tiny" / "1" / "tokenizer.json").write_text(
         Tokenizer(WordLevel({"cat": 0, "dog": 1, "[UNK]": 2}, "[UNK]")).to_str()
@@ -250,3 +270,86 @@ def test_a_server_that_cannot_start_is_a_note(tmp_path):
 
     assert stub.note.startswith("did not run: ")
     assert stub.median("rss_flatness") is None
+
+
+CASE = Case(MINILM, 2, (1, 2, 3, 4))
+SPEEDS = [1.0, 1.1, 1.2, 1.2, 1.3, 1.4]
+FIGURES = {
+    OURS: [
+        {
+            "weights_mib": 100.0,
+            "footprint_vs_bound": 1.02,
+            "new_mib_per_request": 3.0,
+            "peak_mib": 20.0,
+            "plan_share": 0.005,
+        },
+        {"new_mib_per_request": 5.0},
+    ],
+    NO_ARENA: [{"weights_mib": 100.0, "peak_mib": 30.0}],
+    PEER: [{"weights_mib": 100.0, "peak_mib": 50.0}],
+}
+
+
+def measured(*failing):
+    def ask(system, case):
+        if system in failing:
+            raise WorkerError(f"{system.name if system else 'speed'} is broken")
+        return {"figures": map(dict, FIGURES[system])} if system else {"speeds": SPEEDS}
+
+    return measure_case(CASE, "cpu", ask, lambda _: None)
+
+
+def columns(results, *names):
+    return [tuple(row[name] for name in names) for row in MemorySubject().rows(results)]
+
+
+def test_a_case_has_a_row_for_each_system_and_the_exact_arena():
+    results = measured()
+
+    assert columns(results, "system", "requests", "vs_pytorch") == [
+        ("varlen", 4, 0.4),
+        ("varlen-no-arena", 2, 0.6),
+        ("transformers", 4, 1.0),
+        ("exact-arena", 4, None),
+    ]
+    assert set(columns(results, "encoder", "batch", "device")) == {("minilm", 2, "cpu")}
+    speeds = columns(results, "vs_no_arena", "vs_no_arena_p20", "vs_no_arena_p80")
+    assert speeds[0] == (1.2, 1.1, 1.3)
+    assert columns(results, "new_mib_per_request")[-1] == (5.0,)
+
+
+def test_the_bench_line_has_the_worst_of_each_figure():
+    better = empty_result(OURS, "tiny", "cpu", 4)
+    better.rounds.append({"footprint_vs_bound": 1.0, "vs_pytorch": 0.3})
+    stub = Soak(Path(), "tiny").result(STUB)
+    stub.rounds.append({"rss_flatness": 2 / 101})
+
+    assert MemorySubject().figures([better, *measured(), stub]) == {
+        "footprint_vs_bound": 1.02,
+        "vs_pytorch": 0.4,
+        "plan_share": 0.005,
+        "speed_vs_no_arena": 1.2,
+        "new_bytes_per_request": 3 * MIB,
+        "rss_flatness": 0.0198,
+    }
+
+
+def test_a_peer_that_fails_leaves_its_reason_and_no_ratio():
+    results = measured(PEER)
+
+    assert results[0].median("peak_mib") == 20
+    assert columns(results, "vs_pytorch") == [(None,)] * 4
+    assert MemorySubject().figures(results)["vs_pytorch"] is None
+    assert MemorySubject().figures(results)["speed_vs_no_arena"] == 1.2
+    systems, arenas, *notes = MemorySubject().tables(results)
+    assert notes == ["minilm 2 transformers: did not run: transformers is broken"]
+    assert [line[3] for line in systems.lines] == [OURS.name, NO_ARENA.name]
+    assert [line[3] for line in arenas.lines] == [OURS.name, EXACT.name]
+
+
+def test_our_own_failure_leaves_a_row_too():
+    results = measured(OURS, None)
+
+    assert [result.system for result in results] == [OURS, NO_ARENA, PEER]
+    assert results[0].note == "did not run: varlen is broken; no speed: speed is broken"
+    assert set(MemorySubject().figures(results).values()) == {None}

@@ -6,9 +6,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("rich")
 
+from varlen_bench import ranks as benchmark
 from varlen_bench.peers.checkpoints import GeneratorShape
-from varlen_bench.ranks import exchange, models, run
-from varlen_bench.ranks.__main__ import app
+from varlen_bench.ranks import MEASUREMENTS, SYSTEMS, app
+from varlen_bench.workers import ranks as exchange
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 
@@ -23,7 +24,7 @@ pytestmark = [
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_run_writes_a_row_for_each_shape_and_system(ranks, tmp_path, monkeypatch):
     output = tmp_path / "rows.csv"
-    monkeypatch.setattr(run, "SHAPES", ((1, 7), (3, 33)))
+    monkeypatch.setattr(benchmark, "SHAPES", ((1, 7), (3, 33)))
     options = ["--quick", "--only", "all_reduce", "--ranks", str(ranks), "--output", str(output)]
 
     result = CliRunner().invoke(app, options)
@@ -31,7 +32,7 @@ def test_a_run_writes_a_row_for_each_shape_and_system(ranks, tmp_path, monkeypat
     assert result.exit_code == 0, result.output
     rows = read_csv(output)
     assert [(row["case"], row["system"]) for row in rows] == [
-        (case, system) for case in ("1x7 fp32", "3x33 fp32") for system in run.SYSTEMS
+        (case, system) for case in ("1x7 fp32", "3x33 fp32") for system in SYSTEMS
     ]
     assert all(0 < float(row["least"]) <= float(row["median"]) for row in rows)
     assert {row["ranks"] for row in rows} == {str(ranks)}
@@ -42,9 +43,9 @@ def test_a_run_writes_a_row_for_each_shape_and_system(ranks, tmp_path, monkeypat
 def test_a_run_says_how_long_stages_wait(tmp_path, monkeypatch):
     tiny = GeneratorShape("tiny", 64, 2, 4, positions=128, vocabulary=300)
     output = tmp_path / "rows.csv"
-    monkeypatch.setattr(models, "GPT2_SMALL", tiny)
-    monkeypatch.setattr(models, "SEQUENCES", (3,))
-    monkeypatch.setattr(models, "DTYPES", ("fp32",))
+    monkeypatch.setattr(benchmark, "GPT2_SMALL", tiny)
+    monkeypatch.setattr(benchmark, "SEQUENCES", (3,))
+    monkeypatch.setattr(benchmark, "DTYPES", ("fp32",))
 
     result = CliRunner().invoke(app, ["--quick", "--only", "stages", "--output", str(output)])
 
@@ -60,7 +61,7 @@ def test_an_unknown_measurement_is_refused_with_all_names():
     result = CliRunner().invoke(app, ["--only", "prefill"])
 
     assert result.exit_code == 2
-    assert all(name in result.output for name in ("prefill", *run.MEASUREMENTS))
+    assert all(name in result.output for name in ("prefill", *MEASUREMENTS))
 
 
 def test_a_wrong_sum_ends_the_run():

@@ -8,10 +8,8 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from varlen_bench.compile_ahead import compile_ahead
 from varlen_bench.dry_run import dry_run
-from varlen_bench.kernels.grid import FULL, TINY
-from varlen_bench.kernels.groups import GROUPS
+from varlen_bench.kernels.grid import FULL, GROUPS, TINY, calls_of
 from varlen_bench.launch_choices import (
-    benchmark_calls,
     candidate_runs,
     collect_choices,
     default_runs,
@@ -32,7 +30,7 @@ def one_failing_and_one_real_run():
 
 def test_the_choices_of_the_whole_benchmark_are_found_without_compiling():
     failed = []
-    calls = benchmark_calls(FULL, list(GROUPS), ["bf16"])
+    calls = calls_of(FULL, list(GROUPS), ["bf16"])
 
     # without a GPU, a launch would fail
     choices = collect_choices(calls, kernels("fused"), failed.append)
@@ -73,7 +71,7 @@ def test_default_runs_launch_every_kernel_of_the_benchmark_once():
         return {(c.kernel, c.ptx) for c in compiled}
 
     runs = default_runs(TINY, ["layernorm"], ["bf16"])
-    calls = benchmark_calls(TINY, ["layernorm"], ["bf16"])
+    calls = calls_of(TINY, ["layernorm"], ["bf16"])
 
     assert len(runs) < len(calls)
     assert compiled_by(runs) == compiled_by([partial(run_empty, call) for call in calls])

@@ -34,8 +34,8 @@ from varlen_bench.gpu_report.summary import (
 )
 from varlen_bench.kernels.grid import TINY
 from varlen_bench.kernels.machine import Budget, fake_machine
-from varlen_bench.ops import chosen_tokens, rows
 from varlen_bench.ops.call import kernels
+from varlen_bench.ops.table import TABLE, op_call
 
 from .bare_machine import run_on_bare_machine
 
@@ -199,19 +199,19 @@ def test_a_bare_machine_can_import_every_stage(tmp_path):
 
 def test_the_smoke_test_covers_every_op_and_dtype_and_finds_wrong_ones():
     found = list(smoke.check_all(["bf16"], CPU, kernels("reference")))
-    call = rows.layer_norm(4, 8, torch.float32)
+    call = op_call("layer_norm", torch.float32, tokens=4, hidden=8)
 
     wrong = smoke.check(call, CPU, SimpleNamespace(layer_norm=lambda out, **_: out.zero_()))
     fails = smoke.check(call, CPU, SimpleNamespace())
 
-    assert {row["op"] for row in found} == set(smoke.ANY_BATCH)
+    assert {row["op"] for row in found} == set(TABLE)
     assert {row["note"] for row in found} == {"ok"}
     assert (wrong["note"], wrong["error"]) == ("wrong", 1.0)
     assert fails["note"].startswith("failed: AttributeError")
 
 
 def test_the_smoke_test_accepts_an_op_that_overwrites_its_inputs():
-    call = chosen_tokens.beam_step(2, 2, 100, torch.float32, edits=3)
+    call = op_call("beam_step", torch.float32, "edits", batch=2, beams=2, vocabulary=100, longest=3)
 
     def beam_step(logits, scores, *, edits, **options):
         found = kernels("reference").beam_step(logits, scores, edits=edits, **options)
@@ -222,7 +222,7 @@ def test_the_smoke_test_accepts_an_op_that_overwrites_its_inputs():
 
 
 def test_the_smoke_command_writes_rows_and_fails_if_an_op_is_wrong(tmp_path, monkeypatch):
-    calls = [rows.layer_norm(4, 8, torch.float32)]
+    calls = [op_call("layer_norm", torch.float32, tokens=4, hidden=8)]
     monkeypatch.setattr(smoke, "smoke_calls", lambda dtype: calls)
     monkeypatch.setattr(smoke, "finds_gpu", lambda command: True)
     app = typer.Typer()

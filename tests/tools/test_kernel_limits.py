@@ -1,7 +1,6 @@
 """Exceeded limits of machine code are reported; ceilings are stored in a CSV."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,11 @@ from varlen_bench.kernel_limits import (
 )
 from varlen_bench.machine_code import MachineCode
 from varlen_bench.ops.compiled import CompiledCall
-from varlen_bench.ops.rows import add_layer_norm
 
 pytestmark = pytest.mark.full
 
 DTYPE = torch.bfloat16
-NORM = CompiledCall("256", partial(add_layer_norm, 8, 256), dtypes=(DTYPE,))
+NORM = CompiledCall("add_layer_norm", "256", {"tokens": 8, "hidden": 256}, dtypes=(DTYPE,))
 CALL = replace(NORM, narrow_loads=2)
 GOOD = MachineCode(
     kernel="_norm_kernel",

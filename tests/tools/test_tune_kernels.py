@@ -16,7 +16,7 @@ from varlen_bench import tune_kernels
 from varlen_bench.harness.summary import Spread
 from varlen_bench.kernels.machine import Budget
 from varlen_bench.launch_choices import collect_choices
-from varlen_bench.ops import chosen_tokens, rows
+from varlen_bench.ops.table import op_call
 from varlen_bench.tune_kernels import tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
@@ -79,7 +79,9 @@ def machine_with(microseconds=lambda rows, tokens: TIMES[rows], launches=LAUNCHE
 
 
 def calls(*tokens, hidden=8):
-    return [rows.add_layer_norm(count, hidden, torch.float32) for count in tokens]
+    return [
+        op_call("add_layer_norm", torch.float32, tokens=count, hidden=hidden) for count in tokens
+    ]
 
 
 def choices_of(calls, machine):
@@ -91,7 +93,7 @@ def choices_of(calls, machine):
 
 
 def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported():
-    failing = chosen_tokens.beam_step(8, 4, 320, torch.float32)
+    failing = op_call("beam_step", torch.float32, batch=8, vocabulary=320)
     mixed = [failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)]
     failed = []
 
@@ -254,7 +256,7 @@ def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Mine")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine_with())
-    monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, kinds: calls(4))
+    monkeypatch.setattr(tune_kernels, "calls_of", lambda grid, groups, kinds: calls(4))
     # the candidates of these fake kernels are nothing to compile
     monkeypatch.setattr(tune_kernels, "cpu_count", lambda: 1)
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,8 +19,7 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, rounded, worst
 from varlen_bench.harness.tables import csv_table
 from varlen_bench.ops.call import Inputs, OpCall
-from varlen_bench.ops.rows import activate
-from varlen_bench.ops.sequences import attention_varlen
+from varlen_bench.ops.table import op_call
 from varlen_kernels import cpu, reference
 
 LENGTHS = {
@@ -56,11 +55,12 @@ def cases() -> list[Case]:
     found = []
     for name, dtype in _DTYPES.items():
         for head_dim, (sizes, lengths) in product(_HEAD_DIMS, LENGTHS.items()):
-            call = attention_varlen(lengths, _HEADS, head_dim, dtype)
+            heads: dict[str, Any] = {"heads": _HEADS, "head_dim": head_dim}
+            call = op_call("attention_varlen", dtype, lengths=lengths, **heads)
             case = f"{sizes}, {_HEADS} heads of {head_dim}"
             found.append(Case("attention_varlen", case, name, call))
         for rows in _ROWS:
-            call = activate(rows, _FEATURES, dtype, kind="gelu_tanh", biased=False)
+            call = op_call("activate", dtype, "", tokens=rows, features=_FEATURES, kind="gelu_tanh")
             found.append(Case("activate gelu_tanh", f"{rows} x {_FEATURES}", name, call))
     return found
 

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from varlen_bench.dry_run import no_launches
-from varlen_bench.kernels.grid import Grid
-from varlen_bench.kernels.groups import DTYPES, GROUPS
+from varlen_bench.kernels.grid import Grid, calls_of
 from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.call import OpCall, kernels
 from varlen_kernels import tuning
@@ -72,20 +71,13 @@ def collect_choices(
     return list(found.values())
 
 
-def benchmark_calls(grid: Grid, groups: Sequence[str], dtypes: Sequence[str]) -> list[OpCall]:
-    """Return the calls of these groups, dtype by dtype."""
-    return [
-        call for dtype in dtypes for group in groups for call in GROUPS[group](grid, DTYPES[dtype])
-    ]
-
-
 def candidate_runs(
     grid: Grid, groups: Sequence[str], dtypes: Sequence[str]
 ) -> list[Callable[[], object]]:
     """Return a call for each candidate launch, in the order of the choices."""
     # the caller has listed the same choices and reported the calls that fail
     failed: list[str] = []
-    calls = benchmark_calls(grid, groups, dtypes)
+    calls = calls_of(grid, groups, dtypes)
     choices = collect_choices(calls, kernels("fused"), failed.append)
     return [
         partial(_run_launch, choice, launch) for choice in choices for launch in choice.launches
@@ -97,7 +89,7 @@ def default_runs(
 ) -> list[Callable[[], object]]:
     """Return one of those calls of these groups that launch the same kernels by default."""
     distinct: dict[object, OpCall] = {}
-    for call in benchmark_calls(grid, groups, dtypes):
+    for call in calls_of(grid, groups, dtypes):
         distinct.setdefault(_kernels_of(call), call)
     return [partial(run_empty, call) for call in distinct.values()]
 

@@ -22,11 +22,10 @@ from varlen_bench.harness.command import Only, refused, select
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.rows import Cell, bench_line
 from varlen_bench.kernels.gpu_run import finds_gpu
-from varlen_bench.kernels.grid import FULL
-from varlen_bench.kernels.groups import DTYPES, GROUPS
+from varlen_bench.kernels.grid import DTYPES, FULL, GROUPS, calls_of
 from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
 from varlen_bench.kernels.measure import failed_note
-from varlen_bench.launch_choices import Choice, benchmark_calls, candidate_runs, collect_choices
+from varlen_bench.launch_choices import Choice, candidate_runs, collect_choices
 from varlen_bench.ops.call import OpCall
 from varlen_kernels import tuning
 from varlen_kernels.tuning import Launch
@@ -191,7 +190,7 @@ def main(
     def save(best: BestLaunches) -> None:
         output.write_text(updated_tables(before, machine, version, best), encoding="utf-8")
 
-    choices = collect_choices(benchmark_calls(FULL, groups, kinds), machine.kernels, _report)
+    choices = collect_choices(calls_of(FULL, groups, kinds), machine.kernels, _report)
     runs = partial(candidate_runs, FULL, groups, kinds)
     count = sum(len(choice.launches) for choice in choices)
     processes = min(cpu_count() - 1, _MAX_PROCESSES)

@@ -14,10 +14,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from varlen_client.aio import DEFAULT_CONCURRENCY
-from varlen_client.cli.files import check_output, texts_or_lines, write_file
-from varlen_client.cli.options import print_message, shorten, usage_error
+from varlen_client.cli.options import (
+    check_output,
+    print_message,
+    shorten,
+    texts_or_lines,
+    usage_error,
+    write_file,
+)
 from varlen_client.cli.requests import RowOptions, with_options
-from varlen_client.cli.row_command import (
+from varlen_client.cli.rows import (
     Force,
     JsonOfValues,
     Normalize,

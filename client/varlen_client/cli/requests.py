@@ -9,18 +9,18 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-from varlen_client.cli.model_words import other_task
 from varlen_client.cli.options import DEFAULT_URLS, Model, Urls, exit_on_error, fail
 from varlen_client.errors import InvalidRequest, VarlenClientError
 from varlen_client.row_options import TruncationSide
 from varlen_client.sync import Client
+from varlen_client.wire import ModelInfo
 
 # For a better message of an error; most models are known by then.
 _EXPLANATION_SECONDS = 2.0
@@ -121,3 +121,49 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     flat.__signature__ = signature.replace(parameters=[*own, *shared.values()])  # type: ignore[attr-defined]  # inspect's own hook
     return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Words about the models of a task."""
+
+    does: str
+    makes: str
+    kind: str
+
+
+_WORDS: Mapping[str, _Words] = {
+    "embed": _Words("embeds texts", "vectors of texts", "an embedding model"),
+    "sparse_embed": _Words("weighs terms of texts", "sparse vectors", "a SPLADE model"),
+    "classify": _Words("labels texts", "labels of texts", "a classifier"),
+    "rerank": _Words("ranks documents", "scores of documents", "a reranker"),
+    "fill_mask": _Words("fills masks", "tokens for masks", "a masked language model"),
+    "token_classify": _Words("labels tokens", "labels of tokens", "a token classifier"),
+    "token_embed": _Words("embeds tokens", "vectors of tokens", "a ColBERT model"),
+    "hidden": _Words("gives hidden states", "hidden states", "a model of the task hidden"),
+    "generate": _Words("generates text", "generated text", "a model that generates"),
+    "translate": _Words("translates texts", "translations", "a translation model"),
+}
+# The task of the models that a command asks, where it has another name.
+_TASK_OF_COMMAND = {"similarity": "embed"}
+
+
+def other_task(command: str, info: ModelInfo) -> str | None:
+    """Return the error of a command on a model of another task, else None."""
+    wanted = _TASK_OF_COMMAND.get(command, command)
+    task = info.known_task
+    if task is None or task not in _WORDS or wanted not in _WORDS:
+        return None
+    answered = {task}
+    if task == "classify" and info.outputs.get("logits") == (1,):
+        # of one label, its score
+        answered.add("rerank")
+    if info.task is None and task == "generate":
+        answered.add("translate")
+    if wanted in answered:
+        return None
+    own = f"varlen {task.replace('_', '-')}"
+    return (
+        f"{info.name} {_WORDS[task].does}; it has no {_WORDS[wanted].makes}: ask it with `{own}`,"
+        f" or serve {_WORDS[wanted].kind} (--model names it)"
+    )

@@ -74,7 +74,6 @@ class _Model:
     """A model of a server.
 
     Attributes:
-        name: its name.
         state: state in the server's list of models, such as READY; empty if it is not loaded.
         task: its task, if it is ready and the task is known.
     """
@@ -95,9 +94,7 @@ def _print_replica(
     """Print server and models of one replica, and return whether it is ready.
 
     Args:
-        url: address of the replica.
         model: the only model to show; None shows all.
-        metrics_urls: addresses where its metrics may be.
         has_others: a replica that does not answer is a line then, not an error.
     """
     console = Console()

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from varlen_client.aio import DEFAULT_TEXT_CONCURRENCY
-from varlen_client.cli.files import check_output, texts_or_lines, write_file
-from varlen_client.cli.options import fail, print_message
+from varlen_client.cli.options import check_output, fail, print_message, texts_or_lines, write_file
 from varlen_client.cli.progress import show_progress
 from varlen_client.cli.requests import RequestOptions, with_options
 from varlen_client.errors import VarlenClientError

@@ -5,7 +5,7 @@ It keeps no state, so any number of its processes can run. All modules but this 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
 
@@ -17,21 +17,12 @@ DEFAULT_CHAT_MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Settings of one gateway process.
+    """Settings of one gateway process, as the options of `varlen serve-http` describe them.
 
     Attributes:
-        url: address of the server, such as `grpc://127.0.0.1:8001`, or the addresses of its replicas.
         model: name of the model for requests that name none; None is the only ready model of the server.
-        api_keys: keys that requests may have; without any, requests need none.
-        cors_origins: origins of browser pages that may send requests; `*` is all.
-        max_body_bytes: largest body of a request.
-        max_requests: most requests at a time; others are refused.
-        max_connections_per_address: most connections of one address at a time; None is half of all connections.
-        timeout_seconds: longest time of a request.
-        watch_seconds: argument of `AsyncClient`; 0 never asks the server about a model's process.
-        chat_max_tokens: longest answer in a chat, unless the request has its own limit.
-        auto_truncate: whether texts that are too long are cut, unless the request says otherwise.
-        strict: whether unknown fields of requests are refused.
+        max_connections_per_address: None is half of all connections.
+        watch_seconds: argument of `AsyncClient`.
 
     Raises:
         ValueError: a limit is not above 0, watch_seconds is less than 0, or a key is empty.
@@ -51,13 +42,10 @@ class GatewaySettings:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_requests", "timeout_seconds", "chat_max_tokens"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0")
-        if self.max_connections_per_address is not None and self.max_connections_per_address <= 0:
-            raise ValueError(
-                f"max_connections_per_address is {self.max_connections_per_address}; allowed: above 0"
-            )
+        for name, value in asdict(self).items():
+            is_limit = name.startswith("max_") or name in ("timeout_seconds", "chat_max_tokens")
+            if is_limit and value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; allowed: above 0")
         if self.watch_seconds < 0:
             raise ValueError(f"watch_seconds is {self.watch_seconds:g}; allowed: from 0")
         if not all(self.api_keys):

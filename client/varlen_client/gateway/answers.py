@@ -86,10 +86,8 @@ class ReportedToken:
     r"""A token whose log probability is reported.
 
     Attributes:
-        token_id: the token.
         text: its text; OpenAI's form `bytes:\xe2\x82` for a part of a character.
         utf8: UTF-8 that it adds to the answer; None where an older server does not say it.
-        logprob: its log probability.
     """
 
     token_id: int
@@ -127,10 +125,7 @@ class Chunks:
     """Makes the chunks of a stream.
 
     Attributes:
-        head: first fields of each chunk.
-        make_choice: function that makes the choice of a chunk.
         usage: chunks that have the usage: the last one beside a null in the others, or all.
-        metrics: counters of tokens.
     """
 
     head: Head

@@ -15,7 +15,7 @@ from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.errors import add_error_handlers
 from varlen_client.gateway.front import add_front_routes
 from varlen_client.gateway.json_reading import BodyRoute
-from varlen_client.gateway.metrics import PathNames
+from varlen_client.gateway.metrics import path_names
 from varlen_client.gateway.models import Connect, Gateway, read_query_model
 from varlen_client.gateway.routes import ROUTES
 
@@ -44,8 +44,8 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
     for each in ROUTES:
         each.add_to(app, gateway)
     add_front_routes(app, gateway)
-    names = PathNames([route for route in app.routes if isinstance(route, Route)])
-    app.add_middleware(Edge, settings=settings, metrics=gateway.metrics, name_path=names.of)
+    names = path_names([route for route in app.routes if isinstance(route, Route)])
+    app.add_middleware(Edge, settings=settings, metrics=gateway.metrics, name_path=names)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -282,8 +282,6 @@ def checked(form: type[_Fields], body: Any, ignore: Ignore | None) -> _Fields:
     """Return a body in this form.
 
     Args:
-        form: form of the body.
-        body: value of its JSON.
         ignore: function that gets the names of unknown fields; None refuses them.
 
     Raises:

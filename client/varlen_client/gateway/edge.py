@@ -20,7 +20,7 @@ from varlen_client.gateway.errors import error_response, overload_response
 from varlen_client.gateway.front import shows_page
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.models import TENANT, tenant_of
-from varlen_client.transport.trace_context import trace_context
+from varlen_client.transport.transport import trace_context
 from varlen_client.waits import cancel_all
 
 # Probes have no key, and the reference of routes is no secret. Neither is the page of `/`.
@@ -43,14 +43,7 @@ class _TooLate(Exception):  # noqa: N818 - the client's error
 
 
 class Edge:
-    """The middleware of one gateway.
-
-    Args:
-        app: app that it passes requests to.
-        settings: limits and keys of the gateway.
-        metrics: counters of requests.
-        name_path: function that returns the name of a path in metrics.
-    """
+    """The middleware of one gateway."""
 
     def __init__(
         self,

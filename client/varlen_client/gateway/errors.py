@@ -137,7 +137,6 @@ def add_error_handlers(app: FastAPI, is_healthy: Callable[[], Awaitable[bool]]) 
     """Answer every error in OpenAI's shape, except TEI's of overload.
 
     Args:
-        app: application.
         is_healthy: function that returns whether the server is ready, and so a refusal is for its load.
     """
 

@@ -75,9 +75,10 @@ def add_front_routes(app: FastAPI, gateway: Gateway) -> None:
         response.headers.update(_BY_ACCEPT)
         return response
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
+    async def docs(_: Request) -> Response:
         return _page({})
+
+    app.add_route("/docs", docs, include_in_schema=False)
 
     @app.get("/health", tags=["Status"])
     async def health() -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,16 +32,14 @@ class Observed:
     status: int = 500
 
 
-class PathNames:
-    """Names of paths in metrics: of the routes, and one name for all others."""
+def path_names(routes: Sequence[Route]) -> Callable[[str], str]:
+    """Return a function that returns the path of the route of a path, such as `/v1/models/{name}`, or `other`."""
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._patterns = [(route.path_regex, route.path_format) for route in routes]
-
-    def of(self, path: str) -> str:
-        """Return the path of the route that a path belongs to, such as `/v1/models/{name}`."""
-        found = (name for pattern, name in self._patterns if pattern.match(path))
+    def name_of(path: str) -> str:
+        found = (route.path_format for route in routes if route.path_regex.match(path))
         return next(found, "other")
+
+    return name_of
 
 
 class GatewayMetrics:

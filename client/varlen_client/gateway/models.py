@@ -65,11 +65,7 @@ class NamedModel:
 
 
 class _Shared(Generic[_Answer]):
-    """A question that the server gets once in a second, however many ask here.
-
-    Args:
-        ask: asks the server; an error is an answer too.
-    """
+    """A question that the server gets once in a second, however many ask here."""
 
     def __init__(self, ask: Callable[[], Coroutine[object, object, _Answer]]) -> None:
         self._ask = ask
@@ -97,7 +93,6 @@ class Models:
 
     Args:
         default: the model of requests that name none; None is the only ready model.
-        connect: function that returns a client of a model, or of the server.
     """
 
     def __init__(self, default: str | None, connect: Connect) -> None:
@@ -266,7 +261,6 @@ class Gateway:
         The tokens are counted in the metrics.
 
         Args:
-            name: name that a request has; None is the default.
             task, inputs, options: arguments of `AsyncClient.counted`.
             text_fields: fields of the request that say how its texts are cut.
 

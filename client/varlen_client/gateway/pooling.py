@@ -24,8 +24,8 @@ from varlen_client.gateway.json_writing import listed
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
 from varlen_client.gateway.unserved_fields import TEXTS
+from varlen_client.row_answers import RowAnswers, RowOutput
 from varlen_client.row_options import RerankOptions
-from varlen_client.row_outputs import RowAnswers, RowOutput
 from varlen_client.tasks import EMBED, HIDDEN, TOKEN_CLASSIFY, TOKEN_EMBED, RowTask
 from varlen_client.wire import Floats, ModelInfo
 
@@ -38,7 +38,6 @@ class Classes:
 
     Attributes:
         scores: [rows, labels].
-        labels: names of the labels.
         best: index of the label of the largest logit of each row, also where scores are equal.
     """
 
@@ -97,7 +96,6 @@ class _Pooling:
 
     Attributes:
         name: vLLM's name of the task.
-        task: task that is called.
         read: function that returns the array of each row.
     """
 

@@ -15,8 +15,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from varlen_client.gateway import embeddings, pooling, ranks, tei, tokens
-from varlen_client.gateway.chat import chat_completions
-from varlen_client.gateway.completions import completions
+from varlen_client.gateway.generation import chat_completions, completions
 from varlen_client.gateway.models import Gateway
 
 _TEXTS = ["a cat sits on the mat", "a kitten rests on a rug"]
@@ -30,10 +29,8 @@ class Route:
     """A route with a body.
 
     Attributes:
-        path: its path.
         answer: function of the gateway and the body; its docstring describes the route.
         example: a body that it takes.
-        tags: interfaces that have it.
     """
 
     path: str

@@ -286,8 +286,6 @@ def check_token_features(name: str, rows: list[str] | list[list[int]], width: in
     """Raise InvalidRequest if an answer for each token might be too large.
 
     Args:
-        name: field of the rows.
-        rows: texts or token ids.
         width: numbers for each token; below 1 the checkpoint decides.
     """
     tokens = sum(len(row.encode(errors="replace") if isinstance(row, str) else row) for row in rows)

@@ -18,7 +18,7 @@ from varlen_client.gateway.bodies import (
     RowsOfIds,
     rows_of,
 )
-from varlen_client.gateway.chat import Messages, for_template, template_variables
+from varlen_client.gateway.generation import Messages, for_template, template_variables
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TOKENIZATION

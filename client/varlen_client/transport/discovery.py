@@ -43,12 +43,7 @@ async def resolve_host(host: str) -> Collection[str]:
 
 
 class Discovery:
-    """The endpoints of a list, with one per address for each `dns+` URL.
-
-    Args:
-        endpoints: endpoints as they were given, at least one.
-        resolve: resolver of hosts.
-    """
+    """The endpoints of a list, with one per address for each `dns+` URL."""
 
     def __init__(self, endpoints: Sequence[Endpoint], resolve: Resolve = resolve_host) -> None:
         self._given = tuple(endpoints)

@@ -22,8 +22,7 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport.endpoint import Endpoint
-from varlen_client.transport.trace_context import trace_headers
-from varlen_client.transport.transport import ServerIdentity, server_error
+from varlen_client.transport.transport import ServerIdentity, server_error, trace_headers
 from varlen_client.waits import cancel_all, with_timeout
 from varlen_client.wire import Arrays, InferRequest, ModelState, Tensor
 

@@ -14,9 +14,11 @@ import asyncio
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
+
+import numpy as np
 
 from varlen_client.errors import (
     ModelProcessEnded,
@@ -26,12 +28,13 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.probe import probe_prompt, probe_rows
+from varlen_client.generation import OperationRequest
 from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.transport import Transport
 from varlen_client.transport.watch import ModelWatch
-from varlen_client.wire import ModelInfo
+from varlen_client.waits import with_timeout
+from varlen_client.wire import InferRequest, ModelInfo, Rows
 
 # Moves per request that was sent, and those that are always allowed, counted over about these seconds.
 BUDGET_SHARE = 0.1
@@ -41,9 +44,13 @@ BUDGET_SECONDS = 10.0
 FIRST_AVOIDANCE_SECONDS = 0.5
 LONGEST_AVOIDANCE_SECONDS = 30.0
 
+METADATA_TIMEOUT_SECONDS = 10.0
+
 _MOVES_ON = (ServerUnavailable, ModelUnloaded)
 
 _T = TypeVar("_T")
+# Asks a server about itself or its models.
+Query: TypeAlias = Callable[[Transport], Coroutine[object, object, _T]]
 
 
 class RetryBudget:
@@ -78,13 +85,7 @@ class RetryBudget:
 
 
 class Replica:
-    """The connections to one server, and what this client knows of it.
-
-    Args:
-        endpoint: address of the server.
-        ca_file: certificates to trust with TLS, instead of the default ones.
-        watch_seconds: argument of `ModelWatch`.
-    """
+    """The connections to one server, and what this client knows of it."""
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None, watch_seconds: float) -> None:
         self.endpoint = endpoint
@@ -125,12 +126,15 @@ class Replica:
         finally:
             self.in_flight -= 1
 
-    @contextmanager
-    def querying(self) -> Iterator[None]:
-        """Count a metadata query, which says nothing of the model's process."""
+    async def answer(self, query: Query[_T]) -> _T:
+        """Return the result of a metadata query, which a working server answers at once."""
         self._queries += 1
         try:
-            yield
+            return await with_timeout(query(self.transport), METADATA_TIMEOUT_SECONDS)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"{self.endpoint.label} did not answer within {METADATA_TIMEOUT_SECONDS:g} s"
+            ) from None
         finally:
             self._queries -= 1
 
@@ -179,12 +183,7 @@ class Replica:
 
 
 class Replicas:
-    """The replicas of a server; with one, requests never move on.
-
-    Args:
-        discovery: endpoints of the replicas, all of one protocol.
-        new_replica: returns the replica of an endpoint.
-    """
+    """The replicas of a server; with one, requests never move on."""
 
     def __init__(self, discovery: Discovery, new_replica: Callable[[Endpoint], Replica]) -> None:
         self._discovery = discovery
@@ -239,25 +238,23 @@ class Replicas:
                     f"{failures[replica]} ({tried}; the retry budget is spent)"
                 ) from failures[replica]
 
-    async def ask(self, query: Callable[[Replica], Awaitable[_T]]) -> _T:
+    async def ask(self, query: Query[_T]) -> _T:
         """Return the result of a metadata query at the first replica that answers."""
         await self._update()
         *others, last = self._by_load()
         for replica in others:
             try:
-                with replica.querying():
-                    return await query(replica)
+                return await replica.answer(query)
             except (*_MOVES_ON, RequestTimeout):
                 self._discovery.hurry()
-        with last.querying():
-            return await query(last)
+        return await last.answer(query)
 
-    async def any_of(self, question: Callable[[Replica], Awaitable[bool]]) -> bool:
+    async def any_of(self, question: Query[bool]) -> bool:
         """Return whether one replica says yes; those after it are not asked."""
         await self._update()
         for replica in self._by_load():
-            with replica.querying():
-                if await question(replica):
+            with suppress(ServerUnavailable, RequestTimeout):
+                if await replica.answer(question):
                     return True
         return False
 
@@ -317,3 +314,25 @@ def _connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+_PARAMETERS = {"operation": "tokenize"}
+_TEXT = "a"
+# The server passes on only inputs that the model has.
+_TOKEN_ID = 0
+
+
+def probe_prompt(info: ModelInfo) -> OperationRequest:
+    """Return the small request for a model that generates."""
+    if "text_input" in info.inputs:
+        return OperationRequest(("text_input", _TEXT), _PARAMETERS, stream=False)
+    return OperationRequest(("input_ids", [_TOKEN_ID]), _PARAMETERS, stream=False)
+
+
+def probe_rows(info: ModelInfo) -> InferRequest:
+    """Return the small request for a model of any other task."""
+    text = (_TEXT.encode(), b"") if info.requires_pairs else (_TEXT.encode(),)
+    ids = np.full(1, _TOKEN_ID, dtype=np.int64)
+    rows = Rows(texts=(text,)) if "text" in info.inputs else Rows(ids=(ids,))
+    row = range(1)
+    return InferRequest(row, rows.tensors(row), (next(iter(info.outputs)),), _PARAMETERS)

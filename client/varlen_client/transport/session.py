@@ -7,14 +7,14 @@ Timeouts and rows are above it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from varlen_client.errors import (
-    RequestTimeout,
     ServerError,
     ServerUnavailable,
     VarlenClientError,
@@ -22,9 +22,9 @@ from varlen_client.errors import (
 from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport.discovery import Discovery
 from varlen_client.transport.endpoint import Endpoint
-from varlen_client.transport.replicas import Replica, Replicas
+from varlen_client.transport.replicas import METADATA_TIMEOUT_SECONDS, Replica, Replicas
 from varlen_client.transport.retry import RetryPolicy, with_retries
-from varlen_client.transport.transport import ServerIdentity
+from varlen_client.transport.transport import ServerIdentity, Transport
 from varlen_client.waits import all_or_first_error, with_timeout
 from varlen_client.wire import (
     Arrays,
@@ -35,7 +35,6 @@ from varlen_client.wire import (
     with_remaining_deadline,
 )
 
-METADATA_TIMEOUT_SECONDS = 10.0
 # A model may be loaded again with other sizes.
 _INFO_SECONDS = 30.0
 # Configs that are read at a time, of one server.
@@ -60,12 +59,7 @@ class Session:
     """The connections to a server or its replicas, for one model and one event loop.
 
     Args:
-        endpoints: addresses of the replicas, at least one.
         model: the model's name; None for the only ready model of the server.
-        retry: policy of requests that are sent again.
-        ca_file: certificates to trust with TLS, instead of the default ones.
-        tenant: tenant of all requests that name none.
-        watch_seconds: argument of `ModelWatch`.
     """
 
     def __init__(
@@ -113,9 +107,7 @@ class Session:
         async def read(name: str) -> None:
             async with limit:
                 with suppress(VarlenClientError):
-                    found[name] = await self._replicas.ask(
-                        lambda replica: _with_metadata_timeout(replica, _config_of(replica, name))
-                    )
+                    found[name] = await self._replicas.ask(partial(_config_of, name))
 
         tasks = [asyncio.ensure_future(read(name)) for name in names]
         if tasks:
@@ -180,54 +172,39 @@ class Session:
     async def ready(self) -> bool:
         """Return whether a server and its model are ready; False without a connection."""
         try:
-            return await self._replicas.any_of(self._is_ready)
+            return await self._replicas.any_of(self._read_ready)
         except ServerUnavailable:
             # no address is known
             return False
 
     async def status(self) -> Status:
         """Return the state of the server and its models, without retries."""
-        return await self._replicas.ask(
-            lambda replica: _with_metadata_timeout(replica, self._read_status(replica))
-        )
+        return await self._replicas.ask(self._read_status)
 
     async def models(self) -> list[ModelState]:
         """Return the server's models and their states, ready or not."""
-        return await self._replicas.ask(
-            lambda replica: _with_metadata_timeout(replica, replica.transport.models())
-        )
+        return await self._replicas.ask(lambda transport: transport.models())
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""
         await self._replicas.close()
 
     async def _query_info(self) -> ModelInfo:
-        return await self._replicas.ask(
-            lambda replica: _with_metadata_timeout(replica, self._read_info(replica))
-        )
+        return await self._replicas.ask(self._read_info)
 
-    async def _is_ready(self, replica: Replica) -> bool:
-        try:
-            return await _with_metadata_timeout(replica, self._read_ready(replica))
-        except (ServerUnavailable, RequestTimeout):
-            return False
-
-    async def _read_info(self, replica: Replica) -> ModelInfo:
-        transport = replica.transport
+    async def _read_info(self, transport: Transport) -> ModelInfo:
         model = self._model or only_ready_model(await transport.models())
         if model is None:
             raise ServerUnavailable("the server has no ready model")
-        return await _config_of(replica, model)
+        return await _config_of(model, transport)
 
-    async def _read_ready(self, replica: Replica) -> bool:
-        transport = replica.transport
+    async def _read_ready(self, transport: Transport) -> bool:
         if not await transport.server_ready():
             return False
         model = self._model or only_ready_model(await transport.models())
         return model is not None and await transport.model_ready(model)
 
-    async def _read_status(self, replica: Replica) -> Status:
-        transport = replica.transport
+    async def _read_status(self, transport: Transport) -> Status:
         models = await transport.models()
         ready = {each.name for each in models if each.ready}
         model = self._model or (ready.pop() if len(ready) == 1 else None)
@@ -240,18 +217,8 @@ class Session:
         )
 
 
-async def _config_of(replica: Replica, model: str) -> ModelInfo:
-    return ModelInfo.from_config(await replica.transport.model_config(model))
-
-
-async def _with_metadata_timeout(replica: Replica, query: Coroutine[object, object, _T]) -> _T:
-    """Return the result of a metadata query, which a working server answers at once."""
-    try:
-        return await with_timeout(query, METADATA_TIMEOUT_SECONDS)
-    except TimeoutError:
-        raise RequestTimeout(
-            f"{replica.endpoint.label} did not answer within {METADATA_TIMEOUT_SECONDS:g} s"
-        ) from None
+async def _config_of(model: str, transport: Transport) -> ModelInfo:
+    return ModelInfo.from_config(await transport.model_config(model))
 
 
 def _earlier(deadline: float | None, start: float, milliseconds: float | None) -> float | None:

@@ -7,7 +7,9 @@ errors.py. Cancelling its task cancels the request in flight.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,35 +41,27 @@ class Transport(Protocol):
 
     async def server_ready(self) -> bool:
         """Return whether the server is ready for requests."""
-        ...
 
     async def model_ready(self, model: str) -> bool:
         """Return whether the model is ready for requests."""
-        ...
 
     async def server_identity(self) -> ServerIdentity:
         """Return the server's name and version."""
-        ...
 
     async def models(self) -> list[ModelState]:
         """Return the state of each model in the server's repository index."""
-        ...
 
     async def model_config(self, model: str) -> Mapping[str, object]:
         """Return the model's config in its JSON form."""
-        ...
 
     async def infer(self, model: str, request: InferRequest) -> Arrays:
         """Return the requested outputs."""
-        ...
 
     def generate(self, model: str, request: GenerateRequest) -> AsyncGenerator[Response, None]:
         """Send the request, and return its responses as they come; closing it cancels the request."""
-        ...
 
     async def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 # The errors of a stream have no status, so the backend writes it before the message.
@@ -110,12 +104,42 @@ def server_error(
 
 
 def _process_ended(instance: str | None) -> ModelProcessEnded:
-    """Return the error of a request to a model whose process has ended.
-
-    Args:
-        instance: name of the model's instance, if the server names it.
-    """
+    """Return the error of a request to a model whose process has ended."""
     named = "the model's process" if instance is None else f"the process of {instance}"
     return ModelProcessEnded(
         f"{named} has ended or does not respond: unload and load the model, or restart the server"
     )
+
+
+# Version, trace id, parent id and flags; ids of zeros are invalid.
+_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+# At least so much has to be passed on, and the server limits all headers together.
+_STATE = re.compile(r"[ -~]{1,512}")
+
+_headers: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("trace_headers", default=())
+
+
+@contextmanager
+def trace_context(parents: Sequence[str], states: Sequence[str]) -> Iterator[None]:
+    """Give the requests made inside the context in these headers of a caller.
+
+    Args:
+        parents: values of the header traceparent. Unless it is one valid value, nothing is passed on.
+        states: values of the header tracestate, whose list may be split over several.
+    """
+    headers: dict[str, str] = {}
+    if len(parents) == 1 and _PARENT.fullmatch(parents[0]):
+        headers["traceparent"] = parents[0]
+        state = ",".join(states)
+        if _STATE.fullmatch(state):
+            headers["tracestate"] = state
+    token = _headers.set(tuple(headers.items()))
+    try:
+        yield
+    finally:
+        _headers.reset(token)
+
+
+def trace_headers() -> dict[str, str]:
+    """Return the headers of a request that is sent now."""
+    return dict(_headers.get())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .sandboxes import close_sandboxes
+from tests.backend.decoding.sandboxes import close_sandboxes
 
 
 @pytest.fixture(scope="module", autouse=True)

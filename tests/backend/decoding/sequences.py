@@ -5,10 +5,9 @@ import math
 import numpy as np
 import torch
 
+from tests.backend.requests import request_of
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.sequence import RequestState
-
-from ..requests import request_of
 
 
 def sequences_of(*prompt, generated=(), **options):

@@ -4,12 +4,11 @@ import logging
 
 import pytest
 
+from tests.backend.refusals import refused_checkpoint as refused
 from tests.checkpoints import save_checkpoint, set_fields
 from varlen.decoding.checkpoint_rules import request_defaults
 from varlen.in_process.generator import Generator
 from varlen.models.checkpoint_folder import Checkpoint
-
-from ..refusals import refused_checkpoint as refused
 
 # As of Qwen3; the last three are nothing that vLLM applies.
 FIELDS = {

@@ -10,7 +10,7 @@ from varlen.scheduling.engine import Engine
 from varlen.telemetry.metrics import Stats
 
 from ..requests import random_prompts
-from ..scheduling.waiting import cost_table, make_scheduler
+from ..scheduling.one_shot.waiting import cost_table, make_scheduler
 from .engine_parts import FakeReply
 from .virtual_gpu import SECONDS
 

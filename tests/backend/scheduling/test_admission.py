@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.backend.refusals import raises
+from tests.backend.scheduling.one_shot.waiting import request_of
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import Forecast
-
-from ..refusals import raises
-from .waiting import request_of
 
 NO_TIME = Forecast(0.0, 0.0)
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from tests.backend.fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from tests.backend.requests import request_of
+from tests.backend.scheduling.one_shot import waiting
+from tests.backend.scheduling.one_shot.waiting import cost_table
 from varlen.config import PolicyName
 from varlen.errors import (
     DeadlineError,
@@ -31,9 +33,6 @@ from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.telemetry.metrics import Stats
-
-from . import waiting
-from .waiting import cost_table
 
 SECONDS = 10.0
 

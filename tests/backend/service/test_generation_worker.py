@@ -10,7 +10,7 @@ from dataclasses import replace
 from threading import Thread, Timer
 
 import pytest
-from varlen.execution.workers.restarts import RestartLimit
+from varlen.execution.workers.limits import RestartLimit
 
 from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
@@ -18,7 +18,7 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.step_packing import pack_step
 from varlen.execution.step_runner import StepRunner
-from varlen.execution.workers import step_process
+from varlen.execution.workers import steps
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.service.generation import GenerationService
@@ -79,7 +79,7 @@ def generator_of(folder, *, restarts=100, stats=None, **settings):
     """Yield a generator whose model runs in a process, which may end often."""
     config = EngineConfig(**{**SETTINGS, **settings})
     service = GenerationService.load(folder, config, stats or Stats(), isolated=True)
-    service.runner._restarts = RestartLimit(restarts, 600.0)
+    service.runner.host.restarts = RestartLimit(restarts, 600.0)
     with Generator(service) as generator:
         yield generator
 
@@ -183,7 +183,7 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
 
     with generator_of(decoder, kv_policy=policy) as made:
         with monkeypatch.context() as context:
-            context.setattr(step_process, "pack_step", packed)
+            context.setattr(steps, "pack_step", packed)
             assert answers_of(made, EDITED)[1] == expected
         # most steps send no list
         assert 0 < sum(listed) < len(listed) / 2
@@ -253,7 +253,7 @@ def test_a_step_that_fails_in_the_worker_fails_its_requests_and_no_worker_ends(
             return replace(pack_step(*step), inputs={})
 
         with monkeypatch.context() as context:
-            context.setattr(step_process, "pack_step", broken)
+            context.setattr(steps, "pack_step", broken)
             with pytest.raises(EngineError, match="the model failed on the step"):
                 made.generate([SHARED], max_tokens=4, temperature=0.0)
 

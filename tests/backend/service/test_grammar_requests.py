@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.backend.decoding.grammar_fakes import GrammarBench, grammar
+from tests.backend.decoding.grammar.grammar_fakes import GrammarBench, grammar
 from tests.backend.requests import prompt_of
 from varlen.errors import QueueFullError, RequestCancelled, RequestError
 from varlen.intake.pool import PoolLimits, TokenizerPool

@@ -17,7 +17,7 @@ from varlen_client.errors import (
 )
 from varlen_client.gateway import GatewaySettings, edge, models
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.chat import MAX_MESSAGES
+from varlen_client.gateway.generation import MAX_MESSAGES
 from varlen_client.gateway.models import TENANT
 from varlen_client.wire import ModelState
 

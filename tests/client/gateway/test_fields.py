@@ -7,8 +7,7 @@ from openai.types.chat import completion_create_params as chat
 
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
-from varlen_client.gateway.chat import MAX_ARGUMENT_CHARACTERS, ChatBody
-from varlen_client.gateway.completions import CompletionsBody
+from varlen_client.gateway.generation import MAX_ARGUMENT_CHARACTERS, ChatBody, CompletionsBody
 from varlen_client.gateway.sampling import MAX_REQUEST_ID_CHARACTERS, StreamOptions
 
 from .fake_models import Calls, FakeClient

@@ -9,9 +9,8 @@ from pydantic import ValidationError
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway import json_reading
 from varlen_client.gateway.bodies import MAX_FIELDS
-from varlen_client.gateway.chat import MAX_MESSAGES, ChatBody
-from varlen_client.gateway.completions import CompletionsBody
 from varlen_client.gateway.embeddings import CohereBody, EmbeddingsBody
+from varlen_client.gateway.generation import MAX_MESSAGES, ChatBody, CompletionsBody
 from varlen_client.gateway.json_reading import (
     MAX_IDS,
     MAX_NAMES,

@@ -6,7 +6,7 @@ import pytest
 
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
-from varlen_client.transport.trace_context import trace_headers
+from varlen_client.transport.transport import trace_headers
 
 from .conftest import http_client
 

@@ -15,13 +15,12 @@ from varlen_bench.kernel_limits import (
     problems,
     read_ceilings,
 )
-from varlen_bench.kernels.grid import FULL
-from varlen_bench.kernels.groups import DTYPES, GROUPS
-from varlen_bench.launch_choices import benchmark_calls, collect_choices
+from varlen_bench.kernels.grid import DTYPES, FULL, GROUPS, calls_of
+from varlen_bench.launch_choices import collect_choices
 from varlen_bench.machine_code import read_machine_code
-from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 from varlen_bench.ops.compiled import COMPILED as CALLS
+from varlen_bench.ops.table import TABLE
 from varlen_kernels import reference, tuning
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -85,7 +84,7 @@ def test_every_op_with_a_kernel_has_a_call():
     }
 
     assert {call.op for call in CALLS} == launchers
-    assert set(ANY_BATCH) == launchers
+    assert set(TABLE) == launchers
 
 
 def test_every_ceiling_belongs_to_a_listed_call():
@@ -97,7 +96,7 @@ def test_every_ceiling_belongs_to_a_listed_call():
 
 def test_the_shipped_table_holds_only_candidate_launches(monkeypatch):
     monkeypatch.undo()
-    calls = benchmark_calls(FULL, list(GROUPS), list(DTYPES))
+    calls = calls_of(FULL, list(GROUPS), list(DTYPES))
     choices = collect_choices(calls, kernels("fused"), pytest.fail)
     allowed = {(choice.op, tuning.key_text(choice.key)): choice.launches for choice in choices}
 

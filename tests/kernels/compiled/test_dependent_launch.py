@@ -7,8 +7,8 @@ import torch
 
 from varlen_bench.dry_run import dry_run
 from varlen_bench.machine_code import cuobjdump
-from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
+from varlen_bench.ops.table import op_call
 
 # The ops of an encoder's forward pass, of a step of generation, and of a step of searches.
 OPS = [
@@ -41,7 +41,7 @@ MACHINE_ACCESS = re.compile(r"\b(?:LDG|STG|LDGSTS|LD|ST|ATOMG?|RED|UBLKCP|EXIT)\
 
 
 def compile_op(op, arch):
-    call = ANY_BATCH[op]([100, 70], torch.bfloat16)
+    call = op_call(op, torch.bfloat16, lengths=[100, 70])
     with dry_run(arch) as compiled:
         call.run(kernels("fused"), call.make_empty())
     return compiled

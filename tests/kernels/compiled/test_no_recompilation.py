@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from varlen_bench.dry_run import dry_run
-from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
+from varlen_bench.ops.table import TABLE, op_call
 
 # Longest sequence of a batch. Attention needs more, because its launch depends on the mean length.
-LONGEST = {op: 300 if op in {"attention_tiles", "attention_varlen"} else 64 for op in ANY_BATCH}
+LONGEST = {op: 300 if op in {"attention_tiles", "attention_varlen"} else 64 for op in TABLE}
 
 
 def warm_up_lengths(longest: int) -> Iterator[list[int]]:
@@ -35,12 +35,12 @@ def random_lengths(count: int, most: int) -> Iterator[list[int]]:
         yield [generator.randint(1, longest) for _ in range(sequences)]
 
 
-@pytest.mark.parametrize("op", ANY_BATCH)
+@pytest.mark.parametrize("op", TABLE)
 def test_after_the_warm_up_nothing_is_compiled(op):
     fused = kernels("fused")
 
     def run(lengths: list[int]) -> None:
-        call = ANY_BATCH[op](lengths, torch.bfloat16)
+        call = op_call(op, torch.bfloat16, lengths=lengths)
         call.run(fused, call.make_empty())
 
     with dry_run(90) as compiled:

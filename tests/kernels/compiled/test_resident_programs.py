@@ -5,7 +5,6 @@ import torch
 
 from varlen_bench.kernel_limits import ARCHES, compile_call
 from varlen_bench.ops.compiled import CompiledCall
-from varlen_bench.ops.kv_blocks import attention_paged
 from varlen_kernels.triton.attention_decode import candidate_launches, resident_programs
 
 # Of a multiprocessor; shared memory by compute capability.
@@ -22,13 +21,14 @@ REGISTER_UNIT, MORE_SHARED_BYTES = 256, 1024
 def test_as_many_programs_of_a_default_launch_fit_or_one_more(
     heads, key_heads, head_dim, dtype, arch
 ):
-    def decode_step(dtype):
-        return attention_paged([1] * 4, [25] * 4, heads, key_heads, head_dim, dtype)
-
+    sizes = {"heads": heads, "kv_heads": key_heads, "head_dim": head_dim}
+    decode_step = CompiledCall(
+        "attention_paged", "", {"lengths": [25] * 4, "new": [1] * 4, **sizes}
+    )
     launch = candidate_launches(head_dim, heads // key_heads, dtype)[0]
     [code] = [
         code
-        for code in compile_call(CompiledCall("", decode_step), dtype, arch)
+        for code in compile_call(decode_step, dtype, arch)
         if code.kernel == "_read_split_kernel"
     ]
 

@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from tests.closeness import relative_error
-from varlen_bench.kernels.grid import FULL
-from varlen_bench.kernels.groups import DTYPES, GROUPS
+from varlen_bench.kernels.grid import DTYPES, FULL, GROUPS
 from varlen_bench.kernels.timing import WARM, GpuTimer
 from varlen_bench.launch_choices import collect_choices
 from varlen_bench.ops.call import kernels, poison

@@ -70,6 +70,7 @@ def test_in_place_writes_the_same_bits(kind, dtype, device):
     assert torch.equal(x, fresh)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [101, 3072])
 def test_every_candidate_launch_matches_the_reference(width, device):
     x, bias = inputs(5, width, torch.float16, device)

@@ -89,6 +89,7 @@ def test_values_are_cast_to_the_dtype_of_the_caches(device):
     assert all(map(torch.equal, caches, expected))
 
 
+@pytest.mark.full
 def test_every_candidate_launch_matches_the_reference(device):
     key = (64, torch.float16)
     for launch in candidate_launches(*key):
@@ -157,6 +158,7 @@ def test_a_token_without_a_slot_gets_a_query_but_writes_nothing(missing, device)
     check_positions(9, 2, 2, 16, torch.float32, device, is_normed=True, missing=missing)
 
 
+@pytest.mark.full
 def test_every_candidate_launch_rotates(device):
     key = (64, torch.float16)
     for launch in candidate_launches(*key):

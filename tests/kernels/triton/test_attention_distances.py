@@ -71,6 +71,7 @@ def test_a_sequence_may_end_anywhere_in_a_tile(length, device):
     check_against_reference([length], 16, torch.float16, device)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "head_dim, dtype", [(1, torch.float16), (24, torch.float32), (65, torch.bfloat16)]
 )
@@ -99,6 +100,7 @@ def test_goes_with_hidden_keys_and_a_bias(settings, device):
     check_against_reference([40, 3], 16, torch.float16, device, bias=bias, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mean", [1, 64])
 def test_every_candidate_launch_matches_the_reference(mean, device):
     lengths = [33, 40]

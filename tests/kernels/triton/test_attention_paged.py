@@ -95,6 +95,7 @@ def test_matches_the_reference(step, dtype, device):
     check_against_reference(step, 64, dtype, device)
 
 
+@pytest.mark.full
 @STEPS
 @pytest.mark.parametrize("head_dim", [5, 80, 256])
 def test_accepts_any_head_dim(head_dim, step, device):
@@ -240,6 +241,7 @@ def test_large_scores_do_not_overflow(step, device):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mean", [1, 16, 64, 256])
 @pytest.mark.parametrize("window", [0, 20])
 def test_every_candidate_launch_of_tiles_matches_the_reference(window, mean, device):
@@ -256,6 +258,7 @@ def test_every_candidate_launch_of_tiles_matches_the_reference(window, mean, dev
         assert_close(actual, expected, torch.float16)
 
 
+@pytest.mark.full
 def test_every_candidate_launch_of_splits_matches_the_reference(device):
     inputs = paged_inputs([(1, 70), (1, 9)], 64, torch.float16, device)
     settings = {**HEADS, "scale": 0.2}

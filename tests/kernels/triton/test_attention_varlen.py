@@ -118,6 +118,7 @@ def test_neighbouring_heads_share_a_key_head(heads, key_heads, device):
     check_against_reference([35, 1], 24, torch.float16, device, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "heads, key_heads, form",
     [
@@ -151,17 +152,20 @@ def test_a_window_hides_tokens_that_are_far(window, causal, has_bias, device):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_a_window_of_16_bit_keys_has_many_masked_blocks(causal, device):
     check_against_reference([150, 3], 64, torch.float16, device, causal=causal, window=65)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [1, 5, 16, 63, 65, 96, 128, 256])
 def test_accepts_any_head_dim(head_dim, dtype, device):
     check_against_reference([17, 34], head_dim, dtype, device, factor=3.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mean", [1, 16, 64, 256])
 @FORMS
 def test_every_candidate_launch_matches_the_reference(causal, has_bias, mean, device):
@@ -180,6 +184,7 @@ def test_every_candidate_launch_matches_the_reference(causal, has_bias, mean, de
         assert_close(actual, expected, torch.float16)
 
 
+@pytest.mark.full
 def test_keys_in_many_blocks(device):
     check_against_reference([200], 16, torch.float32, device, factor=3.0)
 

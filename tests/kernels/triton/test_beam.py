@@ -54,16 +54,16 @@ def check(actual, logits, scores, finished=None, **options):
 @pytest.mark.parametrize(
     "sequences, beams, vocabulary, chunk, tile, groups",
     [
-        (2, 1, 1000, 256, 128, 16),
         (2, 2, 333, 128, 64, 32),
-        (1, 3, 1000, 512, 512, 64),
-        (1, 4, 5003, 2048, 1024, 256),
         (1, 5, 333, 256, 256, 128),
         (1, 8, 7, 64, 64, 32),
-        (1, 16, 7, 64, 64, 32),
-        (1, 64, 2, 64, 64, 32),
         (3, 2, 1, 64, 64, 32),
         (0, 4, 10, 64, 64, 32),
+        pytest.param(2, 1, 1000, 256, 128, 16, marks=pytest.mark.full),
+        pytest.param(1, 3, 1000, 512, 512, 64, marks=pytest.mark.full),
+        pytest.param(1, 4, 5003, 2048, 1024, 256, marks=pytest.mark.full),
+        pytest.param(1, 16, 7, 64, 64, 32, marks=pytest.mark.full),
+        pytest.param(1, 64, 2, 64, 64, 32, marks=pytest.mark.full),
     ],
     ids=str,
 )

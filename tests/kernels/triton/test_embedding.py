@@ -68,6 +68,7 @@ def test_accepts_strided_rows(width, device):
     assert_close(actual, reference64(args), torch.float16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [101, 384])
 def test_every_candidate_launch_matches_the_reference(width, device):
     args = inputs(9, width, torch.bfloat16, device)
@@ -125,6 +126,7 @@ def test_embed_matches_the_reference(width, scale, has_positions, dtype, device)
         assert_close(actual, expected, dtype)
 
 
+@pytest.mark.full
 def test_every_candidate_launch_of_embed_gives_the_same_bits(device):
     token_ids, position_ids, _, tokens, positions, *_ = inputs(9, 300, torch.bfloat16, device)
     fresh = embed(token_ids, tokens, position_ids, positions)

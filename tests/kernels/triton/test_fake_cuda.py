@@ -384,6 +384,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "warm_up", lambda *_: None)
 
 
+@pytest.mark.full
 def test_stages_of_the_gpu_report_measure_encoders(gpu: FakeCuda, once: None) -> None:
     shape = EncoderShape("tiny", hidden=16, layers=1, heads=1, features=16, vocabulary=30)
     grid = EncoderGrid((shape,), {"2x3": [3, 3]}, "fp32", max_tokens=16, max_length=8)
@@ -401,6 +402,7 @@ def test_stages_of_the_gpu_report_measure_encoders(gpu: FakeCuda, once: None) ->
     assert all(row["value"] > 0 for row in found if row["unit"] != MUST_BE_0)
 
 
+@pytest.mark.full
 def test_stages_of_the_gpu_report_measure_decoders(gpu: FakeCuda, once: None) -> None:
     shape = GeneratorShape("tiny", hidden=16, layers=1, heads=1, positions=24, vocabulary=300)
     grid = DecoderGrid(

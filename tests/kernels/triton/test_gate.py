@@ -40,6 +40,7 @@ def test_accepts_strided_rows(width, device):
     assert_close(actual, reference.activate_gate(x.double(), kind="silu"), torch.float16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [501, 1536])
 def test_every_candidate_launch_matches_the_reference(width, device):
     x = rand(5, 2 * width, dtype=torch.bfloat16, device=device)

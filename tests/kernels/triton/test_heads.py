@@ -90,6 +90,7 @@ def test_in_place_writes_the_same_bits_and_keeps_the_values(dtype, device):
         assert torch.equal(changed[:, 6 * 32 :], qkv[:, 6 * 32 :])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head_dim", [10, 128])
 def test_every_candidate_launch_matches_the_reference(head_dim, device):
     dtype, counts = torch.bfloat16, {"num_heads": 3, "num_kv_heads": 1}

@@ -77,6 +77,7 @@ def test_in_place_when_x_is_also_the_residual(device):
     assert torch.equal(x, fresh)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [101, 768, 3072])
 def test_every_candidate_launch_matches_the_reference(width, device):
     args = inputs(9, width, torch.float16, device)

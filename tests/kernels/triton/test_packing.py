@@ -47,6 +47,7 @@ def test_pack_matches_the_reference(hidden, dtype, lengths, device):
     assert torch.equal(actual, reference.pack(padded, bounds, tokens=tokens))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hidden", [65, 768])
 def test_every_candidate_launch_is_right(hidden, device):
     x, bounds = rand(40, hidden, dtype=torch.float16, device=device), cu_seqlens_of([33, 7], device)

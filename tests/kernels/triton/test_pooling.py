@@ -144,6 +144,7 @@ def test_nan_in_a_part_changes_only_its_feature(device):
         )
 
 
+@pytest.mark.full
 @MODES
 def test_every_candidate_launch_matches_the_reference(mode, device):
     x = rand(sum(LENGTHS), 768, dtype=torch.float16, device=device)

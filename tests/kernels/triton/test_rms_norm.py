@@ -101,6 +101,7 @@ def test_accepts_strided_rows(width, device):
     assert_close(normed, expected, torch.float16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [101, 3072])
 def test_every_candidate_launch_matches_the_reference(width, device):
     args = inputs(9, width, torch.bfloat16, device)

@@ -78,6 +78,7 @@ def test_follows_the_random_number_through_the_whole_vocabulary(device):
     assert tokens.tolist() == [drawn_token(probabilities, u) for u in uniform.tolist()]
 
 
+@pytest.mark.full
 def test_every_candidate_launch_matches_a_full_sort(device):
     rows = [x.to(device) for x in random_rows(1, 1100, seed=4, top_ks=(40,))]
     expected = expected_tokens(*(x.cpu() for x in rows))

@@ -117,6 +117,7 @@ def test_rows_may_have_gaps_between_them(keys, device):
     assert_close(actual, expected, torch.float16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keys", [10, 100, 101, 1024, 4000, MAX_HELD + 8])
 def test_every_candidate_launch_is_right(keys, device):
     x, seqlens = inputs(5, 1, 2, keys, torch.float16, device)

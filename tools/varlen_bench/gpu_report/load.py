@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import torch
 import typer
@@ -21,7 +22,7 @@ from varlen_bench.gpu_report.figures import Figure, command, figure
 from varlen_bench.kernels.encoder import random_prompts
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import WARM, host_time
-from varlen_bench.ops.sequences import attention_varlen
+from varlen_bench.ops.table import op_call
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, random_checkpoint
 
 _MAX_BATCH_TOKENS = 4096
@@ -91,9 +92,8 @@ def measure_rooms(machine: Machine, tokens: int, lengths: tuple[int, ...]) -> It
     for length in lengths:
         count = max(1, tokens // length)
         for factor in _ROOMS:
-            call = attention_varlen(
-                [length] * count, 12, 64, torch.bfloat16, has_tiles=True, slots=factor * count
-            )
+            sizes: dict[str, Any] = {"lengths": [length] * count, "slots": factor * count}
+            call = op_call("attention_varlen", torch.bfloat16, "tiles", **sizes)
             inputs = call.make(machine.device, 0)
             call.prepare(machine.kernels, inputs)
             spent = machine.timer.graph(partial(call.run, machine.kernels), [inputs], WARM)

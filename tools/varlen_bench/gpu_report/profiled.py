@@ -2,8 +2,7 @@
 
 import torch
 
-from varlen_bench.kernels.grid import QUICK, Grid
-from varlen_bench.kernels.groups import GROUPS
+from varlen_bench.kernels.grid import GROUPS, QUICK, Grid
 from varlen_bench.ops.call import kernels
 
 _GROUPS = ("attention", "layernorm", "activation", "packing", "embedding")

@@ -10,12 +10,11 @@ import typer
 from varlen_bench.harness.command import Output, Revision, select
 from varlen_bench.harness.rows import Cell
 from varlen_bench.kernels.gpu_run import GpuRun, finds_gpu
-from varlen_bench.kernels.groups import DTYPES
+from varlen_bench.kernels.grid import DTYPES
 from varlen_bench.kernels.machine import fake_machine, gpu_machine
 from varlen_bench.kernels.measure import failed_note
-from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import OpCall
-from varlen_bench.ops.sequences import attention_varlen
+from varlen_bench.ops.table import TABLE, op_call
 
 # Of one token, inside a tile, exactly a tile, and longer.
 _LENGTHS = [5, 1, 64, 90]
@@ -23,8 +22,8 @@ _LENGTHS = [5, 1, 64, 90]
 
 def smoke_calls(dtype: torch.dtype) -> list[OpCall]:
     """Return a call of every op with a kernel, at the widths of BERT-base."""
-    with_tiles = attention_varlen(_LENGTHS, 12, 64, dtype, has_tiles=True, slots=8)
-    return [*(make(_LENGTHS, dtype) for make in ANY_BATCH.values()), with_tiles]
+    with_tiles = op_call("attention_varlen", dtype, "tiles", lengths=_LENGTHS, slots=8)
+    return [*(op_call(op, dtype, lengths=_LENGTHS) for op in TABLE), with_tiles]
 
 
 @torch.inference_mode()

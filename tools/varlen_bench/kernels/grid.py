@@ -1,12 +1,23 @@
-"""The measured shapes: shapes of TurboTransformers, of a server, and tiny ones.
+"""The measured calls by name for `--only`.
 
+Their shapes are TurboTransformers', a server's, and tiny ones for a CPU.
 Source of the paper's shapes: Fang et al. 2021, arXiv:2010.05680, section 6: 12 heads, hidden 768, batches of 1 and 20.
 """
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from varlen.execution.cuda.buckets import Buckets
+from varlen_bench.ops.call import OpCall
+from varlen_bench.ops.table import op_call
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape
+
+# Width of a feed-forward block over the hidden size.
+_FEATURES_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +107,159 @@ def packed_lengths(tokens: int, shortest: int, longest: int) -> list[int]:
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(min(left, generator.randint(shortest, longest)))
     return lengths
+
+
+# Functions return the calls of a group, the most important first in case the time runs out.
+
+
+def _softmax(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Softmax over the scores of the paper, and of a padded server batch."""
+    largest, *others = [
+        op_call("masked_softmax", dtype, lengths=[n] * batch, heads=grid.heads)
+        for batch, n in grid.paper()
+    ]
+    served = [
+        op_call("masked_softmax", dtype, lengths=grid.serving_lengths(), heads=heads)
+        for heads in dict.fromkeys(heads for _, heads in grid.serving_widths)
+    ]
+    return [largest, *served, *others]
+
+
+def _attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Attention for a server's batch, exact and as served, and for the paper.
+
+    A served batch has tiles, and unused slots in `cu_seqlens`. The launch depends on the mean length, so there is a
+    call for each bucket of it.
+    """
+    tokens, heads = grid.serving_tokens, grid.heads
+    widths: list[dict[str, Any]] = [
+        {"heads": count, "head_dim": width // count} for width, count in grid.serving_widths
+    ]
+    exact, op = grid.serving_lengths(), "attention_varlen"
+    calls = [op_call(op, dtype, lengths=exact, **width) for width in widths]
+    for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
+        lengths = packed_lengths(tokens, shortest, longest)
+        # without a limit of sequences, as with the policy token_budget
+        slots = Buckets(tokens, tokens).smallest(tokens, len(lengths)).sequences
+        text = f"{tokens} of {shortest}-{longest} {{heads}}x{{head_dim}}"
+        calls += [
+            op_call(op, dtype, "tiles", shape=text, lengths=lengths, slots=slots, **width)
+            for width in widths
+        ]
+    sizes: dict[str, Any] = {"heads": heads, "head_dim": grid.hidden // heads}
+    for batch, n in grid.paper():
+        text = f"{batch}x{n} {{heads}}x{{head_dim}}"
+        calls.append(op_call(op, dtype, shape=text, lengths=[n] * batch, **sizes))
+    return calls
+
+
+def _paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Paged attention of decode steps and chunks, and the append of a batch."""
+    # new tokens and contexts of each sequence, and a text
+    steps: list[tuple[list[int], list[int], str]] = []
+    for count, new, longest in grid.paged:
+        # the shortest context is half of the longest
+        contexts = [longest - i * longest // (2 * count) for i in range(count)]
+        steps.append(([new] * count, contexts, f"{count}x{new} of {longest}"))
+    # a chunk of a prompt, and single tokens of long contexts beside it
+    count, new, _ = grid.paged[-1]
+    decoding, longest = 2 * count, max(each[2] for each in grid.paged)
+    contexts = [new] + [longest] * decoding
+    steps.append(([new] + [1] * decoding, contexts, f"{new} and {decoding}x1 of {longest}"))
+    decoders: list[dict[str, Any]] = [
+        dict(zip(("heads", "kv_heads", "head_dim"), heads, strict=True))
+        for heads in grid.decoder_heads
+    ]
+    return [
+        op_call(
+            "attention_paged",
+            dtype,
+            shape=f"{text} {{all_heads}}x{{head_dim}}",
+            lengths=contexts,
+            new=new_tokens,
+            **heads,
+        )
+        for heads in decoders
+        for new_tokens, contexts, text in steps
+    ] + [
+        op_call("append_kv", dtype, optional, tokens=grid.serving_tokens, **heads)
+        for heads in decoders
+        for optional in ("", "position_ids cos_sin")
+    ]
+
+
+def _activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Bias and GELU, and SwiGLU for a server's batch."""
+    features = [_FEATURES_FACTOR * width for width, _ in grid.serving_widths]
+    gates = [
+        op_call("activate_gate", dtype, tokens=grid.serving_tokens, features=n) for n in features
+    ]
+    calls = _rows("activate", grid, dtype, "features", _FEATURES_FACTOR)
+    return [*calls[: len(gates)], *gates, *calls[len(gates) :]]
+
+
+def _packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Pool, unpack and pack for a server's batch."""
+    return [
+        op_call(op, dtype, lengths=grid.serving_lengths(), hidden=width)
+        for width, _ in grid.serving_widths
+        for op in ("pool", "unpack", "pack")
+    ]
+
+
+def _beam(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    return [
+        op_call("beam_step", dtype, "", batch=count, beams=grid.beams, vocabulary=vocabulary)
+        for vocabulary in grid.vocabularies
+        for count in grid.sequences
+    ]
+
+
+def _rows(
+    op: str, grid: Grid, dtype: torch.dtype, size: str = "hidden", factor: int = 1
+) -> list[OpCall]:
+    """Return calls on rows of each width for a server's batch, then for the paper."""
+    sizes: dict[str, Any] = {"vocabulary": grid.vocabulary, "positions": grid.positions}
+
+    def make(tokens: int, width: int, text: str = "") -> OpCall:
+        return op_call(op, dtype, shape=text, tokens=tokens, **{**sizes, size: factor * width})
+
+    calls = [make(grid.serving_tokens, width) for width, _ in grid.serving_widths]
+    width = grid.hidden
+    return calls + [
+        make(batch * n, width, f"{batch}x{n}x{factor * width}") for batch, n in grid.paper()
+    ]
+
+
+GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {
+    "softmax": _softmax,
+    "layernorm": lambda grid, dtype: _rows("add_layer_norm", grid, dtype),
+    "attention": _attention,
+    "paged": _paged,
+    "beam": _beam,
+    "activation": _activation,
+    # only for a server's batch
+    "rmsnorm": lambda grid, dtype: _rows("residual_rms_norm", replace(grid, batches=()), dtype),
+    "embedding": lambda grid, dtype: _rows("embed_layer_norm", grid, dtype),
+    "packing": _packing,
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def calls_of(grid: Grid, groups: Iterable[str], dtypes: Iterable[str]) -> list[OpCall]:
+    """Return the calls of these groups, dtype by dtype."""
+    return [
+        made for kind in dtypes for group in groups for made in GROUPS[group](grid, DTYPES[kind])
+    ]
+
+
+def is_compiled(call: OpCall, grid: Grid) -> bool:
+    """Return whether torch.compile is a peer; some ops compile few shapes, to save time."""
+    if not grid.with_compile:
+        return False
+    if call.op == "attention_varlen":
+        head_dim = grid.hidden // grid.heads
+        return call.shape == f"{grid.serving_tokens} packed {grid.heads}x{head_dim}"
+    if call.op in {"activate", "embed_layer_norm"}:
+        return call.tokens == grid.serving_tokens
+    return True

@@ -18,7 +18,8 @@ from varlen_bench.kernels.peers import (
     liger_peer,
     torch_peer,
 )
-from varlen_bench.ops.call import Inputs, OpCall, as_tensor, stacked
+from varlen_bench.ops.call import Inputs, OpCall, as_tensor
+from varlen_bench.ops.results import first, stacked
 from varlen_bench.padded import reference as padded
 from varlen_kernels import reference
 
@@ -114,11 +115,6 @@ def _residual_rms_norm(call: OpCall) -> Peers:
     return Peers((torch_peer(plain, read=stacked), liger, compiled_peer(plain, read=stacked)))
 
 
-def _first(result: object, inputs: Inputs) -> Tensor:
-    """Return the first tensor of a result."""
-    return as_tensor(result[0] if isinstance(result, tuple) else result, inputs)
-
-
 def _activate_gate(call: OpCall) -> Peers:
     def gated(x: Tensor) -> Tensor:
         return reference.activate_gate(x, **call.options)
@@ -150,7 +146,7 @@ def _attention(call: OpCall) -> Peers:
 
     def read_varlen(result: object, inputs: Inputs) -> Tensor:
         # some versions of torch also return the log-sum-exp
-        return _first(result, inputs).flatten(1)
+        return first(result, inputs).flatten(1)
 
     def unfused(q: Tensor, k: Tensor, v: Tensor, inside: Tensor) -> Tensor:
         scores = (q @ k.transpose(2, 3)) * scale
@@ -188,7 +184,7 @@ def _attention(call: OpCall) -> Peers:
 def _attention_paged(call: OpCall) -> Peers:
     """Return torch's attention on keys that are padded before the measurement."""
     options, lengths = call.options, call.lengths
-    heads, window = options["num_heads"], options["window"]
+    heads, window = options["num_heads"], options.get("window", 0)
     batch, longest, new = len(lengths), max(lengths), call.tokens // len(lengths)
     if batch * new < call.tokens:
         # not as many new tokens in each sequence

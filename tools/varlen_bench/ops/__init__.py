@@ -1,4 +1,1 @@
-"""Registry of op calls: an op at one shape, with inputs and exact result.
-
-Benchmarks, the tuner, the compile checks and the kernel tests read it.
-"""
+"""The table of op calls, which benchmarks, the tuner, the compile checks and the kernel tests read."""

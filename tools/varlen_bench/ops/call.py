@@ -27,16 +27,10 @@ def kernels(form: Literal["reference", "fused"]) -> SimpleNamespace:
     return SimpleNamespace(**ops | padded_ops)
 
 
-def as_tensor(result: Any, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
+def as_tensor(result: Any, _: Inputs) -> Tensor:
     """Return the result, which must be a tensor."""
     assert isinstance(result, Tensor)
     return result
-
-
-def stacked(result: Any, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
-    """Return the results of an op with several, of one shape, as one tensor."""
-    assert isinstance(result, tuple)
-    return torch.stack(result)
 
 
 class Tensors:
@@ -58,9 +52,9 @@ class Tensors:
         tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
         return tensor if self._is_empty else tensor.normal_(generator=self._generator)
 
-    def ids(self, rows: int, count: int) -> Tensor:
-        """Return `count` random int32 below `rows`."""
-        tensor = torch.zeros(count, dtype=torch.int32, device=self.device)
+    def ids(self, rows: int, *shape: int) -> Tensor:
+        """Return random int32 below `rows`."""
+        tensor = torch.zeros(shape, dtype=torch.int32, device=self.device)
         return tensor if self._is_empty else tensor.random_(rows, generator=self._generator)
 
     def unwritten(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -79,31 +73,6 @@ Make: TypeAlias = Callable[[Tensors], Any]
 Made: TypeAlias = tuple[int, ...] | list[int] | Make | None
 
 
-def shaped(shape: tuple[int, ...], names: str) -> dict[str, Made]:
-    """Return inputs of random values that have one shape."""
-    return dict.fromkeys(names.split(), shape)
-
-
-def random_fp32(*shape: int) -> Make:
-    """Return how to make random values in fp32."""
-    return lambda make: make.random(*shape, dtype=torch.float32)
-
-
-def ids(rows: int, count: int) -> Make:
-    """Return how to make `count` random int32 below `rows`."""
-    return lambda make: make.ids(rows, count)
-
-
-def unwritten(dtype: torch.dtype, *shape: int) -> Make:
-    """Return how to make a tensor for a result in this dtype."""
-    return lambda make: make.unwritten(*shape, dtype=dtype)
-
-
-def flags(count: int, *, value: bool) -> Make:
-    """Return how to make `count` bools of one value."""
-    return lambda make: torch.full((count,), value, device=make.device)
-
-
 def bounds(lengths: list[int]) -> list[int]:
     """Return `cu_seqlens` of these lengths."""
     return list(accumulate(lengths, initial=0))
@@ -119,7 +88,7 @@ class OpCall:
         inputs: recipe for each tensor argument.
         out: the shape of a result in the dtype of the call, or how to make it.
         options: arguments that are not tensors.
-        formula: computes the exact result from the inputs; None for the reference in float64.
+        formula: computes the exact result from the inputs; None for the reference, in float64 if it rounds.
         read: converts a result to the form of the exact one.
         lengths: sequence lengths, if the op uses them.
         fill: computes inputs from others by other ops, see `prepare`.
@@ -193,10 +162,10 @@ class OpCall:
         return tuple(inputs[name] for name in self.written) if self.written else result
 
     def exact(self, inputs: Inputs) -> Tensor:
-        """Return the result in float64; the inputs stay as they are."""
+        """Return the exact result; the inputs stay as they are."""
         if self.formula is not None:
             return self.formula(inputs)
-        copies = {name: _in_float64(value) for name, value in inputs.items()}
+        copies = {name: _copied(value, widen=self.max_error > 0) for name, value in inputs.items()}
         return self.read(self.run(kernels("reference"), copies), copies)
 
     def error_of(self, kernels: object, device: torch.device | str, seed: int) -> float:
@@ -237,14 +206,16 @@ def _made(make: Tensors, how: Made) -> Any:
     return make.ints(how) if isinstance(how, list) else how and how(make)
 
 
-def _in_float64(value: Any) -> Any:
-    """Return a copy of tensors, in float64 if they are of real numbers."""
+def _copied(value: Any, *, widen: bool) -> Any:
+    """Return a copy of tensors; real numbers in float64 if `widen`."""
     if isinstance(value, tuple):
-        copies = map(_in_float64, value)
+        copies = [_copied(each, widen=widen) for each in value]
         return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
     if not isinstance(value, Tensor):
         return value
-    return value.double() if value.is_floating_point() else value.clone()
+    return value.to(
+        torch.float64 if widen and value.is_floating_point() else value.dtype, copy=True
+    )
 
 
 def _size(value: Any) -> int:

@@ -1,39 +1,13 @@
 """The calls that the compile checks compile, and the limits of their machine code."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_args
 
 import torch
 
-from varlen_bench.ops.beam_searches import advance_searches, follow_beams
-from varlen_bench.ops.call import OpCall, kernels
-from varlen_bench.ops.chosen_tokens import beam_step, sample_tokens
-from varlen_bench.ops.kv_blocks import append_kv, attention_paged, copy_blocks, paged_tiles
-from varlen_bench.ops.logit_edits import edit_logits
-from varlen_bench.ops.padded import masked_softmax, pack, unpack
-from varlen_bench.ops.rows import (
-    activate,
-    activate_gate,
-    add_layer_norm,
-    embed,
-    embed_layer_norm,
-    layer_norm,
-    linear_activate,
-    norm_heads,
-    residual_layer_norm,
-    residual_rms_norm,
-    rms_norm,
-    rotary,
-)
-from varlen_bench.ops.sequences import (
-    attention_tiles,
-    attention_varlen,
-    first_tokens,
-    pool,
-    term_weights,
-)
+from varlen_bench.ops.call import kernels
+from varlen_bench.ops.table import op_call
 from varlen_kernels import Activation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -46,22 +20,18 @@ class CompiledCall:
 
     Attributes:
         label: name that distinguishes the call from other calls of its op.
-        make: returns the call for a dtype.
+        sizes: arguments of `op_call`.
         narrow_loads: limit of global loads under 128 bits; None if the row width allows no wider ones.
         dtypes: dtypes to compile. fp16 needs the loads and registers of bf16, so one call per op checks it.
         tensor_cores: whether kernels for 16-bit dtypes must use tensor cores: HMMA on sm_80, HGMMA on sm_90.
     """
 
+    op: str
     label: str
-    make: partial[OpCall]
+    sizes: Mapping[str, Any]
     narrow_loads: int | None = None
     dtypes: tuple[torch.dtype, ...] = _BOTH
     tensor_cores: bool = False
-
-    @property
-    def op(self) -> str:
-        """The launcher's name."""
-        return self.make(_FP32).op
 
     @property
     def name(self) -> str:
@@ -69,171 +39,175 @@ class CompiledCall:
         return f"{self.op}-{self.label}"
 
     def run(self, dtype: torch.dtype) -> None:
-        call = self.make(dtype)
-        call.run(kernels("fused"), call.make_empty())
+        made = op_call(self.op, dtype, **self.sizes)
+        made.run(kernels("fused"), made.make_empty())
 
 
 def _call(
-    label: str, make: Callable[..., OpCall], *sizes: object, narrow: int | None = None, **more: Any
+    op: str,
+    label: object,
+    narrow: int | None = None,
+    *,
+    dtypes: tuple[torch.dtype, ...] = _BOTH,
+    tensor_cores: bool = False,
+    **sizes: Any,
 ) -> CompiledCall:
-    """Return a call with these limits; other arguments by name are options of `make`."""
-    limits = {name: more.pop(name) for name in ("dtypes", "tensor_cores") if name in more}
-    return CompiledCall(label, partial(make, *sizes, **more), narrow, **limits)
+    """Return a call with these limits, of 64 tokens unless `sizes` has others."""
+    return CompiledCall(
+        op, str(label), {"lengths": [16] * 4, **sizes}, narrow, dtypes, tensor_cores
+    )
 
 
-def _softmax(keys: int, **limits: Any) -> CompiledCall:
-    return _call(str(keys), masked_softmax, [keys] * 2, keys, 16, queries=16, **limits)
-
-
-def _attention(label: str, head_dim: int, length: int = 64, **more: Any) -> CompiledCall:
+def _attention(label: str, narrow: int | None = 8, **more: Any) -> CompiledCall:
     # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
-    more = {"narrow": 8, "tensor_cores": True, **more}
-    return _call(label, attention_varlen, [length] * 4, 12, head_dim, **more)
+    more = {"lengths": [64] * 4, "tensor_cores": True, **more}
+    return _call("attention_varlen", label, narrow, **more)
 
 
-def _paged(
-    label: str, head_dim: int, new: int, sequences: int = 4, kv_heads: int = 4, **more: Any
-) -> CompiledCall:
-    lengths = [new] * sequences, [new + 24] * sequences
-    more = {"narrow": 30, **more}
-    return _call(label, attention_paged, *lengths, 12, kv_heads, head_dim, **more)
+def _paged(label: str, new: int, narrow: int | None = 30, **more: Any) -> CompiledCall:
+    count = more.pop("sequences", 4)
+    more |= {"lengths": [new + 24] * count, "new": [new] * count}
+    return _call("attention_paged", label, narrow, **more)
 
 
-def _beam(label: str, *sizes: int, **more: Any) -> CompiledCall:
+def _append(label: str, narrow: int | None, optional: str = "", **more: Any) -> CompiledCall:
+    return _call("append_kv", label, narrow, optional=optional, **more)
+
+
+def _beam(label: str, batch: int, beams: int, vocabulary: int, **more: Any) -> CompiledCall:
     # reading a group a second time needs narrow loads, and so does most of the second kernel
-    return _call(label, beam_step, *sizes, has_finished=True, **{"dtypes": (_FP16,), **more})
+    sizes = {"optional": "finished", "dtypes": (_FP16,), "lengths": [1] * batch, **more}
+    return _call("beam_step", label, beams=beams, vocabulary=vocabulary, **sizes)
 
 
-def _sample(vocabulary: int, narrow: int | None = None) -> CompiledCall:
-    make = partial(sample_tokens, 4, vocabulary, top_k=50, top_p=0.9)
-    return CompiledCall(str(vocabulary), make, narrow, (_FP32,))
+def _pool(label: str, narrow: int | None = 3, length: int = 16, **more: Any) -> CompiledCall:
+    return _call("pool", label, narrow, lengths=[length] * 4, **more)
 
 
-_LENGTHS = [16] * 4
-_BY_DISTANCE: dict[str, Any] = {"narrow": None, "tensor_cores": False, "by_distance": True}
+# Llama and Qwen3.
+_WIDE_HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+_ROTATED, _NORMED = "position_ids cos_sin", "query_weight key_weight"
+_UNPOOLED = "normalize unpooled_lengths"
+_BY_DISTANCE: dict[str, Any] = {"narrow": None, "tensor_cores": False, "optional": "distances"}
 
 COMPILED = [
     # BERT-base, MiniLM, the widest row, and a width without vector loads
-    _call("768", add_layer_norm, 64, 768, narrow=0, dtypes=_ALL),
-    _call("384", add_layer_norm, 64, 384, narrow=0),
-    _call("16384", add_layer_norm, 64, 16_384, narrow=0),
-    _call("501", add_layer_norm, 64, 501),
-    _call("768", rms_norm, 64, 768, narrow=0),
-    _call("4096", rms_norm, 64, 4096, narrow=0),
-    _call("768", residual_rms_norm, 64, 768, narrow=0),
-    _call("4096", residual_rms_norm, 64, 4096, narrow=0),
-    _call("768", layer_norm, 64, 768, narrow=0),
-    _call("768", residual_layer_norm, 64, 768, narrow=0),
-    _call("1600", residual_layer_norm, 64, 1600, narrow=0),
-    _call("64", norm_heads, 64, 12, 4, 64, narrow=0),
-    _call("128", norm_heads, 64, 32, 8, 128, narrow=0),
+    _call("add_layer_norm", 768, 0, dtypes=_ALL),
+    _call("add_layer_norm", 384, 0, hidden=384),
+    _call("add_layer_norm", 16384, 0, hidden=16_384),
+    _call("add_layer_norm", 501, hidden=501),
+    _call("rms_norm", 768, 0),
+    _call("rms_norm", 4096, 0, hidden=4096),
+    _call("residual_rms_norm", 768, 0),
+    _call("residual_rms_norm", 4096, 0, hidden=4096),
+    _call("layer_norm", 768, 0),
+    _call("residual_layer_norm", 768, 0),
+    _call("residual_layer_norm", 1600, 0, hidden=1600),
+    _call("norm_heads", 64, 0),
+    _call("norm_heads", 128, 0, **_WIDE_HEADS),
     # two loads of positions per thread
-    _call("64", rotary, 64, 12, 4, 64, narrow=2),
-    _call("128", rotary, 64, 32, 8, 128, narrow=2),
+    _call("rotary", 64, 2),
+    _call("rotary", 128, 2, **_WIDE_HEADS),
     # one load of an id per load of a row
-    _call("768", embed, 64, 768, narrow=4, vocabulary=64, positions=64),
-    _call("4096", embed, 64, 4096, narrow=2, vocabulary=64),
+    _call("embed", 768, 4),
+    _call("embed", 4096, 2, hidden=4096, optional=""),
     # three loads of ids per row of a thread
-    _call("768", embed_layer_norm, 64, 768, narrow=3, vocabulary=64, positions=64),
-    _call("384", embed_layer_norm, 64, 384, narrow=6, vocabulary=64, positions=64),
-    *(_call(kind, activate, 64, 3072, narrow=0, kind=kind) for kind in get_args(Activation)),
+    _call("embed_layer_norm", 768, 3),
+    _call("embed_layer_norm", 384, 6, hidden=384),
+    *(_call("activate", kind, 0, kind=kind) for kind in get_args(Activation)),
     # without CUDA, torch's product and the kernel of `activate`
-    _call("3072", linear_activate, 64, 16, 3072, narrow=0, dtypes=_ONE),
-    _call("3072", activate_gate, 64, 3072, narrow=0),
+    _call("linear_activate", 3072, 0, dtypes=_ONE),
+    _call("activate_gate", 3072, 0),
     # one load of a length; 10 and 500 keys allow vectors of 2 and 4 elements
-    _softmax(10),
-    _softmax(80, narrow=1),
-    _softmax(500, dtypes=_ALL),
-    _softmax(501),
-    _softmax(4096, narrow=1),
-    _softmax(16_384, narrow=2),
-    _call("large_causal", masked_softmax, [1024] * 2, 1024, 16, narrow=1, causal=True),
-    _call("64", attention_tiles, [64] * 4, 12, 64, dtypes=_ONE),
-    _attention("64", 64, dtypes=_ALL),
-    _attention("64_long", 64, 256),
+    *(
+        _call(
+            "masked_softmax", keys, narrow, dtypes=dtypes, heads=16, queries=16, lengths=[keys] * 2
+        )
+        for keys, narrow, dtypes in [
+            (10, None, _BOTH),
+            (80, 1, _BOTH),
+            (500, None, _ALL),
+            (501, None, _BOTH),
+            (4096, 1, _BOTH),
+            (16_384, 2, _BOTH),
+        ]
+    ),
+    _call("masked_softmax", "large_causal", 1, heads=16, lengths=[1024] * 2, causal=True),
+    _call("attention_tiles", 64, lengths=[64] * 4, dtypes=_ONE),
+    _attention("64", dtypes=_ALL),
+    _attention("64_long", lengths=[256] * 4),
     # tiles of fewer than 64 queries, which wgmma does not support
-    _attention("64_short", 64, 16, narrow=None, tensor_cores=False),
+    _attention("64_short", None, lengths=[16] * 4, tensor_cores=False),
     # several heads a program
-    _attention("64_shortest", 64, 4, has_tiles=True, narrow=3, dtypes=_ONE, tensor_cores=False),
-    # as a server's encoder calls it
-    _attention("64_tiles", 64, has_tiles=True, narrow=3, dtypes=_ONE),
-    # one more column of the table
-    _attention("64_keys", 64, has_tiles=True, half_keys=True, narrow=4, dtypes=_ONE),
     _attention(
-        "64_near_keys", 64, narrow=4, dtypes=_ONE, has_tiles=True, half_keys=True, window=65
+        "64_shortest", 3, optional="tiles", lengths=[4] * 4, dtypes=_ONE, tensor_cores=False
     ),
-    _attention("64_causal", 64, causal=True),
-    _attention("64_window", 64, causal=True, kv_heads=4, window=32, dtypes=_ONE),
-    _attention("64_near", 64, window=65, dtypes=_ONE),
+    # as a server's encoder calls it
+    _attention("64_tiles", 3, optional="tiles", dtypes=_ONE),
+    # one more column of the table
+    _attention("64_keys", 4, optional="tiles key_lengths", dtypes=_ONE),
+    _attention("64_near_keys", 4, optional="tiles key_lengths", dtypes=_ONE, window=65),
+    _attention("64_causal", causal=True),
+    _attention("64_window", causal=True, kv_heads=4, window=32, dtypes=_ONE),
+    _attention("64_near", window=65, dtypes=_ONE),
     # one narrow load of the bias per score
-    _attention("64_biased", 64, causal=True, biased=True, narrow=None),
+    _attention("64_biased", None, causal=True, optional="bias"),
     # one narrow load of the row of each distance; tiles have fewer than 64 queries
-    _attention("64_distances", 64, **_BY_DISTANCE),
-    _attention("128_distances", 128, dtypes=_ONE, **_BY_DISTANCE),
-    *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
-    _attention("80", 80, dtypes=_ONE, narrow=None),
+    _attention("64_distances", **_BY_DISTANCE),
+    _attention("128_distances", dtypes=_ONE, head_dim=128, **_BY_DISTANCE),
+    *(_attention(str(head_dim), head_dim=head_dim) for head_dim in (32, 96, 128, 256)),
+    _attention("80", None, dtypes=_ONE, head_dim=80),
     # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences
-    _call("64", append_kv, 64, 12, 4, 64, narrow=4),
-    _call("80", append_kv, 64, 12, 12, 80, dtypes=_ONE),
+    _append("64", 4),
+    _append("80", None, heads=12, kv_heads=12, head_dim=80, dtypes=_ONE),
     # only keys and values
-    _call("64_alone", append_kv, 64, 0, 4, 64, narrow=4, dtypes=_ONE),
-    # Llama and Qwen3; narrow loads read positions, too
-    _call("64_rotated", append_kv, 64, 12, 4, 64, narrow=8, rotated=True),
-    _call("128_rotated", append_kv, 64, 32, 8, 128, narrow=8, dtypes=_ONE, rotated=True),
-    _call(
-        "128_normed", append_kv, 64, 32, 8, 128, narrow=8, dtypes=_ONE, rotated=True, normed=True
-    ),
-    _call("64", copy_blocks, 4, 12, 4, 64, narrow=2, dtypes=_ONE),
-    _call("64", paged_tiles, [40] * 4, [64] * 4, 12, 4, 64, dtypes=_ONE),
-    _call("64_decode", paged_tiles, [1] * 4, [25] * 4, 12, 4, 64, dtypes=_ONE),
-    _paged("64", 64, 40, dtypes=_ALL, tensor_cores=True),
-    _paged("64_long", 64, 160, dtypes=_ONE, tensor_cores=True),
-    _paged("64_short", 64, 5, dtypes=_ONE),
-    _paged("64_window", 64, 40, window=32, tensor_cores=True),
+    _append("64_alone", 4, heads=0, dtypes=_ONE),
+    # narrow loads read positions, too
+    _append("64_rotated", 8, _ROTATED),
+    _append("128_rotated", 8, _ROTATED, dtypes=_ONE, **_WIDE_HEADS),
+    _append("128_normed", 8, f"{_ROTATED} {_NORMED}", dtypes=_ONE, **_WIDE_HEADS),
+    _call("copy_blocks", 64, 2, layers=12, dtypes=_ONE),
+    _call("paged_tiles", 64, lengths=[64] * 4, new=[40] * 4, dtypes=_ONE),
+    _call("paged_tiles", "64_decode", lengths=[25] * 4, new=[1] * 4, dtypes=_ONE),
+    _paged("64", 40, dtypes=_ALL, tensor_cores=True),
+    _paged("64_long", 160, dtypes=_ONE, tensor_cores=True),
+    _paged("64_short", 5, dtypes=_ONE),
+    _paged("64_window", 40, window=32, tensor_cores=True),
     # one narrow load of the bias per score
-    _paged("64_biased", 64, 40, biased=True, narrow=None, tensor_cores=True),
-    _paged("64_decode_biased", 64, 1, biased=True, narrow=None),
-    _paged("128", 128, 40, dtypes=_ONE, tensor_cores=True),
+    _paged("64_biased", 40, None, optional="tiles bias", tensor_cores=True),
+    _paged("64_decode_biased", 1, None, optional="tiles bias"),
+    _paged("128", 40, dtypes=_ONE, head_dim=128, tensor_cores=True),
     # fp32 spills up to 16 bytes under Triton 3.6
-    _paged("256", 256, 40, dtypes=_ONE),
+    _paged("256", 40, dtypes=_ONE, head_dim=256),
     # GPT-2 has as many key heads as heads
-    _paged("64_decode", 64, 1, kv_heads=12, dtypes=_ALL),
-    _paged("64_decode_grouped", 64, 1, dtypes=_ONE),
+    _paged("64_decode", 1, kv_heads=12, dtypes=_ALL),
+    _paged("64_decode_grouped", 1, dtypes=_ONE),
     # without splits, because the programs fill a wave
-    _paged("128_decode_whole", 128, 1, 132, dtypes=_ONE),
-    _paged("128_decode", 128, 1, block_size=64, window=32, dtypes=_ONE),
-    _paged("256_decode", 256, 1),
+    _paged("128_decode_whole", 1, sequences=132, dtypes=_ONE, head_dim=128),
+    _paged("128_decode", 1, block_size=64, window=32, dtypes=_ONE, head_dim=128),
+    _paged("256_decode", 1, head_dim=256),
     # two loads of cu_seqlens and one of `normalize`
-    _call("mean", pool, _LENGTHS, 768, narrow=3, mode="mean"),
-    _call("max", pool, _LENGTHS, 384, narrow=3, mode="max"),
+    _pool("mean"),
+    _pool("max", hidden=384, mode="max"),
     # long sequences, in two kernels
-    _call("parts", pool, [64] * 4, 768, narrow=3, mode="mean"),
-    _call("parts_max", pool, [64] * 4, 384, narrow=3, dtypes=_ONE, mode="max"),
-    _call("parts_widest", pool, [64] * 4, 16_384, narrow=3, mode="mean"),
-    _call("weighted", pool, _LENGTHS, 768, narrow=3, dtypes=_ONE, mode="weighted_mean"),
-    _call("parts_weighted", pool, [64] * 4, 768, narrow=3, dtypes=_ONE, mode="weighted_mean"),
-    _call("cls", pool, _LENGTHS, 768, narrow=2, mode="cls", normalized=False),
-    _call("widest", pool, _LENGTHS, 16_384, narrow=3, mode="mean"),
-    _call("501", pool, _LENGTHS, 501, dtypes=_ONE, mode="max"),
+    _pool("parts", length=64),
+    _pool("parts_max", length=64, hidden=384, dtypes=_ONE, mode="max"),
+    _pool("parts_widest", length=64, hidden=16_384),
+    _pool("weighted", dtypes=_ONE, mode="weighted_mean"),
+    _pool("parts_weighted", length=64, dtypes=_ONE, mode="weighted_mean"),
+    _pool("cls", 2, mode="cls", optional=""),
+    _pool("widest", hidden=16_384),
+    _pool("501", None, hidden=501, dtypes=_ONE, mode="max"),
     # one load more: of the tokens that are not pooled
-    _call("unpooled", pool, _LENGTHS, 768, narrow=4, dtypes=_ONE, mode="weighted_mean", unpooled=2),
-    _call("unpooled_cls", pool, _LENGTHS, 768, narrow=4, dtypes=_ONE, mode="cls", unpooled=2),
-    _call(
-        "unpooled_parts",
-        pool,
-        [64] * 4,
-        768,
-        narrow=4,
-        dtypes=_ONE,
-        mode="weighted_mean",
-        unpooled=2,
-    ),
+    _pool("unpooled", 4, dtypes=_ONE, mode="weighted_mean", optional=_UNPOOLED),
+    _pool("unpooled_cls", 4, dtypes=_ONE, mode="cls", optional=_UNPOOLED),
+    _pool("unpooled_parts", 4, 64, dtypes=_ONE, mode="weighted_mean", optional=_UNPOOLED),
     # as pooling of slices: a sum, and a maximum of a slice that is not full
-    _call("sum", term_weights, _LENGTHS, 64, 4096, narrow=2, mode="sum"),
-    _call("3000", term_weights, _LENGTHS, 64, 3000, dtypes=_ONE),
-    _call("768", first_tokens, _LENGTHS, 768, narrow=2),
-    _call("768", unpack, _LENGTHS, 768, narrow=2),
-    _call("768", pack, _LENGTHS, 768, narrow=2),
+    _call("term_weights", "sum", 2, hidden=64, terms=4096, mode="sum"),
+    _call("term_weights", 3000, hidden=64, dtypes=_ONE),
+    _call("first_tokens", 768, 2),
+    _call("unpack", 768, 2),
+    _call("pack", 768, 2),
     # vocabularies of real models, and the largest sizes
     _beam("4x32000", 8, 4, 32000, dtypes=_ALL),
     _beam("4x32000-128", 128, 4, 32000),
@@ -241,15 +215,17 @@ COMPILED = [
     _beam("4x250000", 8, 4, 250000, dtypes=(_FP32, _FP16)),
     _beam("5x300000", 1, 5, 300000),
     _beam("64x32000", 2, 64, 32000),
-    _beam("1x32000-edits", 32, 1, 32000, width=16, edits=64, dtypes=_BOTH),
-    _beam("1x32000-widest", 8, 1, 32000, width=128),
+    _beam(
+        "1x32000-edits", 32, 1, 32000, best=16, longest=64, optional="finished edits", dtypes=_BOTH
+    ),
+    _beam("1x32000-widest", 8, 1, 32000, best=128),
     _beam("64x300000", 1, 64, 300000, dtypes=(_FP32, _FP16)),
     # numbers of single beams are narrow loads
-    _call("2x32", follow_beams, 2, 32, 32, dtypes=_ONE),
-    _call("2x32", advance_searches, 2, 32, 32000, dtypes=_ONE),
+    _call("follow_beams", "2x32", lengths=[512] * 2, beams=32, dtypes=_ONE),
+    _call("advance_searches", "2x32", lengths=[1] * 2, beams=32, vocabulary=32000, dtypes=_ONE),
     # single logits
-    _call("500", edit_logits, 4, 500, 32000, dtypes=(_FP32,)),
+    _call("edit_logits", 500, lengths=[500] * 4, vocabulary=32000, dtypes=(_FP32,)),
     # one load of each number of a row
-    _sample(32000, 5),
-    _sample(50257),
+    _call("sample_tokens", 32000, 5, vocabulary=32000, dtypes=(_FP32,)),
+    _call("sample_tokens", 50257, vocabulary=50257, dtypes=(_FP32,)),
 ]

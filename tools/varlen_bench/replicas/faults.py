@@ -14,7 +14,7 @@ from pathlib import Path
 from varlen_bench.harness.resident import model_process
 from varlen_bench.replicas.proxies import Replica
 
-_WORKER_HOST = "varlen.execution.workers.host"
+_WORKER = "varlen.execution.workers.child"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def worker_processes(stub: int) -> list[int]:
     return [
         worker
         for host in _children(stub)
-        if _WORKER_HOST in Path(f"/proc/{host}/cmdline").read_text("utf-8").split("\0")
+        if _WORKER in Path(f"/proc/{host}/cmdline").read_text("utf-8").split("\0")
         for worker in _children(host)
     ]
 

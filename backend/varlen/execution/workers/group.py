@@ -106,7 +106,7 @@ class Leader(_Linked):
         self._send(_LOADED)
 
     def send_ahead(self, work: object) -> None:
-        """Send the others what this process runs later; from another thread than `running`, which then sends nothing."""
+        """Send the others what this process runs later, in another thread: `running` then sends nothing."""
         self._is_ahead = True
         self._send(self._message_of(work))
 

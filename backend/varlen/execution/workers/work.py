@@ -59,7 +59,7 @@ class Work(Protocol[_Order, _Part]):
     def prepare(self, order: _Order) -> _Part:
         """Return the part of some work that ranks or stages run; other work may run meanwhile."""
 
-    def run(self, order: _Order, part: Callable[[], _Part]) -> Sequence[Array]:
+    def run(self, order: _Order, part: Callable[[], _Part], /) -> Sequence[Array]:
         """Return the answers to some work.
 
         Args:
@@ -109,7 +109,7 @@ class BatchWork:
         """Return the batch."""
         return batch
 
-    def run(self, batch: WorkOfBatch, part: Callable[[], WorkOfBatch]) -> Sequence[Array]:
+    def run(self, _: WorkOfBatch, part: Callable[[], WorkOfBatch], /) -> Sequence[Array]:
         """Return the answer of each sequence of a batch."""
         return self._runner.run(*part())
 

@@ -6,17 +6,22 @@ from contextlib import suppress
 
 import pytest
 
+from tests.backend.decoding.grammar.grammar_server import CHOICES, Server
+from tests.backend.decoding.sandboxes import new_grammars
+from tests.backend.decoding.sequences import sample, sequence_of, sequences_of
+from tests.backend.decoding.text.small_tokenizers import (
+    END,
+    PAD,
+    byte_fallback,
+    byte_level,
+    metaspace,
+)
+from tests.backend.refusals import refused_request as refused
 from varlen.decoding.grammar.grammar_matcher import wait_for_masks
 from varlen.decoding.sampling import sampling
 from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
 from varlen.sandbox.grammar import GrammarServer
-
-from ..refusals import refused_request as refused
-from .grammar_server import CHOICES, Server
-from .sandboxes import new_grammars
-from .sequences import sample, sequence_of, sequences_of
-from .small_tokenizers import END, PAD, byte_fallback, byte_level, metaspace
 
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 

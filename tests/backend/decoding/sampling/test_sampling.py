@@ -19,15 +19,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.backend.decoding.sandboxes import new_grammars
+from tests.backend.decoding.sequences import RandomModel, extend, sample, sequence_of, sequences_of
+from tests.backend.decoding.text.small_tokenizers import byte_level
 from tests.closeness import assert_close
 from varlen.decoding.sampling import sampling
 from varlen.decoding.sampling.random_numbers import uniform_numbers
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
-
-from .sandboxes import new_grammars
-from .sequences import RandomModel, extend, sample, sequence_of, sequences_of
-from .small_tokenizers import byte_level
 
 VOCABULARY = 50
 EOS = 3

@@ -7,16 +7,15 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
+from tests.backend.decoding.sandboxes import new_grammars
+from tests.backend.decoding.sequences import sample, sequence_of, sequences_of
+from tests.backend.decoding.text.small_tokenizers import KINDS, byte_level
+from tests.backend.refusals import refused_request as refused
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.search.searcher import Searcher
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
-
-from ..refusals import refused_request as refused
-from .sandboxes import new_grammars
-from .sequences import sample, sequence_of, sequences_of
-from .small_tokenizers import KINDS, byte_level
 
 CPU = torch.device("cpu")
 VOCABULARY = 420

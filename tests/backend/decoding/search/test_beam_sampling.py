@@ -14,12 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.backend.decoding.search.beam_oracles import TableModel
 from varlen.decoding.search.beam_sampling import draw, limited
 from varlen.decoding.search.beam_search import BeamSearch
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
-
-from .beam_oracles import TableModel
 
 NUM_DRAWS = 2000
 

@@ -6,11 +6,16 @@ from functools import cache
 
 import pytest
 
+from tests.backend.decoding.search.beam_oracles import (
+    TableModel,
+    TinyModel,
+    are_equal,
+    is_tie,
+    random_case,
+)
 from varlen.decoding.search.beam_search import BeamSearch, BeamStep
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
-
-from .beam_oracles import TableModel, TinyModel, are_equal, is_tie, random_case
 
 NUM_CASES = 3
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.backend.decoding.search.beam_oracles import TableModel
+from tests.backend.decoding.sequences import sequences_of
 from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.decoding.search.beam_search import BeamSearch
@@ -17,9 +19,6 @@ from varlen.request.generation import GenerationOptions
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.choices import DeviceChoice
 from varlen_kernels import cpu, reference
-
-from .beam_oracles import TableModel
-from .sequences import sequences_of
 
 VOCABULARY = 12
 END = 3

@@ -5,13 +5,12 @@ from datetime import datetime
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.backend.decoding.sandboxes import new_template
+from tests.backend.decoding.text.small_tokenizers import byte_level
+from tests.backend.refusals import refused_checkpoint
+from tests.backend.refusals import refused_request as refused
 from tests.threads import run_in_threads
 from varlen.sandbox.limits import SandboxLimits
-
-from ..refusals import refused_checkpoint
-from ..refusals import refused_request as refused
-from .sandboxes import new_template
-from .small_tokenizers import byte_level
 
 # Templates in the styles of well-known models.
 LLAMA = """{{- bos_token }}

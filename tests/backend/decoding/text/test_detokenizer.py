@@ -4,9 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.backend.decoding.text.small_tokenizers import (
+    END,
+    KINDS,
+    TEXTS,
+    byte_fallback,
+    byte_level,
+    metaspace,
+)
 from varlen.decoding.text.detokenizer import Detokenizer
-
-from .small_tokenizers import END, KINDS, TEXTS, byte_fallback, byte_level, metaspace
 
 
 def parts_of(tokenizer, ids, prompt_ids=(), *, skip_special_tokens=True):

@@ -5,13 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from tests.backend.decoding.text.small_tokenizers import (
+    END,
+    KINDS,
+    PAD,
+    TEXTS,
+    byte_fallback,
+    byte_level,
+)
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.decoding.text.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.choices import SampledToken
-
-from .small_tokenizers import END, KINDS, PAD, TEXTS, byte_fallback, byte_level
 
 
 def answer_of(tokenizer, ids, prompt_ids=(), *, eos_ids=(), **options):

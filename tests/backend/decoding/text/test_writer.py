@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.backend.decoding.text.small_tokenizers import END, PAD, byte_level
 from varlen.decoding.text.stop_strings import StopStrings
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.decoding.text.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.choices import SampledToken
-
-from .small_tokenizers import END, PAD, byte_level
 
 TOKENIZER = byte_level()
 EOS = TOKENIZER.token_to_id(END)

@@ -7,6 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.backend.fakes.engine_parts import FakeReply
+from tests.backend.scheduling.iteration.generation import (
+    END,
+    Bench,
+    answer,
+    search_answers,
+    tokens_of,
+)
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -17,9 +25,6 @@ from varlen.errors import (
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.iteration import group_memory
 from varlen.scheduling.iteration.groups import divide_step
-
-from ..fakes.engine_parts import FakeReply
-from .generation import END, Bench, answer, search_answers, tokens_of
 
 _POLICIES = ["reserve", "optimistic"]
 _both_policies = pytest.mark.parametrize("policy", _POLICIES)

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.backend.scheduling.iteration.generation import Bench, answer, source_of, tokens_of
+from tests.backend.scheduling.iteration.test_iteration import prompt_of
 from varlen.scheduling.iteration.step_budget import PROMPT_PART, tokens_of_step
 from varlen.scheduling.iteration.step_cost import StepCost
-
-from .generation import Bench, answer, source_of, tokens_of
-from .test_iteration import prompt_of
 
 # costs of a step in seconds, and a target that 38 tokens keep
 BASE, PER_TOKEN, LATENCY = 0.05, 0.002, 0.1261

@@ -7,12 +7,18 @@ from typing import get_args
 
 import pytest
 
+from tests.backend.scheduling.one_shot.waiting import (
+    add,
+    cost_table,
+    lengths_of,
+    make_scheduler,
+    request_of,
+    run,
+)
 from varlen.config import PolicyName
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import DeadlineError
 from varlen.scheduling.batch import BatchResult
-
-from .waiting import add, cost_table, lengths_of, make_scheduler, request_of, run
 
 
 def test_nothing_waits_so_nothing_starts():

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.backend.scheduling.one_shot.waiting import cost_table, lengths_of, state_of
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.scheduling.one_shot.partition import DpPartition, best_partition
 from varlen.scheduling.one_shot.queue import RequestQueue
-
-from .waiting import cost_table, lengths_of, state_of
 
 # of one CPU core
 CORE = cost_table(lambda n, length: 6e-3 + 160e-6 * n + 360e-6 * n * length)

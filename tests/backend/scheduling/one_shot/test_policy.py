@@ -3,11 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.backend.scheduling.one_shot.waiting import cost_table, lengths_of, state_of
 from varlen.costs.batch_shape import BatchLimits
 from varlen.scheduling.one_shot.policy import FullBatches
 from varlen.scheduling.one_shot.queue import RequestQueue
-
-from .waiting import cost_table, lengths_of, state_of
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 # nothing refines them

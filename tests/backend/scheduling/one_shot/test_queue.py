@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.backend.scheduling.one_shot.waiting import state_of
 from varlen.scheduling.one_shot.queue import RequestQueue
-
-from .waiting import state_of
 
 
 def lengths(sequences):

@@ -2,15 +2,14 @@
 
 import torch
 
+from tests.backend.decoding.sandboxes import new_grammars
+from tests.backend.decoding.sequences import RandomModel, sample, sequence_of
+from tests.backend.decoding.text.small_tokenizers import END
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.decoding.text.writer import TextWriter
 from varlen.request.generation import GenerationOptions
-
-from .sandboxes import new_grammars
-from .sequences import RandomModel, sample, sequence_of
-from .small_tokenizers import END
 
 CHOICES = ["red", "red green", 'say "no"\\/', "café 你好 😀"]
 

@@ -4,11 +4,10 @@ from collections import Counter
 
 import pytest
 
+from tests.backend.decoding.search.beam_oracles import TableModel
 from varlen.decoding.search.beam_search import BeamSearch
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
-
-from .beam_oracles import TableModel
 
 END = 3
 MAX_TOKENS = 6

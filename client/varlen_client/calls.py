@@ -1,4 +1,4 @@
-"""A call of many rows: requests with bounded concurrency, results in order, one timeout.
+"""Calls of many rows, and of models that generate: bounded concurrency, results in order, one timeout.
 
 The first failure cancels the other requests. Errors name rows of the whole call.
 """
@@ -7,15 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from varlen_client.errors import RequestTimeout, VarlenClientError
-from varlen_client.row_outputs import Output, RowAnswers
+from varlen_client.errors import InvalidRequest, RequestTimeout, ServerError, VarlenClientError
+from varlen_client.generation import (
+    GeneratedPart,
+    GenerateRequest,
+    Generation,
+    Response,
+    Translation,
+    generate_request,
+    read_generations,
+    read_parts,
+    read_translation,
+)
+from varlen_client.row_answers import Output, RowAnswers
 from varlen_client.tasks import Options, RowTask
 from varlen_client.transport.session import Session
 from varlen_client.waits import all_or_first_error, with_timeout
-from varlen_client.wire import InferRequest, Inputs, ModelInfo, Pairs, read_inputs
+from varlen_client.wire import InferRequest, Inputs, ModelInfo, Pairs, TokenIds, read_inputs
 
 DEFAULT_ROWS_PER_REQUEST = 32
 
@@ -24,14 +44,7 @@ _T = TypeVar("_T")
 
 
 class RowCall:
-    """One call of a public method, and its progress.
-
-    Args:
-        method: its name, for errors.
-        rows: number of rows.
-        timeout: seconds from now for the whole call; None is no limit.
-        on_progress: function that is called with the number of rows answered so far.
-    """
+    """One call of a public method, and its progress."""
 
     def __init__(
         self,
@@ -75,8 +88,6 @@ class RowCall:
 
         Args:
             requests: pairs of rows and their request; iterated as requests are sent.
-            send: function that sends a request and returns its result.
-            concurrency: maximum requests in flight.
         """
         results: dict[int, _T] = {}
         queue = enumerate(requests)
@@ -109,9 +120,7 @@ class RequestSender:
     """Sends the requests of calls to one model.
 
     Args:
-        session: connection to the model.
         rows_per_request: None is 32, or the model's max_batch_size if that is less.
-        concurrency: maximum requests of one call in flight.
     """
 
     def __init__(self, session: Session, rows_per_request: int | None, concurrency: int) -> None:
@@ -141,9 +150,6 @@ class RowSender(RequestSender):
         """Return the outputs of all requests of a call.
 
         Args:
-            task: row of the table of tasks.
-            inputs: rows that the caller gave.
-            options: options that were given, of `task.options`.
             counts_tokens: whether the number of tokens is requested, if the model has it.
 
         Raises:
@@ -202,3 +208,88 @@ def _with_rows(error: VarlenClientError, rows: range, total: int) -> VarlenClien
         if not message.startswith(f"{named}:"):
             message = f"{named} of {total}: {message}"
     return type(error)(message, rows=rows)
+
+
+def check_one_sample(sampling: Mapping[str, Any], message: str) -> None:
+    """Raise InvalidRequest with this message if `n` asks for several samples."""
+    if sampling.get("n", 1) != 1:
+        raise InvalidRequest(f"n is {sampling['n']!r}; {message}")
+
+
+async def whole_answers(
+    session: Session, request: GenerateRequest, timeout: float | None
+) -> list[Generation]:
+    """Return the answer of each sample."""
+    deadline = deadline_of(timeout)
+
+    async def collect() -> list[Generation]:
+        info = await session.model_info(deadline)
+        info.check_generates()
+        responses = await session.all_responses(info, request, deadline)
+        return read_generations(responses, request.rows)
+
+    return await _until(collect(), deadline, timeout)
+
+
+async def parts_of_answers(
+    session: Session, request: GenerateRequest, timeout: float | None
+) -> AsyncGenerator[list[GeneratedPart], None]:
+    """Yield the next part of each sample as they come.
+
+    Raises:
+        RequestTimeout: `timeout` seconds have passed.
+        ServerError: a sample has no last part.
+    """
+    deadline = deadline_of(timeout)
+    info = await _until(session.model_info(deadline), deadline, timeout)
+    info.check_generates()
+    parts: list[GeneratedPart] = []
+    async with aclosing(session.responses(info, request, deadline)) as responses:
+        while response := await _until(_next(responses), deadline, timeout):
+            parts = read_parts(response, request.rows)
+            yield parts
+    if not parts or any(part.finish_reason is None for part in parts):
+        raise ServerError("the server ended an answer before its last part")
+
+
+async def translations(
+    session: Session,
+    call: RowCall,
+    texts: Inputs,
+    sampling: Mapping[str, Any],
+    concurrency: int,
+    **options: Any,
+) -> list[Translation]:
+    """Return the translation of each text, in order."""
+
+    async def translate_all() -> list[Translation]:
+        info = await session.model_info(call.deadline)
+        info.check_translates()
+
+        async def send(text: str | TokenIds) -> Translation:
+            request = generate_request(text, sampling, stream=False, returns_score=True, **options)
+            responses = await session.all_responses(info, request, call.deadline)
+            return read_translation(responses, request.rows)
+
+        rows = ((range(row, row + 1), text) for row, text in enumerate(texts))
+        return await call.send_all(rows, send, concurrency=concurrency)
+
+    return await call.within_timeout(translate_all())
+
+
+async def _next(responses: AsyncGenerator[Response, None]) -> Response | None:
+    """Return the next response; None after the last."""
+    return await anext(responses, None)
+
+
+async def _until(
+    awaitable: Coroutine[object, object, _T], deadline: float | None, timeout: float | None
+) -> _T:
+    """Return the result of a part of a call, which ends within `timeout` seconds."""
+    if deadline is None:
+        return await awaitable
+    try:
+        left = deadline - asyncio.get_running_loop().time()
+        return await with_timeout(awaitable, max(left, 0.0))
+    except TimeoutError:
+        raise RequestTimeout(f"the answer was not complete within {timeout:g} s") from None

@@ -4,12 +4,11 @@ import gc
 
 import pytest
 
+from tests.backend.decoding.grammar.grammar_fakes import VOCABULARY, GrammarBench, grammar
+from tests.backend.refusals import refused_request as refused
 from varlen.decoding.grammar.grammars import MAX_COMPILING
 from varlen.errors import EngineError, QueueFullError, RequestError
 from varlen.sandbox.protocol import HEAD, MASK, REFUSED
-
-from ..refusals import refused_request as refused
-from .grammar_fakes import VOCABULARY, GrammarBench, grammar
 
 
 def test_only_some_grammars_compile_at_the_same_time():

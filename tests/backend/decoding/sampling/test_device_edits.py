@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.backend.decoding.sandboxes import new_grammars
+from tests.backend.decoding.sequences import sample, sequence_of
+from tests.backend.decoding.text.small_tokenizers import byte_level
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.step_packing import DeviceEdits, begun_arrays, draw_arrays, tensors_of
 from varlen.scheduling.choices import EditLimits
 from varlen_kernels import cpu
 from varlen_kernels.reference.logit_edits import KEPT
-
-from .sandboxes import new_grammars
-from .sequences import sample, sequence_of
-from .small_tokenizers import byte_level
 
 VOCABULARY, EOS, CPU = 402, 3, torch.device("cpu")
 LENGTH = 12

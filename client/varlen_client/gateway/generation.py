@@ -1,8 +1,10 @@
-"""OpenAI's `/v1/chat/completions`; the checkpoint's chat template makes the prompt."""
+"""OpenAI's `/v1/completions` and `/v1/chat/completions`; the checkpoint's chat template makes the prompt of a chat."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
@@ -17,17 +19,147 @@ from varlen_client.gateway.answers import (
     Chunks,
     EventStream,
     Head,
+    MakeChoice,
     ReportedToken,
     numbered,
     reported_tokens,
     whole_answer,
 )
-from varlen_client.gateway.bodies import ListOf, Object, refused_field
+from varlen_client.gateway.bodies import ListOf, Object, Texts, refused_field, rows_of
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import SamplingBody
-from varlen_client.gateway.unserved_fields import CHATS, MESSAGES, PARTS
+from varlen_client.gateway.unserved_fields import CHATS, COMPLETIONS, MESSAGES, PARTS
 from varlen_client.generation import GeneratedPart, Generation
+from varlen_client.waits import all_or_first_error
+
+MAX_PROMPTS = 128
+
+
+class CompletionsBody(SamplingBody):
+    """A request to `/v1/completions`."""
+
+    ids_field = "prompt"
+    unserved = COMPLETIONS
+
+    prompt: Texts
+    max_tokens: int | None = None
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool = False
+    """Whether each answer begins with the text of its prompt."""
+    add_special_tokens: Literal[True] | None = None
+
+
+async def completions(gateway: Gateway, body: CompletionsBody) -> Response:
+    """Continue prompts, which are texts or token ids."""
+    prompts = rows_of(body.prompt, "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
+    sampling = _sampling(body)
+    make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
+    return await _answer(gateway, body, prompts, sampling, ("cmpl", "text_completion"), make_choice)
+
+
+async def _answer(
+    gateway: Gateway,
+    body: SamplingBody,
+    prompts: Sequence[Any],
+    sampling: dict[str, Any],
+    names: tuple[str, str],
+    make_choice: MakeChoice,
+) -> Response:
+    """Return the answers to prompts; `names` are the beginning of their id, and their kind."""
+    model = await gateway.models.get(body.model)
+    prefix, kind = names
+    head = Head.new(prefix, kind, model.name, body.request_id)
+    timeout = gateway.settings.timeout_seconds
+    if body.stream:
+        streams = [
+            model.client.stream_samples(prompt, body.n, timeout=timeout, **sampling)
+            for prompt in prompts
+        ]
+        chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
+        return await EventStream.begin(numbered(streams, body.n), chunks)
+    tasks = [
+        asyncio.ensure_future(
+            model.client.samples(prompt, body.num_samples, timeout=timeout, **sampling)
+        )
+        for prompt in prompts
+    ]
+    await all_or_first_error(tasks)
+    answers = [task.result() for task in tasks]
+    return json_response(whole_answer(head, answers, body.n, make_choice, gateway.metrics))
+
+
+def _sampling(body: CompletionsBody) -> dict[str, Any]:
+    given = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    return body.sampling() | {name: each for name, each in given.items() if each is not None}
+
+
+def _echoed(body: CompletionsBody, prompts: Sequence[str | list[int]]) -> Sequence[str]:
+    """Return the text that the answers to each prompt begin with.
+
+    Raises:
+        InvalidRequest: the text of a prompt, or log probabilities of its tokens, are not known here.
+    """
+    if not body.echo:
+        return [""] * len(prompts)
+    if body.logprobs is not None:
+        raise InvalidRequest(
+            "echo is True with logprobs, which a prompt's tokens have not; send one"
+        )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequest("echo is True with a prompt of token ids; allowed: with texts")
+    return texts
+
+
+def _choice(
+    echoed: Sequence[str],
+    n: int,
+    has_logprobs: bool,
+    index: int,
+    part: Generation | GeneratedPart,
+    offset: int | None,
+) -> dict[str, Any]:
+    """Return a choice, given the text that each prompt's `n` answers begin with."""
+    return {
+        "index": index,
+        "text": echoed[index // n] + part.text if offset is None else part.text,
+        "logprobs": _logprobs(part, offset or 0) if has_logprobs and part.logprobs else None,
+        "finish_reason": part.finish_reason,
+    }
+
+
+def _logprobs(part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
+    tokens, logprobs, top, offsets = [], [], [], []
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    for chosen, found in reported_tokens(part):
+        tokens.append(chosen.text)
+        logprobs.append(chosen.logprob)
+        top.append(_by_text(chosen, found))
+        offsets.append(offset)
+        # a part of a character begins where the character does
+        offset += len(chosen.text if chosen.utf8 is None else decoder.decode(chosen.utf8))
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def _by_text(chosen: ReportedToken, found: list[ReportedToken]) -> dict[str, float]:
+    """Return log probabilities by text; a second token of one text has its id."""
+    names = {chosen.token_id: chosen.text}
+    taken = {chosen.text}
+    for each in found:
+        if each.token_id not in names:
+            name = f"token_id:{each.token_id}" if each.text in taken else each.text
+            names[each.token_id] = name
+            taken.add(name)
+    return {names[each.token_id]: each.logprob for each in found}
+
 
 MAX_MESSAGES = 4096
 # Characters of arguments that are parsed as JSON: more would hold up other requests.
@@ -221,29 +353,18 @@ class ChatBody(SamplingBody):
 
 async def chat_completions(gateway: Gateway, body: ChatBody) -> Response:
     """Answer the last message of a chat."""
-    sampling = _sampling(body, gateway.settings)
+    sampling = _chat_sampling(body, gateway.settings)
     messages = for_template(body.messages)
-    model = await gateway.models.get(body.model)
-    timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
+    kind, field = "chat.completion", "message"
     if body.stream:
-        head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
-        parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
-        make_choice = partial(_delta, body.logprobs, top)
-        chunks = Chunks(head, make_choice, body.stream_usage, gateway.metrics)
-        response: Response = await EventStream.begin(numbered([parts], body.n), chunks)
-    else:
-        head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
-        answers = await model.client.samples(
-            messages, body.num_samples, timeout=timeout, **sampling
-        )
-        make_choice = partial(_choice, body.logprobs, top)
-        answer = whole_answer(head, [answers], body.n, make_choice, gateway.metrics)
-        response = json_response(answer)
+        kind, field = "chat.completion.chunk", "delta"
+    make_choice = partial(_chat_choice, field, body.logprobs, body.top_logprobs or 0)
+    response = await _answer(gateway, body, [messages], sampling, ("chatcmpl", kind), make_choice)
     response.headers.update(body.headers)
     return response
 
 
-def _sampling(body: ChatBody, settings: GatewaySettings) -> dict[str, Any]:
+def _chat_sampling(body: ChatBody, settings: GatewaySettings) -> dict[str, Any]:
     """Return the sampling parameters of a chat.
 
     Raises:
@@ -268,8 +389,6 @@ def template_variables(
     """Return the variables of the chat template, as the server takes them.
 
     Args:
-        name: name of the template.
-        variables: variables of the request.
         strict: whether those that the template does not read are refused; vLLM ignores them.
     """
     options: dict[str, Any] = {} if name is None else {"chat_template": name}
@@ -278,20 +397,19 @@ def template_variables(
     return {**(variables or {}), **options} or None
 
 
-def _choice(
-    has_logprobs: bool, top: int, index: int, part: Generation | GeneratedPart, _: int | None
+def _chat_choice(
+    field: str,
+    has_logprobs: bool,
+    top: int,
+    index: int,
+    part: Generation | GeneratedPart,
+    sent: int | None,
 ) -> dict[str, Any]:
-    message = {"role": "assistant", "content": part.text}
-    return {"index": index, "message": message, **_ending(part, has_logprobs, top)}
-
-
-def _delta(
-    has_logprobs: bool, top: int, index: int, part: Generation | GeneratedPart, sent: int | None
-) -> dict[str, Any]:
+    """Return a choice whose text is in this field; the first of an answer has the role."""
     role = {"role": "assistant"} if sent is None else {}
     return {
         "index": index,
-        "delta": {**role, "content": part.text},
+        field: {**role, "content": part.text},
         **_ending(part, has_logprobs, top),
     }
 

@@ -5,13 +5,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.backend.fakes.engine_parts import FakeReply
 from tests.backend.requests import prompt_of
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Request, RequestOptions
 from varlen.scheduling.iteration.groups import Claims
 from varlen.scheduling.sequence import RequestState
-
-from ..fakes.engine_parts import FakeReply
 
 
 def first_of(tenant, tokens, *, n=1, num_beams=1, max_tokens=1):

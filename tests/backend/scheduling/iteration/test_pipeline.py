@@ -2,12 +2,11 @@
 
 import pytest
 
+from tests.backend.fakes.engine_parts import FakeReply
+from tests.backend.scheduling.iteration.generation import Bench, answer, search_answers, tokens_of
+from tests.backend.scheduling.iteration.test_iteration import prompt_of
 from varlen.errors import EngineError, RequestCancelled
 from varlen.request.generation import GenerationOptions
-
-from ..fakes.engine_parts import FakeReply
-from .generation import Bench, answer, search_answers, tokens_of
-from .test_iteration import prompt_of
 
 _both_policies = pytest.mark.parametrize("policy", ["reserve", "optimistic"])
 _stages = pytest.mark.parametrize("stages", [2, 3])

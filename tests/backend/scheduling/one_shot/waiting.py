@@ -4,14 +4,13 @@ import math
 
 import numpy as np
 
+from tests.backend import requests
 from varlen.config import SHORTEST_QUEUE, EngineConfig
 from varlen.costs.model import CostModel
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.scheduling.sequence import Forecast, RequestState
-
-from .. import requests
 
 
 def request_of(*lengths, **options):

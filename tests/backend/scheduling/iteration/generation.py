@@ -12,6 +12,7 @@ from itertools import permutations
 
 import numpy as np
 
+from tests.backend.fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart, Prompt, Request, RequestOptions, Source
@@ -22,8 +23,6 @@ from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.step_limits import StepLimits
 from varlen.telemetry.metrics import Stats
-
-from ..fakes.engine_parts import Clock, FakeReply, HeldExecutor
 
 # a sequence ends with this token, or after `max_tokens`
 END = 0

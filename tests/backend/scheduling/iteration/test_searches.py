@@ -4,13 +4,12 @@ import math
 
 import pytest
 
+from tests.backend.fakes.engine_parts import FakeReply
+from tests.backend.scheduling.iteration import generation
+from tests.backend.scheduling.iteration.generation import Bench, answer, search_answers, tokens_of
 from varlen.errors import EngineError, RequestCancelled, RequestError
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.choices import BeamStep
-
-from ..fakes.engine_parts import FakeReply
-from . import generation
-from .generation import Bench, answer, search_answers, tokens_of
 
 _both_policies = pytest.mark.parametrize("policy", ["reserve", "optimistic"])
 PROMPT = [5, 1, 4, 1, 5, 9]

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.backend.fakes.engine_parts import FakeReply
+from tests.backend.scheduling.iteration.generation import Bench, answer, search_answers, tokens_of
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -19,9 +21,6 @@ from varlen.errors import (
     RequestError,
 )
 from varlen.request.generation import GenerationOptions
-
-from ..fakes.engine_parts import FakeReply
-from .generation import Bench, answer, search_answers, tokens_of
 
 _POLICIES = ["reserve", "optimistic"]
 

@@ -9,14 +9,13 @@ from threading import Event
 
 import pytest
 
+from tests.backend.decoding.grammar.grammar_server import CHOICES, Server
+from tests.backend.decoding.sequences import sample, sequence_of
+from tests.backend.decoding.text.small_tokenizers import byte_level
+from tests.backend.refusals import refused_request as refused
 from varlen.decoding.grammar.grammars import _key
 from varlen.errors import QueueFullError
 from varlen.sandbox.limits import SandboxLimits
-
-from ..refusals import refused_request as refused
-from .grammar_server import CHOICES, Server
-from .sequences import sample, sequence_of
-from .small_tokenizers import byte_level
 
 
 def regex(text):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from .generation import Bench, answer, tokens_of
-from .test_iteration import prompt_of
+from tests.backend.scheduling.iteration.generation import Bench, answer, tokens_of
+from tests.backend.scheduling.iteration.test_iteration import prompt_of
 
 
 def test_a_pending_token_is_computed_again_and_the_others_go_on():

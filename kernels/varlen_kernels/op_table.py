@@ -1,0 +1,524 @@
+"""The ops, each declared once: its specification, its result, what it may overwrite, and how CPUs run it.
+
+From a row come the form of a CPU (`cpu`), the op that a model records and the check of its arguments, the arguments of
+its machine code, and the tests and benchmarks that every form has. A device without a form of its own runs the
+specification. An op with machine code has three parts: its function in `reference`, its row, and its body in
+`cpu.bodies`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from varlen_kernels import Activation, reference
+from varlen_kernels.op import Call, Extent, Function, Op, Results, Work
+from varlen_kernels.reference.linear_int8 import linear_int8, linear_int8_activate
+from varlen_kernels.reference.logit_edits import check_edits
+from varlen_kernels.reference.paged import check_copies
+from varlen_kernels.reference.sampling import check_sampling
+from varlen_kernels.reference.vocabulary import SLICE_TERMS
+
+# Numbers of activations in machine code.
+NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU = range(5)
+ACTIVATIONS: Mapping[Activation, int] = {
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
+    "silu": SILU,
+    "relu": RELU,
+}
+# Tokens of a block of a product: their rows stay in the second-level cache while each panel of a weight passes.
+BLOCK = 96
+
+# Multiplications that take as long as one number of a norm, an activation or a copy; as reading a number of a weight;
+# as one head of a sequence's cache; as one logit of a choice by chance; as one logit of a beam step.
+_OF_NUMBER, _OF_WEIGHT, _OF_HEAD, _OF_SAMPLED, _OF_SEARCHED = 32, 8, 1 << 16, 128, 64
+# Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
+_LEAST_FEATURES = 1024
+
+# Forms of most ops.
+_BOTH = "cpu fused"
+
+_WorkOf = Callable[[Sequence[Extent], Sequence[float]], Work]
+
+
+def _rows(number: int, factor: int = _OF_NUMBER) -> _WorkOf:
+    """A unit is a row of the tensor of this number, whose numbers take as long as so many multiplications."""
+
+    def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+        rows, columns = extents[number]
+        return Work(rows, factor * rows * columns)
+
+    return work
+
+
+def _beams(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+    """A unit is a sequence, whose beams have a row of logits each."""
+    (rows, columns), (sequences, _beams) = extents[:2]
+    return Work(sequences, _OF_SEARCHED * rows * columns)
+
+
+def _panels(divisor: int) -> _WorkOf:
+    """A unit is a panel of a block of rows; a multiplication takes one over the divisor."""
+
+    def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+        (rows, _hidden), (panels, numbers) = extents[:2]
+        multiplications = (rows + _OF_WEIGHT) * panels * numbers // divisor
+        return Work(-(-rows // BLOCK) * panels, multiplications)
+
+    return work
+
+
+def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
+    """A unit is a key head of a sequence."""
+    (tokens, _), (sequences, _), num_kv_heads = extents[0], extents[4], int(constants[1])
+    return Work(sequences * num_kv_heads, _OF_HEAD * tokens * num_kv_heads)
+
+
+def _heads_of_sequences(place: int) -> _WorkOf:
+    """A unit is a head of a sequence; their number is the constant in this place."""
+
+    def work(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
+        (tokens, columns), sequences = extents[0], extents[1][0] - 1
+        multiplications = tokens * tokens // max(1, sequences) * columns
+        return Work(sequences * int(constants[place]), multiplications)
+
+    return work
+
+
+def _one_unit(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+    """One thread meets the other ranks."""
+    return Work(1, extents[0][0] * extents[0][1])
+
+
+_NORM = Function(
+    "norm",
+    "x:matrix residual:matrix weight:row bias:row total=matrix out=matrix eps:real is_rms:flag",
+    _rows(-1),
+)
+# the second half of a row of x, if it has one, is a factor
+_ACTIVATE = Function("activate", "x:matrix bias:row out=matrix kind:whole", _rows(-1))
+_GATHER = Function(
+    "gather",
+    "ids:ids table:matrix ids_2:ids table_2:matrix ids_3:ids table_3:matrix out=matrix scale:real",
+    _rows(-1),
+)
+_LOCAL_IDS = Function("local_ids", "ids:ids out=ids begin:whole count:whole", _rows(-1))
+_ROTATE = Function(
+    "rotate",
+    "qkv:matrix position_ids:ids cos_sin:fp32 no_weight:row out=matrix heads:whole head_dim:whole",
+    _rows(-1),
+)
+_MULTIPLY = Function(
+    "multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1)
+)
+_OF_INT8 = (
+    "x:fp32 panels:{} scale:fp32_row fp32_rows:fp32 outliers:int64_vector out=fp32 levels:whole"
+    " kind:whole"
+)
+_MULTIPLY_INT8 = Function("multiply_int8", _OF_INT8.format("int8"), _panels(2), "multiply_codes")
+# a byte has two codes of 4 bits
+_MULTIPLY_INT4 = Function("multiply_int4", _OF_INT8.format("uint8"), _panels(1), "multiply_codes")
+QUANTIZE = Function(
+    "quantize",
+    "x:fp32 outliers:int64_vector codes=uint8 factors=fp32 levels:whole lowest:whole",
+    _rows(0, 0),
+)
+_OF_SUMS = "sums:{} factors:fp32 scale:fp32_row fp32_rows:fp32 out=fp32"
+DEQUANTIZE = Function("dequantize", _OF_SUMS.format("fp32"), _rows(0, 0))
+DEQUANTIZE_INT32 = Function("dequantize_int32", _OF_SUMS.format("int32"), _rows(0, 0), "dequantize")
+_APPEND = Function(
+    "append",
+    "qkv:matrix slots:int64_vector keys=cache values=cache position_ids:ids cos_sin:fp32"
+    " query_weight:row key_weight:row out=matrix num_heads:whole num_kv_heads:whole block_size:whole"
+    " head_dim:whole eps:real",
+    _rows(0),
+)
+_ATTEND_TOKENS, _ATTEND_CHUNKS = (
+    Function(
+        name,
+        "queries:matrix keys:cache values:cache cu_seqlens:ids context_lens:ids blocks:ids"
+        " cu_blocks:ids bias:bias out=matrix num_heads:whole num_kv_heads:whole block_size:whole"
+        " head_dim:whole scale:real window:whole",
+        _heads_of_contexts,
+    )
+    for name in ("attend_tokens", "attend_chunks")
+)
+_ATTEND = Function(
+    "attend",
+    "qkv:matrix cu_seqlens:ids bias:bias key_lengths:ids out=matrix num_heads:whole"
+    " num_kv_heads:whole scale:real is_causal:flag window:whole",
+    _heads_of_sequences(1),
+)
+_ATTEND_DISTANCES = Function(
+    "attend_distances",
+    "qkv:matrix cu_seqlens:ids bias:bias distance_rows:ids distance_keys:matrix"
+    " distance_queries:matrix key_lengths:ids out=matrix num_heads:whole scale:real is_causal:flag"
+    " window:whole",
+    _heads_of_sequences(0),
+)
+_COPY_BLOCKS = Function(
+    "copy_blocks", "memory=memory copies:int32 block_bytes:whole cache_bytes:whole", _rows(0, 0)
+)
+_ALL_REDUCE, _GATHER_COLUMNS = (
+    Function(
+        name,
+        "x:matrix x_address:address_of_x ranks=ranks out=matrix out_address:address_of_out"
+        " rank:whole size:whole",
+        _one_unit,
+    )
+    for name in ("all_reduce", "gather_columns")
+)
+_SAMPLE = Function(
+    "sample",
+    "logits:fp32 bits:bits_of_logits temperature:fp32_vector top_k:ids top_p:fp32_vector"
+    " min_p:fp32_vector uniform:fp64_vector out=ids",
+    _rows(0, _OF_SAMPLED),
+)
+_EDIT_LOGITS = Function(
+    "edit_logits",
+    "token_ids:ids logit_rows:ids rows:int32 penalties:fp32 begun_tokens:ids begun_counts:ids"
+    " begun_biases:fp32_vector logits=fp32 tokens=int32 counts=int32 biases=fp32 sizes=ids",
+    _rows(2, 0),
+)
+STEP_BEAMS = Function(
+    "step_beams",
+    "logits:fp32 beam_scores:fp32 finished:flags bounds:int64_vector edit_tokens:ids"
+    " edit_factors:fp32_vector tokens=int32 parents=int32 scores=fp32",
+    _beams,
+)
+_FOLLOW_BEAMS = Function(
+    "follow_beams",
+    "searches:int32 places:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
+    " parents=int32 tokens=int32 token_ids=ids block_ids=ids slots=int64_vector copies=int32"
+    " block_size:whole",
+    _rows(0, 0),
+)
+_ADVANCE_SEARCHES = Function(
+    "advance_searches",
+    "found_tokens:int32 logprobs:fp32 searches:int32 places:ids divisors:fp32 ends:ids"
+    " parents=int32 tokens=int32 scores=fp32 answers=of_beams answer_scores=fp32 num_answers=int32"
+    " heads=ids out_ends=int32 out_beams=int32 out_scores=fp32_vector",
+    _rows(2, 0),
+)
+
+
+def _like_x(x: Any, **_: Any) -> Results:
+    return [(x.shape, x.dtype)]
+
+
+def _like_qkv(qkv: Any, **_: Any) -> Results:
+    return [(qkv.shape, qkv.dtype)]
+
+
+def _like_ids(token_ids: Any, **_: Any) -> Results:
+    return [(token_ids.shape, token_ids.dtype)]
+
+
+def _embedded(token_ids: Any, token_table: Any, **_: Any) -> Results:
+    return [((*token_ids.shape, token_table.shape[1]), token_table.dtype)]
+
+
+def _normed(x: Any, weight: Any, **_: Any) -> Results:
+    return [(x.shape, weight.dtype)]
+
+
+def _sum_and_normed(x: Any, weight: Any, **_: Any) -> Results:
+    return [(x.shape, x.dtype), (x.shape, weight.dtype)]
+
+
+def _product(x: Any, weight: Any, **_: Any) -> Results:
+    return [((x.shape[0], weight.shape[1]), x.dtype)]
+
+
+def _panel_product(x: Any, weight: Any, **_: Any) -> Results:
+    return [((x.shape[0], weight.features), x.dtype)]
+
+
+def _int8_product(x: Any, layer: Any, **_: Any) -> Results:
+    return [((x.shape[0], layer.scale.shape[0]), torch.float32)]
+
+
+def _gated(x: Any, **_: Any) -> Results:
+    return [((x.shape[0], x.shape[1] // 2), x.dtype)]
+
+
+def _context(qkv: Any, num_heads: int, num_kv_heads: int | None, **_: Any) -> Results:
+    head_dim = qkv.shape[1] // (num_heads + 2 * (num_kv_heads or num_heads))
+    return [((qkv.shape[0], num_heads * head_dim), qkv.dtype)]
+
+
+def _paged_context(qkv: Any, key_cache: Any, num_heads: int, **_: Any) -> Results:
+    return [((qkv.shape[0], num_heads * key_cache.shape[3]), qkv.dtype)]
+
+
+def _tiles(qkv: Any, cu_seqlens: Any, key_lengths: Any, **_: Any) -> Results:
+    columns = 3 if key_lengths is None else 4
+    return [((cu_seqlens.shape[0] + qkv.shape[0], columns), torch.int32)]
+
+
+def _paged_tiles(qkv: Any, cu_seqlens: Any, **_: Any) -> Results:
+    return [((cu_seqlens.shape[0] * 2 + qkv.shape[0], 5), torch.int32)]
+
+
+def _selected(x: Any, rows: Any, **_: Any) -> Results:
+    return [((*rows.shape, *x.shape[1:]), x.dtype)]
+
+
+def _pooled(x: Any, cu_seqlens: Any, **_: Any) -> Results:
+    return [((cu_seqlens.shape[0] - 1, x.shape[1]), torch.float32)]
+
+
+def _first_tokens(x: Any, cu_seqlens: Any, **_: Any) -> Results:
+    return [((cu_seqlens.shape[0] - 1, x.shape[1]), x.dtype)]
+
+
+def _term_weights(x: Any, weight: Any, cu_seqlens: Any, **_: Any) -> Results:
+    terms = weight.shape[1]
+    scratch = (x.shape[0], min(terms, SLICE_TERMS)), x.dtype
+    return [((cu_seqlens.shape[0] - 1, terms), torch.float32), scratch]
+
+
+def _joined(left: Any, right: Any, **_: Any) -> Results:
+    return [((left.shape[0], left.shape[1] + right.shape[1]), left.dtype)]
+
+
+def _kind(kind: Activation, **_: Any) -> int:
+    return ACTIVATIONS[kind]
+
+
+def _is_slow(x: Any, kind: Activation, **_: Any) -> bool:
+    """Return whether torch is slower; not by rows: a row keeps its bits."""
+    return kind == "gelu_tanh" and x.shape[1] >= _LEAST_FEATURES
+
+
+def _is_slow_gate(x: Any, kind: Activation, **_: Any) -> bool:
+    return kind == "gelu_tanh" and x.shape[1] >= 2 * _LEAST_FEATURES
+
+
+def _are_whole(key_cache: Any, value_cache: Any, **_: Any) -> bool:
+    return bool(key_cache.is_contiguous() and value_cache.is_contiguous())
+
+
+def _head_dim(qkv: Any, num_heads: int, num_kv_heads: int, **_: Any) -> int:
+    return int(qkv.shape[1]) // (num_heads + 2 * num_kv_heads)
+
+
+_CACHES: Mapping[str, Any] = {
+    "keys": "key_cache",
+    "values": "value_cache",
+    "block_size": lambda key_cache, **_: key_cache.shape[2],
+    "head_dim": lambda key_cache, **_: key_cache.shape[3],
+}
+_TOKENS = {"ids": "token_ids", "table": "token_table"}
+
+
+def _fields(operand: str, names: str, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of an operand as arguments of a function."""
+    return {prefix + name: f"{operand}.{name}" for name in names.split()}
+
+
+def _layer(function: Function, kind: Any) -> Call:
+    given = _fields("layer", "scale fp32_rows outliers levels")
+    return function.of(panels="layer.codes", kind=kind, **given)
+
+
+_ROWS = (
+    Op(
+        reference.embed,
+        _embedded,
+        "fused",
+        _GATHER.of(**_TOKENS, ids_2="position_ids", table_2="position_table"),
+    ),
+    Op(
+        reference.embed_layer_norm,
+        _embedded,
+        _BOTH,
+        _GATHER.of(
+            **_TOKENS,
+            ids_2="type_ids",
+            table_2="type_table",
+            ids_3="position_ids",
+            table_3="position_table",
+            scale=1.0,
+        ),
+        _NORM.of(x="out", total="out", is_rms=0, residual=None),
+    ),
+    Op(reference.layer_norm, _normed, _BOTH, _NORM.of(total="out", is_rms=0), in_place=(0,)),
+    Op(reference.add_layer_norm, _normed, _BOTH, _NORM.of(total="out", is_rms=0), in_place=(0,)),
+    # the sum over `residual`, the norm over `x`
+    Op(
+        reference.residual_layer_norm,
+        _sum_and_normed,
+        _BOTH,
+        _NORM.of(is_rms=0),
+        in_place=(1, 0),
+        results="total out",
+    ),
+    Op(reference.rms_norm, _normed, _BOTH, _NORM.of(total="out", is_rms=1), in_place=(0,)),
+    Op(
+        reference.residual_rms_norm,
+        _sum_and_normed,
+        _BOTH,
+        _NORM.of(is_rms=1),
+        in_place=(1, 0),
+        results="total out",
+    ),
+    Op(reference.linear, _product, "cpu"),
+    Op(reference.linear, _product, "cpu", name="linear_widened"),
+    Op(reference.linear, None, "cpu", name="linear_packed"),
+    Op(
+        reference.linear,
+        _panel_product,
+        "cpu",
+        _MULTIPLY.of(panels="weight.panels", kind=NO_ACTIVATION),
+        name="linear_panels",
+    ),
+    Op(reference.linear_activate, _product, _BOTH),
+    Op(
+        reference.linear_activate,
+        _panel_product,
+        "cpu",
+        _MULTIPLY.of(panels="weight.panels", kind=_kind),
+        name="linear_panels_activate",
+    ),
+    Op(linear_int8, _int8_product, "cpu"),
+    Op(linear_int8, _int8_product, "cpu", name="linear_int8_packed"),
+    *(
+        Op(linear_int8, _int8_product, "cpu", _layer(function, NO_ACTIVATION), name=name)
+        for name, function in (
+            ("linear_int8_panels", _MULTIPLY_INT8),
+            ("linear_int4_panels", _MULTIPLY_INT4),
+        )
+    ),
+    *(
+        Op(linear_int8_activate, _int8_product, "cpu", _layer(function, _kind), name=name)
+        for name, function in (
+            ("linear_int8_panels_activate", _MULTIPLY_INT8),
+            ("linear_int4_panels_activate", _MULTIPLY_INT4),
+        )
+    ),
+    Op(reference.activate, _like_x, _BOTH, _ACTIVATE.of(kind=_kind), in_place=(0,), runs=_is_slow),
+    Op(reference.activate_gate, _gated, _BOTH, _ACTIVATE.of(kind=_kind), runs=_is_slow_gate),
+    Op(reference.tanh, _like_x, in_place=(0,)),
+    Op(reference.norm_heads, _like_qkv, "fused", in_place=(0,)),
+    Op(
+        reference.rotary,
+        _like_qkv,
+        "fused",
+        _ROTATE.of(
+            heads=lambda num_heads, num_kv_heads, **_: num_heads + num_kv_heads, head_dim=_head_dim
+        ),
+        in_place=(0,),
+    ),
+    Op(
+        reference.append_kv,
+        # without positions, queries stay as they are
+        lambda qkv, cos_sin, **_: [] if cos_sin is None else _like_qkv(qkv),
+        _BOTH,
+        _APPEND.of(**_CACHES),
+        in_place=(0,),
+        runs=_are_whole,
+    ),
+    Op(reference.attention_tiles, _tiles, "fused"),
+    Op(
+        reference.attention_varlen,
+        _context,
+        _BOTH,
+        _ATTEND.of(
+            where=lambda distances, **_: distances is None,
+            num_kv_heads=lambda num_heads, num_kv_heads, **_: num_kv_heads or num_heads,
+            is_causal="causal",
+        ),
+        _ATTEND_DISTANCES.of(
+            where=lambda distances, **_: distances is not None,
+            is_causal="causal",
+            **_fields("distances", "rows keys queries", "distance_"),
+        ),
+    ),
+    Op(reference.paged_tiles, _paged_tiles, "fused"),
+    Op(
+        reference.attention_paged,
+        _paged_context,
+        _BOTH,
+        _ATTEND_TOKENS.of(queries="qkv", blocks="block_ids", **_CACHES),
+        _ATTEND_CHUNKS.of(queries="qkv", blocks="block_ids", **_CACHES),
+        runs=_are_whole,
+    ),
+    Op(
+        reference.copy_blocks,
+        None,
+        _BOTH,
+        _COPY_BLOCKS.of(
+            block_bytes=lambda memory, **_: memory[0, 0].nbytes,
+            cache_bytes=lambda memory, **_: memory[0].nbytes,
+        ),
+        check=check_copies,
+    ),
+    Op(reference.all_reduce, _like_x, "cpu", _ALL_REDUCE.of(), in_place=(0,)),
+    Op(
+        reference.gather_columns,
+        lambda x, width, **_: [((x.shape[0], width), x.dtype)],
+        "cpu",
+        _GATHER_COLUMNS.of(),
+    ),
+    Op(reference.local_ids, _like_ids, "", _LOCAL_IDS.of(ids="token_ids", begin="first")),
+    Op(reference.select_rows, _selected, "", _GATHER.of(ids="rows", table="x", scale=1.0)),
+    Op(reference.pool, _pooled, "fused"),
+    Op(reference.first_tokens, _first_tokens, "fused"),
+    Op(reference.to_fp32, lambda x, **_: [(x.shape, torch.float32)]),
+    Op(reference.concat, _joined),
+    Op(reference.normalize_rows, _like_x),
+    Op(reference.term_weights, _term_weights, "fused", results="out scratch"),
+    Op(reference.top_terms, lambda x, count, **_: [((x.shape[0], 2, count), torch.float32)]),
+    Op(
+        reference.sample_tokens,
+        lambda logits, **_: [((logits.shape[0],), torch.int32)],
+        _BOTH,
+        _SAMPLE.of(),
+        check=check_sampling,
+    ),
+    Op(
+        reference.edit_logits,
+        None,
+        _BOTH,
+        _EDIT_LOGITS.of(
+            **_fields("begun", "tokens counts biases", "begun_"),
+            **_fields("state", "tokens counts biases sizes"),
+        ),
+        check=check_edits,
+    ),
+    Op(reference.beam_step, None, _BOTH),
+    Op(
+        reference.follow_beams,
+        None,
+        _BOTH,
+        _FOLLOW_BEAMS.of(**_fields("state", "tables parents tokens")),
+    ),
+    Op(
+        reference.advance_searches,
+        None,
+        _BOTH,
+        _ADVANCE_SEARCHES.of(
+            found_tokens="found.tokens",
+            logprobs="found.scores",
+            heads=lambda out, **_: torch.empty(len(out.beams), dtype=torch.int32),
+            **_fields("state", "parents tokens scores answers answer_scores num_answers"),
+            **_fields("out", "ends beams scores", "out_"),
+        ),
+    ),
+)
+
+# The ops, by name.
+OPS: Mapping[str, Op] = {op.name: op for op in _ROWS}
+# Compiled functions by name: those of ops, and those that no row names.
+FUNCTIONS: Mapping[str, Function] = {
+    function.name: function
+    for function in (
+        *(call.function for op in _ROWS for call in op.calls),
+        *(QUANTIZE, DEQUANTIZE, DEQUANTIZE_INT32, STEP_BEAMS),
+    )
+}
+# The names of all machine code: of functions, and of what runs a table of them.
+RUNNERS = ("run_shared", "run_alone")
+ENTRIES = (*(entry for each in FUNCTIONS.values() for entry in each.entries), *RUNNERS)

@@ -1,1 +1,0 @@
-"""What it costs that several processes hold one model: `make bench-ranks`."""
