@@ -10,7 +10,6 @@ from dataclasses import replace
 from threading import Thread, Timer
 
 import pytest
-from varlen.execution.workers.limits import RestartLimit
 
 from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
@@ -19,6 +18,7 @@ from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.step_packing import pack_step
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import steps
+from varlen.execution.workers.limits import RestartLimit
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.service.generation import GenerationService

@@ -13,6 +13,7 @@ import torch
 
 from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
+from varlen.execution.fingerprint import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
@@ -32,7 +33,6 @@ from varlen.execution.int8.quantization import (
     quantize_layers,
     use_int8,
 )
-from varlen.execution.fingerprint import checkpoint_hash
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.weights import locate_weights

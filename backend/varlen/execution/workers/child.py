@@ -136,7 +136,7 @@ def _load(setup: Setup) -> tuple[Work[Any, Any], Callable[[], None]]:
     kind = StepWork if setup.generates else BatchWork
     if setup.number is not None:
         member = Member(setup)
-        work = kind(setup, member)
+        work: Work[Any, Any] = kind(setup, member)
         return work, partial(_follow, setup.control, member, work)
     leader = Leader(setup, kind.message_of) if setup.config.num_processes > 1 else None
     work = kind(setup, leader)

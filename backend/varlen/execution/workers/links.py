@@ -98,8 +98,9 @@ class StageLinks:
         self.stage = Stage(number, count)
         before = descriptors[:2] if number else ()
         behind = descriptors[len(before) :]
-        self._before, received = (Connection(before[0]), before[1]) if before else (None, None)
-        self._behind, sent = (Connection(behind[0]), behind[1]) if behind else (None, None)
+        self._before = Connection(before[0]) if before else None
+        self._behind = Connection(behind[0]) if behind else None
+        received, sent = (ends[1] if ends else None for ends in (before, behind))
         self.handoffs = Handoffs(received, sent, places=count)
         self._config = config
         # nothing is late while models load

@@ -114,7 +114,7 @@ def step_message(step: PackedStep | None) -> bytes:
     if step is None:
         return b""
     names, arrays = [], []
-    for group in _step_fields(type(step)):
+    for group in _step_fields():
         value = getattr(step, group)
         if isinstance(value, np.ndarray):
             names.append(group)
@@ -132,7 +132,7 @@ def step_of(message: bytes) -> PackedStep | None:
     from varlen.execution.step_packing import PackedStep
 
     names, arrays = content_of(message)
-    groups: dict[str, Any] = {group: {} for group in _step_fields(PackedStep)}
+    groups: dict[str, Any] = {group: {} for group in _step_fields()}
     for (group, name), array in zip(_split(names), arrays, strict=True):
         if name:
             groups[group][name] = array
@@ -142,8 +142,11 @@ def step_of(message: bytes) -> PackedStep | None:
 
 
 @cache
-def _step_fields(step: type[PackedStep]) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(step))
+def _step_fields() -> tuple[str, ...]:
+    """Return the names of the fields of a step; an engine of batches does without torch."""
+    from varlen.execution.step_packing import PackedStep
+
+    return tuple(each.name for each in fields(PackedStep))
 
 
 @lru_cache(256)

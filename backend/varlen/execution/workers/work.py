@@ -121,7 +121,7 @@ class BatchWork:
 class StepWork:
     """Steps of a model that generates: `Work`. A step that is None is a check."""
 
-    share_cores = None
+    share_cores: Callable[[CoreShare], None] | None = None
     message_of = staticmethod(step_message)
     read = staticmethod(step_of)
 

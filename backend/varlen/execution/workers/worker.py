@@ -300,7 +300,8 @@ class WorkerProcess:
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
-        return self._host.info.padding_tokens(shape)
+        padding: int = self._host.info.padding_tokens(shape)
+        return padding
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""
