@@ -278,9 +278,10 @@ class ModelProcess(Generic[_Info]):
 
     def _load(self) -> _Info:
         generates = self._new_info.generates
+        new_session = not generates
         self._process = (
             _early.pop(new_session)
-            if (new_session := not generates) in _early
+            if new_session in _early
             else ControlledProcess(new_session=new_session)
         )
         setup = {

@@ -53,10 +53,10 @@ class Work(Protocol[_Order, _Part]):
     def share(self) -> Sequence[int]:
         """Return file descriptors of memory that the engine maps."""
 
-    def read(self, message: bytes) -> _Order:
+    def read(self, message: bytes, /) -> _Order:
         """Return the work of a message."""
 
-    def prepare(self, order: _Order) -> _Part:
+    def prepare(self, order: _Order, /) -> _Part:
         """Return the part of some work that ranks or stages run; other work may run meanwhile."""
 
     def run(self, order: _Order, part: Callable[[], _Part], /) -> Sequence[Array]:
