@@ -93,7 +93,9 @@ class BatchWork:
         )
         runner.compile_products()
         self._runner, self.info = runner, runner.info
-        self.share_cores = runner.share_cores if is_forked else None
+        self.share_cores: Callable[[CoreShare], None] | None = (
+            runner.share_cores if is_forked else None
+        )
         self.warm_up, self.use, self.release = runner.check, runner.use, runner.release_arena
 
     @staticmethod
