@@ -284,7 +284,8 @@ def generators(
     """Yield a GPT-2-small in one process, and the same in several, which `setting` asks for."""
     from varlen.config import EngineConfig
     from varlen.in_process.generator import Generator
-    from varlen.service.generation import GenerationService
+    from varlen.service.generation import Iterative
+    from varlen.service.service import Service
     from varlen.telemetry.metrics import Stats
 
     folder = scratch / GPT2_SMALL.name
@@ -294,7 +295,7 @@ def generators(
     def load(count: int) -> Generator:
         settings = {"device": "cpu", "dtype": dtype, "threads": str(processes), setting: str(count)}
         config = EngineConfig.from_parameters(settings)
-        return Generator(GenerationService.load(folder, config, Stats(), isolated=True))
+        return Generator(Service.load(Iterative, folder, config, Stats(), isolated=True))
 
     name = "ranks" if setting == "tensor_parallel" else "stages"
     with load(1) as one, load(processes) as several:
@@ -361,7 +362,7 @@ def _processes_of(generator: Generator) -> list[int]:
     """Return the process ids of a model."""
     from varlen.execution.workers.steps import ProcessSteps
 
-    model = generator._service.runner
+    model = generator._service.model.runner
     assert isinstance(model, ProcessSteps)
     leader = model.pid
     children = Path(f"/proc/{leader}/task/{leader}/children").read_text(encoding="ascii").split()

@@ -39,7 +39,7 @@ def measure_decoder(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[
     """
     row = partial(figure, "decode")
     with loaded(name, grid) as service:
-        runner, use = service.runner, service.runner.graph_use
+        runner, use = service.model.runner, service.model.runner.graph_use
         assert isinstance(runner, StepRunner)
         yield row(name, "captures", use.seconds, "s")
         yield row(name, "memory of graphs", use.num_bytes / 2**20, "MiB")

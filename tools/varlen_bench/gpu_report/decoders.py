@@ -17,7 +17,8 @@ from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen.service.generation import GenerationService
+from varlen.service.generation import Iterative
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 from varlen_bench.peers.checkpoints import GPT2_SMALL, GeneratorShape, save_random_decoder
 
@@ -101,12 +102,12 @@ SERVED = DecoderGrid(
 
 
 @contextmanager
-def loaded(name: str, grid: DecoderGrid) -> Iterator[GenerationService]:
+def loaded(name: str, grid: DecoderGrid) -> Iterator[Service[Iterative]]:
     """Yield a random decoder on the GPU."""
     with TemporaryDirectory(prefix="varlen-report-") as folder:
         grid.save[name](Path(folder))
         config = EngineConfig(device="cuda", warmup_seconds=0, **grid.settings)
-        with closing(GenerationService.load(folder, config, Stats())) as service:
+        with closing(Service.load(Iterative, folder, config, Stats())) as service:
             yield service
 
 

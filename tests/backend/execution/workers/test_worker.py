@@ -407,10 +407,11 @@ ORPHANS = """
 import os, signal, sys
 from varlen.config import EngineConfig
 from varlen.telemetry.metrics import Stats
+from varlen.service.one_shot import OneShot
 from varlen.service.service import Service
 
 config = EngineConfig(device="cpu", threads=1, warmup_seconds=0)
-workers = Service.load(sys.argv[1], config, Stats(), isolated=True).workers
+workers = Service.load(OneShot, sys.argv[1], config, Stats(), isolated=True).model.workers
 (worker,) = workers.runners
 print(workers.host.pid, worker.pid, "torch" in sys.modules, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
