@@ -24,8 +24,7 @@ from varlen_client.generation import GeneratedPart, Generation, Translation
 from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
 from varlen_client.sync import Client
 from varlen_client.tokenizer_call import TokenizedText
-from varlen_client.transport.retry import RetryPolicy
-from varlen_client.transport.session import Status
+from varlen_client.transport.session import RetryPolicy, Status
 from varlen_client.transport.transport import ServerIdentity
 from varlen_client.wire import ModelState
 

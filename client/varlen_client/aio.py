@@ -31,7 +31,6 @@ from varlen_client.generation import (
     Generation,
     GenerationPrompt,
     Translation,
-    generate_request,
     search_options,
 )
 from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel, Vectors
@@ -48,8 +47,7 @@ from varlen_client.row_options import (
 )
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText, TokenizerSender
 from varlen_client.transport.endpoint import Endpoint
-from varlen_client.transport.retry import RetryPolicy
-from varlen_client.transport.session import Session, Status
+from varlen_client.transport.session import RetryPolicy, Session, Status
 from varlen_client.waits import with_timeout
 from varlen_client.wire import (
     Floats,
@@ -83,7 +81,7 @@ class AsyncClient:
         rows_per_request: number of rows in a request; by default 32, or the model's max_batch_size if that is less.
         concurrency: maximum requests of one call in flight; by default 4, and 32 in `translate`, whose
             requests hold one text each.
-        retry: policy of retries, see retry.py.
+        retry: policy of retries, see session.py.
         ca_file: certificates to trust with TLS, instead of the default ones.
         tenant: tenant of all requests that name none, see `RowOptions`.
         watch_seconds: seconds without any answer after which the client asks whether the model's process still
@@ -241,8 +239,6 @@ class AsyncClient:
         /,
         prompt: GenerationPrompt,
         *,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> Generation:
@@ -250,20 +246,16 @@ class AsyncClient:
 
         Args:
             prompt: a text, token ids, or chat messages such as `[{"role": "user", "content": "Hi"}]`.
-            deadline_ms: milliseconds until the answer is complete, retries included. The server refuses a request
-                that it cannot answer in time. By default no limit.
-            priority: 0 to 9, larger runs sooner; by default 0.
             timeout: seconds for the whole call, retries included; by default no limit.
             sampling: sampling parameters with the names of vLLM, such as max_tokens, temperature, top_p, top_k, seed,
-                stop, logprobs or structured_outputs. The server checks them.
+                stop, logprobs or structured_outputs. The server checks them. And `deadline_ms` and `priority` of
+                `RowOptions`; the deadline is for the complete answer.
 
         Raises:
             VarlenClientError: see errors.py; InvalidRequest also when `n` asks for several samples.
         """
         check_one_sample(sampling, "generate returns one answer; several come from samples")
-        [answer] = await self.samples(
-            prompt, 1, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
-        )
+        [answer] = await self.samples(prompt, 1, timeout=timeout, **sampling)
         return answer
 
     async def samples(
@@ -272,23 +264,16 @@ class AsyncClient:
         prompt: GenerationPrompt,
         n: int,
         *,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Return `n` answers to a prompt. Other arguments and errors are as in `generate`."""
-        request = generate_request(
-            prompt, {**sampling, "n": n}, stream=False, deadline_ms=deadline_ms, priority=priority
-        )
-        return await whole_answers(self._session, request, timeout)
+        return await whole_answers(self._session, prompt, {**sampling, "n": n}, timeout)
 
     async def stream(
         self,
         prompt: GenerationPrompt,
         *,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[GeneratedPart, None]:
@@ -300,20 +285,15 @@ class AsyncClient:
         check_one_sample(
             sampling, "stream yields one answer; several come from samples or stream_samples"
         )
-        parts = self.stream_samples(
-            prompt, 1, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
-        )
-        async with aclosing(parts):
+        async with aclosing(self.stream_samples(prompt, 1, timeout=timeout, **sampling)) as parts:
             async for [part] in parts:
                 yield part
 
-    async def stream_samples(
+    def stream_samples(
         self,
         prompt: GenerationPrompt,
         n: int,
         *,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[list[GeneratedPart], None]:
@@ -321,12 +301,7 @@ class AsyncClient:
 
         An answer that has ended has empty parts with its finish reason. Otherwise like `stream`.
         """
-        request = generate_request(
-            prompt, {**sampling, "n": n}, stream=True, deadline_ms=deadline_ms, priority=priority
-        )
-        async with aclosing(parts_of_answers(self._session, request, timeout)) as answers:
-            async for parts in answers:
-                yield parts
+        return parts_of_answers(self._session, prompt, {**sampling, "n": n}, timeout)
 
     async def translate(
         self,
@@ -336,8 +311,6 @@ class AsyncClient:
         num_beams: int | None = None,
         n_best: int = 1,
         max_tokens: int | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
         timeout: float | None = None,
         on_progress: Callable[[int], None] | None = None,
         **options: Any,
@@ -353,7 +326,8 @@ class AsyncClient:
                 `alternatives`.
             max_tokens: longest translation, in tokens; by default the checkpoint decides.
             options: options of the search with the names of Hugging Face, such as length_penalty, early_stopping,
-                no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them.
+                no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them. And `deadline_ms` and
+                `priority` of `generate`.
 
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of the text that failed.
@@ -363,9 +337,8 @@ class AsyncClient:
         sampling = search_options(
             options, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens
         )
-        given = {"deadline_ms": deadline_ms, "priority": priority}
         concurrency = self._concurrency or DEFAULT_TEXT_CONCURRENCY
-        return await translations(self._session, call, texts, sampling, concurrency, **given)
+        return await translations(self._session, call, texts, sampling, concurrency)
 
     async def tokenize(
         self, inputs: Tokenizable, **options: Unpack[TokenizeOptions]

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from varlen_client.errors import InvalidRequest, RequestTimeout, ServerError, VarlenClientError
 from varlen_client.generation import (
     GeneratedPart,
-    GenerateRequest,
     Generation,
+    GenerationPrompt,
     Response,
     Translation,
     generate_request,
@@ -32,7 +32,7 @@ from varlen_client.generation import (
     read_translation,
 )
 from varlen_client.row_answers import Output, RowAnswers
-from varlen_client.tasks import Options, RowTask
+from varlen_client.tasks import Options, RowTask, parameters_of
 from varlen_client.transport.session import Session
 from varlen_client.waits import all_or_first_error, with_timeout
 from varlen_client.wire import InferRequest, Inputs, ModelInfo, Pairs, TokenIds, read_inputs
@@ -158,7 +158,7 @@ class RowSender(RequestSender):
         """
         requested = task.requested(options)
         rows = read_inputs(inputs, takes_pairs=task.takes_pairs)
-        parameters = task.parameters(options)
+        parameters = parameters_of(task.method, task.options, options, task.not_sent)
         call = RowCall(
             task.method,
             len(rows),
@@ -217,9 +217,10 @@ def check_one_sample(sampling: Mapping[str, Any], message: str) -> None:
 
 
 async def whole_answers(
-    session: Session, request: GenerateRequest, timeout: float | None
+    session: Session, prompt: GenerationPrompt, sampling: Mapping[str, Any], timeout: float | None
 ) -> list[Generation]:
     """Return the answer of each sample."""
+    request = generate_request(prompt, sampling, stream=False)
     deadline = deadline_of(timeout)
 
     async def collect() -> list[Generation]:
@@ -232,7 +233,7 @@ async def whole_answers(
 
 
 async def parts_of_answers(
-    session: Session, request: GenerateRequest, timeout: float | None
+    session: Session, prompt: GenerationPrompt, sampling: Mapping[str, Any], timeout: float | None
 ) -> AsyncGenerator[list[GeneratedPart], None]:
     """Yield the next part of each sample as they come.
 
@@ -240,6 +241,7 @@ async def parts_of_answers(
         RequestTimeout: `timeout` seconds have passed.
         ServerError: a sample has no last part.
     """
+    request = generate_request(prompt, sampling, stream=True)
     deadline = deadline_of(timeout)
     info = await _until(session.model_info(deadline), deadline, timeout)
     info.check_generates()
@@ -258,7 +260,6 @@ async def translations(
     texts: Inputs,
     sampling: Mapping[str, Any],
     concurrency: int,
-    **options: Any,
 ) -> list[Translation]:
     """Return the translation of each text, in order."""
 
@@ -267,7 +268,7 @@ async def translations(
         info.check_translates()
 
         async def send(text: str | TokenIds) -> Translation:
-            request = generate_request(text, sampling, stream=False, returns_score=True, **options)
+            request = generate_request(text, sampling, stream=False, returns_score=True)
             responses = await session.all_responses(info, request, call.deadline)
             return read_translation(responses, request.rows)
 

@@ -1,18 +1,6 @@
-"""Every error that this client raises, in one tree.
+"""Every error that this client raises, in one tree; cancelling a call from asyncio raises `asyncio.CancelledError`.
 
-    VarlenClientError
-    ├── InvalidUrl          the URL is not a valid server address (also a ValueError)
-    ├── InvalidRequest      the caller's fault: the input or a parameter was refused
-    ├── ModelNotFound       the server has no such model, or several and none was chosen
-    │   └── ModelUnloaded   the server knows the model, but has unloaded it or is shutting down
-    ├── ServerUnavailable   queue full, model not ready or no connection, after the last retry
-    │   └── ModelProcessEnded   the model's process has ended or does not respond; never retried
-    ├── DeadlineMissed      the server cannot answer within the caller's `deadline_ms`; never retried
-    ├── RequestTimeout      the caller's `timeout` passed; never retried
-    ├── RequestCancelled    the server dropped the request before it ran
-    └── ServerError         the server failed, or its response breaks the protocol
-
-Cancelling a call from asyncio raises `asyncio.CancelledError`.
+ServerUnavailable comes after the last retry. ModelProcessEnded, DeadlineMissed and RequestTimeout are never retried.
 """
 
 # Each name states what happened, so only the root ends in "Error".
@@ -33,7 +21,7 @@ class VarlenClientError(Exception):
 
 
 class InvalidUrl(VarlenClientError, ValueError):
-    """The URL is not a valid server address."""
+    """The URL is no valid server address."""
 
 
 class InvalidRequest(VarlenClientError):

@@ -7,9 +7,9 @@ follow vLLM, and the server checks them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -25,6 +25,9 @@ Response: TypeAlias = Mapping[str, Sequence[Any]]
 
 # Names of the number of answers in the sampling parameters.
 _COUNTS = ("n", "num_return_sequences")
+# Options of calls among them, of which None is the default, and their names in the protocol where they differ.
+_CALL_OPTIONS = ("deadline_ms", "priority")
+_WIRE_NAMES = {"priority": "request_priority"}
 _LARGEST_ID = 2**63 - 1
 _RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids")
 
@@ -144,8 +147,6 @@ def generate_request(
     sampling: Mapping[str, Any],
     *,
     stream: bool,
-    deadline_ms: float | None,
-    priority: int | None,
     returns_score: bool = False,
 ) -> GenerateRequest:
     """Return a request whose prompt has a known form.
@@ -153,8 +154,11 @@ def generate_request(
     Raises:
         InvalidRequest: the prompt is no text, token ids or messages, or JSON has no form for a sampling parameter.
     """
-    given = {"deadline_ms": deadline_ms, "request_priority": priority}
-    options = {**sampling, **{name: each for name, each in given.items() if each is not None}}
+    options = {
+        _WIRE_NAMES.get(name, name): value
+        for name, value in sampling.items()
+        if value is not None or name not in _CALL_OPTIONS
+    }
     json_text("the sampling parameters", options)
     return GenerateRequest(_prompt(prompt), options, stream, returns_score)
 
@@ -306,30 +310,18 @@ def _finish_reason(reason: str) -> FinishReason | None:
     return cast(FinishReason, reason)
 
 
-class _Logprobs(TypedDict):
-    """Fields of `GeneratedPart` about the reported tokens, each by token."""
-
-    logprobs: tuple[Mapping[int, float], ...]
-    token_texts: tuple[Mapping[int, str], ...]
-    token_bytes: tuple[Mapping[int, bytes], ...]
-
-
-def _logprobs(text: str) -> _Logprobs:
+def _logprobs(text: str) -> dict[str, Any]:
+    """Return the fields of `GeneratedPart` about the reported tokens, each by token."""
     tokens = [
         {int(token_id): entry for token_id, entry in token.items()} for token in json.loads(text)
     ]
     has_bytes = all("bytes" in entry for token in tokens for entry in token.values())
+
+    def of_each(read: Callable[[Mapping[str, Any]], Any]) -> tuple[dict[int, Any], ...]:
+        return tuple({each: read(entry) for each, entry in token.items()} for token in tokens)
+
     return {
-        "logprobs": tuple(
-            {each: float(entry["logprob"]) for each, entry in token.items()} for token in tokens
-        ),
-        "token_texts": tuple(
-            {each: str(entry.get("decoded_token", "")) for each, entry in token.items()}
-            for token in tokens
-        ),
-        "token_bytes": tuple(
-            {each: bytes(entry["bytes"]) for each, entry in token.items()}
-            for token in tokens
-            if has_bytes
-        ),
+        "logprobs": of_each(lambda entry: float(entry["logprob"])),
+        "token_texts": of_each(lambda entry: str(entry.get("decoded_token", ""))),
+        "token_bytes": of_each(lambda entry: bytes(entry["bytes"])) if has_bytes else (),
     }

@@ -1,4 +1,4 @@
-"""Options of the methods that send rows."""
+"""Options of the methods that send rows; an option is described where it appears first."""
 
 from __future__ import annotations
 
@@ -69,10 +69,8 @@ class EmbedOptions(RowOptions, total=False):
 class TokenEmbedOptions(RowOptions, total=False):
     """Options of vectors of tokens.
 
-    normalize: see `EmbedOptions`.
     prompt_name: "query" or "document", the role of the texts, or another prompt of the checkpoint. By default they have
         no role, and its default prompt.
-    input_type: see `EmbedOptions`.
     """
 
     normalize: bool | None
@@ -83,7 +81,6 @@ class TokenEmbedOptions(RowOptions, total=False):
 class SparseOptions(RowOptions, total=False):
     """Options of sparse vectors.
 
-    prompt_name, input_type: see `EmbedOptions`.
     max_active_dims: return only the terms of the largest weights; by default the checkpoint decides.
     with_terms: return the texts of the terms too.
     """
@@ -124,7 +121,6 @@ class PredictOptions(RerankOptions, total=False):
 class TokenizeOptions(RowOptions, total=False):
     """Options of tokenization.
 
-    prompt_name, input_type: see `EmbedOptions`.
     add_special_tokens: add special tokens; by default to texts, not to chats, whose template has them.
     chat_template_kwargs: variables of the chat template, for chats.
     """
@@ -139,7 +135,6 @@ class DetokenizeOptions(TypedDict, total=False):
     """Options of detokenization.
 
     skip_special_tokens: leave special tokens out, the default.
-    deadline_ms, priority, timeout, on_progress: see `RowOptions`.
     """
 
     skip_special_tokens: bool | None

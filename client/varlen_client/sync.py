@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from varlen_client.aio import DEFAULT_WATCH_SECONDS, AsyncClient
 from varlen_client.generation import GeneratedPart, GenerationPrompt
-from varlen_client.transport.retry import RetryPolicy
+from varlen_client.transport.session import RetryPolicy
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -130,8 +130,6 @@ class Client:
         self,
         prompt: GenerationPrompt,
         *,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> Iterator[GeneratedPart]:
@@ -139,9 +137,7 @@ class Client:
 
         Leaving the loop early cancels the request.
         """
-        parts = self._client.stream(
-            prompt, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
-        )
+        parts = self._client.stream(prompt, timeout=timeout, **sampling)
 
         async def next_part() -> GeneratedPart | None:
             return await anext(parts, None)

@@ -86,16 +86,8 @@ class RowTask(Generic[_Answer]):
     not_sent: Collection[str] = ()
 
     def requested(self, options: Options) -> Outputs:
-        """Return the outputs of a call.
-
-        Raises:
-            InvalidRequest: an option has no such value.
-        """
+        """Return the outputs of a call; InvalidRequest is raised for a wrong value of an option."""
         return self.outputs if isinstance(self.outputs, tuple) else self.outputs(options)
-
-    def parameters(self, options: Options) -> Parameters:
-        """Return the parameters of requests; see `parameters_of`."""
-        return parameters_of(self.method, self.options, options, self.not_sent)
 
     def of_model(self, outputs: Outputs, info: ModelInfo, *, counts_tokens: bool) -> Outputs:
         """Return requested outputs with the widths of a model.

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from tests.server.serving import add_model, metrics, start_drain
-from varlen_bench.replicas.faults import FAULTS
-from varlen_bench.replicas.proxies import PROXIES, Proxy, Replica, find_proxy, replicas
+from varlen_bench.harness.replicas import FAULTS, PROXIES, Proxy, Replica, find_proxy, replicas
 from varlen_client import Client
-from varlen_client.transport.retry import RetryPolicy
+from varlen_client.transport.session import RetryPolicy
 from varlen_tools.shared_memory import remove_unused
 
 pytestmark = pytest.mark.full

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from varlen_bench.harness.accuracy import EQUAL_QUALITY
-from varlen_bench.serving.rows import GOAL_P99_MS
+from varlen_bench.workers.serving import GOAL_P99_MS
 
 from .pages import PROJECT
 

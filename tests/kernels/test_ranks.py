@@ -150,6 +150,7 @@ def processes():
         yield pool
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [("reference",) * 2, *GROUPS[1:]], ids="-".join)
 def test_many_exchanges_of_processes_lose_nothing(group, processes, tmp_path):
     size, count = len(group), 1000
@@ -195,6 +196,7 @@ def test_a_rank_that_does_not_come_is_named_and_awaited_once(group):
     assert failed_rank(memory) == len(group)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [("reference",) * 2, *GROUPS[1:]], ids="-".join)
 def test_a_process_that_stops_in_the_middle_is_named(group, processes, tmp_path):
     size, last = len(group), len(group) - 1

@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("rich")
@@ -20,7 +21,9 @@ APP.command()(cpu_ops.main)
 @pytest.fixture(autouse=True)
 def two_cases(monkeypatch):
     names = "mixed short, 12 heads of 32", "16 x 3072"
-    chosen = [case for case in cpu_ops.cases() if case.name in names and case.dtype == "fp32"]
+    chosen = [
+        call for call in cpu_ops.cases() if call.shape in names and call.dtype == torch.float32
+    ]
     monkeypatch.setattr(cpu_ops, "cases", lambda: chosen)
     return chosen
 
@@ -32,7 +35,7 @@ def test_each_case_is_a_row_with_both_times(tmp_path, two_cases):
 
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(output.read_text().splitlines()))
-    assert [row["case"] for row in rows] == [case.name for case in two_cases]
+    assert [row["case"] for row in rows] == [call.shape for call in two_cases]
     assert all(float(row["reference_us"]) > 0 < float(row["compiled_us"]) for row in rows)
     assert "BENCH cpu_ops: attention_speedup_min=" in result.output
 
@@ -42,5 +45,5 @@ def test_a_wrong_result_ends_the_run(two_cases, monkeypatch):
     real = cpu_ops.cpu.attention_varlen
     monkeypatch.setattr(cpu_ops.cpu, "attention_varlen", lambda *a, **k: real(*a, **k).add_(1))
 
-    with pytest.raises(RuntimeError, match="mixed short, .* in fp32 differs from the reference"):
+    with pytest.raises(RuntimeError, match="mixed short, .* float32 differs from the reference"):
         cpu_ops.compare(case, rounds=1)

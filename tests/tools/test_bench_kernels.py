@@ -145,6 +145,11 @@ def test_bytes_moved_are_the_fewest_possible():
     assert part.bytes_moved == (2 * 4 * (1 + 3) + 2 * 2 * 4 * 4) * 2
 
 
+def test_a_misspelled_size_is_refused():
+    with pytest.raises(TypeError, match=r"add_layer_norm has no sizes or options hiden$"):
+        op_call("add_layer_norm", torch.float32, tokens=4, hiden=8)
+
+
 # measuring
 
 

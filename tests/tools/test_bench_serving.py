@@ -25,12 +25,12 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen_bench.harness.generator import offer, saturate
 from varlen_bench.peers import engines
-from varlen_bench.serving import repository, run, server, worker
+from varlen_bench.serving import __main__ as run
+from varlen_bench.serving import server
 from varlen_bench.serving.__main__ import app
-from varlen_bench.serving.loads import Load
-from varlen_bench.serving.repository import write_models
-from varlen_bench.serving.rows import Row
-from varlen_bench.serving.systems import SYSTEMS, Settings, chosen_systems
+from varlen_bench.serving.server import SYSTEMS, Settings, chosen_systems, write_models
+from varlen_bench.workers import serving as worker
+from varlen_bench.workers.serving import Load, Row
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import named_mix
 
@@ -190,7 +190,7 @@ def settings(checkpoint, names=("varlen-dp",)):
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=list(SYSTEMS))
 def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(repository, "exported", lambda model, engine, *rest: Path("/", engine))
+    monkeypatch.setattr(server, "exported", lambda model, engine, *rest: Path("/", engine))
 
     write_models(tmp_path / "models", system, settings(checkpoint))
 
@@ -269,7 +269,7 @@ def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, precision):
     arrays = [np.array([ids]) for ids in batch] + [np.array(two_rows)]
     values = {"engine": engine, "checkpoint": str(checkpoint), "precision": precision}
     strings = {k: {"string_value": v} for k, v in (values | {"threads": "1"}).items()}
-    model = imported("peer", repository.PEER, monkeypatch).TritonPythonModel()
+    model = imported("peer", server.PEER, monkeypatch).TritonPythonModel()
 
     model.initialize({"model_config": json.dumps({"parameters": strings})})
     responses = model.execute(
@@ -449,9 +449,7 @@ def test_a_bad_option_is_reported(invoke, option):
 
 def parts_of(settings, scratch):
     """Return the rows of each part of a run."""
-    parts = []
-    run.LoadTest(settings, scratch, report=print, append=parts.append).compare()
-    return parts
+    return list(run.LoadTest(settings, scratch, report=print).compare())
 
 
 def test_a_system_without_a_server_is_a_row_and_the_others_go_on(checkpoint, monkeypatch, tmp_path):
@@ -466,9 +464,9 @@ error: creating server"""
     names = ["varlen-dp", "transformers-fp32-single"]
     (ours,), (theirs,) = parts_of(settings(checkpoint, names), tmp_path)
 
-    assert [ours["system"], theirs["system"]] == names
-    assert ours["note"] == "did not run on: Internal: ConfigError: unknown parameter"
-    assert ours["kind"] == "failed"
+    assert [ours.system, theirs.system] == names
+    assert ours.note == "did not run on: Internal: ConfigError: unknown parameter"
+    assert ours.kind == "failed"
 
 
 @pytest.mark.parametrize("value", [1.0, 0.0, np.nan])
@@ -480,8 +478,8 @@ def test_wrong_answers_are_not_timed(checkpoint, monkeypatch, tmp_path, value):
     with np.errstate(invalid="ignore"):
         ((row,),) = parts_of(settings(checkpoint), tmp_path)
 
-    assert row["kind"] == "failed"
-    assert row["note"].startswith("did not run on: answers are wrong: ")
+    assert row.kind == "failed"
+    assert row.note.startswith("did not run on: answers are wrong: ")
 
 
 @pytest.mark.server

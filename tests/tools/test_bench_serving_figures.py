@@ -11,20 +11,19 @@ import pytest
 
 from varlen_bench.harness.generator import LoadRecord, RequestRecord
 from varlen_bench.harness.rows import Provenance, bench_line
-from varlen_bench.serving import perf_analyzer, picture, report, server
-from varlen_bench.serving.figures import bench_figures, lone_figures, overload_figures
-from varlen_bench.serving.loads import Load, max_waiting, seconds_at
-from varlen_bench.serving.rows import Row, load_row
-from varlen_bench.serving.run import is_hopeless
-from varlen_bench.serving.search import Search
-from varlen_bench.serving.server import Served, counted
-from varlen_bench.serving.systems import (
+from varlen_bench.serving import perf_analyzer, report, server
+from varlen_bench.serving.__main__ import Search, is_hopeless
+from varlen_bench.serving.report import bench_figures, lone_figures, overload_figures
+from varlen_bench.serving.server import (
     DYNAMIC_BATCHER,
     OURS,
     OURS_FP32,
     SYSTEMS,
     TOKEN_BUDGET,
+    Served,
+    counted,
 )
+from varlen_bench.workers.serving import Load, Row, load_row, max_waiting, seconds_at
 from varlen_tools.workloads import Mix, named_mix
 
 pytestmark = pytest.mark.full
@@ -300,9 +299,9 @@ def test_a_curve_has_the_loads_that_were_not_given_up_in_a_color_of_its_own():
     rows += [a_row(OURS, 12.0, kind="paired"), a_row(OURS, 7.0, mix=SHORT)]
 
     expected = [(5.0, 5.0), (20.0, 20.0), (52.0, 26.0)]
-    assert picture.curve(rows, UNIFORM.label, OURS, "served") == expected
-    assert set(picture.COLORS) == set(SYSTEMS)
-    assert len(set(picture.COLORS.values())) == len(SYSTEMS)
+    assert report.curve(rows, UNIFORM.label, OURS, "served") == expected
+    assert set(report.COLORS) == set(SYSTEMS)
+    assert len(set(report.COLORS.values())) == len(SYSTEMS)
 
 
 def fetched(text):

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from varlen_bench.gpu_report import __main__ as command
 from varlen_bench.gpu_report import environment, load, products, smoke
-from varlen_bench.gpu_report.archive import pack, unpack
+from varlen_bench.gpu_report.__main__ import pack, unpack
 from varlen_bench.gpu_report.bounded import GRACE_SECONDS, Stage, run_stages
 from varlen_bench.gpu_report.figures import MUST_BE_0, within
 from varlen_bench.gpu_report.profiled import run_each
@@ -186,9 +186,7 @@ def test_stages_without_their_program_or_table_are_skipped(tmp_path, monkeypatch
 
 
 def test_a_bare_machine_can_import_every_stage(tmp_path):
-    names = (
-        "__main__ environment compile smoke dependent_launch overlap load products profiled".split()
-    )
+    names = "__main__ environment compile smoke measure profiled".split()
     modules = [f"varlen_bench.gpu_report.{name}" for name in names]
     modules += ["varlen_bench.kernels.__main__", "varlen_bench.tune_kernels"]
 

@@ -180,6 +180,7 @@ def test_what_cannot_be_profiled_is_refused(tmp_path, model):
         find_source(model, {})
 
 
+@pytest.mark.full
 def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     files = [tmp_path / "costs.svg", tmp_path / "costs.html"]
     outputs = [word for file in files for word in ("--output", file)]

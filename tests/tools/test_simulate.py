@@ -414,7 +414,7 @@ def test_lazy_batches_are_larger_and_wait_no_longer_than_the_delay():
     assert max(lazy.latencies) <= 0.1 + 2 * longest
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(ARRIVAL, min_size=1, max_size=60),
     st.sampled_from(POLICIES),

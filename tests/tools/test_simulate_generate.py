@@ -60,7 +60,7 @@ def test_a_run_is_a_function_of_its_seed():
     assert one != study(100, seed=1).measure(config(), 3.0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(ARRIVAL, min_size=1, max_size=40),
     st.sampled_from(POLICIES),

@@ -1,21 +1,32 @@
-"""The keys that the benchmark's calls pick a launch for, with their candidate launches.
+"""Candidate launches of the benchmark's calls, and their compilation in other processes.
 
-Nothing is compiled or launched to find them, so a list takes a second.
+Nothing is compiled or launched to find the candidates, so a list takes a second. Processes that see no GPU compile
+them with the fake driver of `dry_run`, and leave the result in Triton's cache on disk. A launch in this process then
+loads it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
+from typing import TypeAlias
 
 import torch
 
-from varlen_bench.dry_run import no_launches
+from varlen_bench.dry_run import SHARED_MEMORY_LIMITS, dry_run, no_launches
 from varlen_bench.kernels.grid import Grid, calls_of
 from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.call import OpCall, kernels
 from varlen_kernels import tuning
 from varlen_kernels.tuning import Key, Launch
 
+# Returns the same list of calls of launchers, on CPU tensors, in every process. Must be picklable.
+Runs: TypeAlias = Callable[[], Sequence[Callable[[], object]]]
+
+_runs: Sequence[Callable[[], object]] = ()
 _MAX_CALLS = 3
 
 
@@ -48,7 +59,6 @@ def collect_choices(
     Each has its largest, middle and smallest call.
 
     Args:
-        ops: their launchers.
         report: receives a line per call that fails.
     """
     found: dict[tuple[str, Key], Choice] = {}
@@ -118,3 +128,63 @@ def run_empty(call: OpCall) -> None:
     ops, inputs = kernels("fused"), call.make_empty()
     call.prepare(ops, inputs)
     call.run(ops, inputs)
+
+
+class CompileAhead:
+    """The compilations in progress; their numbers are indices into the list of runs."""
+
+    def __init__(self, futures: Sequence["Future[int]"]) -> None:
+        self._futures = futures
+
+    def wait(self, numbers: Iterable[int], seconds: float) -> int:
+        """Return how many kernels these runs compiled, after at most `seconds`.
+
+        A run that has not ended, or failed, counts nothing: its launch will compile or fail again.
+        """
+        chosen = [self._futures[number] for number in numbers] if self._futures else []
+        done = wait(chosen, timeout=seconds).done
+        return sum(future.result() for future in done if future.exception() is None)
+
+
+@contextmanager
+def compile_ahead(
+    runs: Runs, count: int, capability: str, processes: int
+) -> Iterator[CompileAhead]:
+    """Yield the compilations of `runs`, in its order; those not begun end with the context.
+
+    Args:
+        capability: compute capability of the GPU, such as "sm_90"; nothing is compiled for an unknown one.
+        processes: 0 compiles nothing.
+    """
+    arch = int(capability.removeprefix("sm_")) if capability.startswith("sm_") else 0
+    if not processes or arch not in SHARED_MEMORY_LIMITS:
+        yield CompileAhead([])
+        return
+    pool = ProcessPoolExecutor(
+        processes, get_context("spawn"), initializer=_start, initargs=(runs, count)
+    )
+    try:
+        yield CompileAhead([pool.submit(_compile, number, arch) for number in range(count)])
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start(runs: Runs, count: int) -> None:
+    """Prepare a process: no GPU, one thread, the list of runs.
+
+    Raises:
+        RuntimeError: the list has another length here.
+    """
+    global _runs  # noqa: PLW0603  # the pool has no other place for the state of a process
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    _runs = runs()
+    if len(_runs) != count:
+        raise RuntimeError(f"this process lists {len(_runs)} runs; the one that times has {count}")
+
+
+def _compile(number: int, arch: int) -> int:
+    """Return the number of kernels that a run added to the cache."""
+    with dry_run(arch) as compiled:
+        _runs[number]()
+    return sum(not compilation.cached for compilation in compiled)

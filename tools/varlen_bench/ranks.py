@@ -1,7 +1,7 @@
-"""The benchmark of ranks: one model in several processes beside the same model in one process.
+"""The benchmark of ranks: one model in several processes, and in one.
 
-That process has as many threads as the others have together. Both have processes of their own, as on a server, and take
-turns in rounds. docs/benchmarks/ranks.md has the method; `make bench-ranks` runs it with its defaults.
+The one process has as many threads as the others have together. Both have processes of their own, as on a server, and
+take turns in rounds. docs/benchmarks/ranks.md has the method; `make bench-ranks` runs it with its defaults.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def step_seconds(generator: Generator, sequences: int) -> list[float]:
 
 
 def shares_of_tokens(generator: Generator, sequences: int) -> list[tuple[float, float]]:
-    """Return the seconds of a token, and the part of the time without work, as one sample.
+    """Return a sample: seconds of a token, and the part of the time without work.
 
     A process that waits for another one sleeps. One that waits for a core has work. All sequences generate all the
     time that is measured.

@@ -17,15 +17,19 @@ from typing import Annotated, TypeAlias
 import torch
 import typer
 
-from varlen_bench.compile_ahead import CompileAhead, compile_ahead
 from varlen_bench.harness.command import Only, refused, select
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.rows import Cell, bench_line
-from varlen_bench.kernels.gpu_run import finds_gpu
 from varlen_bench.kernels.grid import DTYPES, FULL, GROUPS, calls_of
-from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
+from varlen_bench.kernels.machine import Budget, Machine, finds_gpu, gpu_machine
 from varlen_bench.kernels.measure import failed_note
-from varlen_bench.launch_choices import Choice, candidate_runs, collect_choices
+from varlen_bench.launch_choices import (
+    Choice,
+    CompileAhead,
+    candidate_runs,
+    collect_choices,
+    compile_ahead,
+)
 from varlen_bench.ops.call import OpCall
 from varlen_kernels import tuning
 from varlen_kernels.tuning import Launch
@@ -117,8 +121,6 @@ def updated_tables(
     """Return the text of tuning.json with new launches for one GPU and Triton version.
 
     Args:
-        text: text of the file before.
-        version: version of Triton, such as "3.6".
         best: best launch by op and key text; None removes an entry.
 
     Raises:

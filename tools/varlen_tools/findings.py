@@ -47,14 +47,11 @@ class Findings:
         tasks: that it may serve; the first is the default.
         vectors: the steps after the last hidden states that make an embedding, or the vectors of tokens.
         roles: limits of queries and of documents, of a model with a vector for each token.
-        features: size of an embedding.
         prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
         labels: labels of the classifier, none without one.
         max_sequence_tokens: longest sequence by default.
         position_limit: longest sequence that it has positions for.
-        parameters, weight_bytes, weight_files: size of the model.
         weight_dtypes: share of the parameters by dtype, in safetensors' words.
-        vocab_size: token ids.
         tokenizer: kind of its model, such as WordPiece.
         text: languages and the origin of tokenizer.json.
         notes: facts that may not be as expected.
@@ -85,8 +82,6 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
     """Return what a checkpoint holds; reads the headers of its weights, not the weights.
 
     Args:
-        checkpoint: the opened checkpoint.
-        config: settings of the model.
         text: facts that the caller knows of its texts.
 
     Raises:

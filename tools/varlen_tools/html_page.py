@@ -20,12 +20,7 @@ details, .wide { overflow-x: auto; font-size: 13px }
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return a whole page.
-
-    Args:
-        title: plain text, also the heading.
-        parts: HTML, in order.
-    """
+    """Return a whole page."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">

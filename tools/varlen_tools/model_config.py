@@ -44,9 +44,6 @@ def render_config(
     """Return a complete config.pbtxt, which loads without auto-completion too.
 
     Args:
-        name: name of the model.
-        checkpoint: the opened checkpoint.
-        config: settings of the engine.
         max_batch_size: largest number of rows in one request.
         inputs: kind of inputs; by default the texts, and all for a task that generates, whose options are inputs.
 

@@ -27,6 +27,8 @@ def with_options(
         options: a dataclass; each field of its `__init__` is annotated as typer annotates a parameter.
     """
     hints = get_type_hints(options, include_extras=True)
+    # the options of a class come before the options of its bases
+    order = [name for kind in options.__mro__ for name in inspect.get_annotations(kind)]
     parameters = [
         inspect.Parameter(
             each.name,
@@ -34,7 +36,7 @@ def with_options(
             default=inspect.Parameter.empty if each.default is MISSING else each.default,
             annotation=hints[each.name],
         )
-        for each in fields(options)
+        for each in sorted(fields(options), key=lambda each: order.index(each.name))
         if each.init
     ]
 

@@ -22,7 +22,6 @@ class ScratchFolder:
     """A temporary folder of this user.
 
     Attributes:
-        path: the folder.
         lock: descriptor with the lock of the folder; a child process that inherits it keeps the folder too.
     """
 

@@ -102,8 +102,6 @@ def check_machine(
     """Raise SetupError if the wheels' binaries cannot run here.
 
     Args:
-        system, machine, libc: names of `platform`.
-        python: version of this Python.
         in_venv: whether this is the Python of a virtual environment.
     """
     if (system, machine) != ("Linux", "x86_64"):
@@ -147,7 +145,6 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
     A new kit is built beside the old one and renamed, so that an interrupted run leaves no half kit.
 
     Args:
-        folder: folder of the kit.
         bin_folder: folder of the commands; by default beside this Python.
 
     Raises:

@@ -125,10 +125,6 @@ class Arrival:
     """A request of rows of one length.
 
     Attributes:
-        at: arrival time, in seconds.
-        tokens: length of each row.
-        priority, deadline_seconds: options of `Request`.
-        rows: number of rows.
         generated: length of each answer in tokens; None for tasks that generate none.
     """
 
@@ -180,12 +176,7 @@ def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
     """Return consecutive requests of a trace, at their own times.
 
     Args:
-        path: file of `read_generation_trace`.
-        count: number of requests, if the trace has them.
         seed: seed of the first request.
-
-    Raises:
-        ValueError: see `read_generation_trace`.
     """
     arrivals = read_generation_trace(path)
     first = random.Random(seed).randint(0, max(0, len(arrivals) - count))

@@ -53,7 +53,7 @@ from varlen.scheduling.choices import (
     DeviceChosen,
     SampledToken,
 )
-from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for

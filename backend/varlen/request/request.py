@@ -1,7 +1,7 @@
 """Requests of clients and their replies: prompts, options, request and reply."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -64,11 +64,21 @@ class Prompt:
         token_ids: `[tokens]` int32, at least one.
         type_ids: `[tokens]` int32, or None for all zero.
         payload: part that only the task of the model reads.
+        num_source_tokens: length of the source text; 0 without one.
+        num_tokens: length with the source text.
     """
 
     token_ids: Int32Array
     type_ids: Int32Array | None = None
     payload: Payload = _NOTHING
+    num_source_tokens: int = field(init=False, repr=False, compare=False)
+    num_tokens: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        source = self.payload_tokens(Source)
+        count = 0 if source is None else len(source)
+        object.__setattr__(self, "num_source_tokens", count)
+        object.__setattr__(self, "num_tokens", count + len(self.token_ids))
 
     def payload_tokens(self, kind: type[Payload]) -> Int32Array | None:
         """Return the tokens of its payload, if it is of this kind."""
@@ -89,19 +99,6 @@ class Prompt:
         """Number of tokens to predict."""
         places = self.payload_tokens(Masks)
         return 0 if places is None else len(places)
-
-    @property
-    def num_source_tokens(self) -> int:
-        """Length of the source text in tokens; 0 without one."""
-        source = self.payload_tokens(Source)
-        return 0 if source is None else len(source)
-
-    @property
-    def num_tokens(self) -> int:
-        """Length in tokens, with the source text."""
-        count = len(self.token_ids)
-        # most prompts have none, and each batch asks all of them
-        return count if self.payload is _NOTHING else count + self.num_source_tokens
 
 
 # One token, which every vocabulary has.
@@ -148,17 +145,17 @@ class Request:
         prompts, options: prompts to run, and their options.
         arrival: arrival time, in seconds of the engine's clock; None is the time of submission.
         trace: gets the times of the request, if it is traced.
+        num_tokens: tokens of all prompts.
     """
 
     prompts: tuple[Prompt, ...]
     options: RequestOptions = DEFAULT_OPTIONS
     arrival: float | None = None
     trace: RequestTrace | None = None
+    num_tokens: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(prompt.num_tokens for prompt in self.prompts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(prompt.num_tokens for prompt in self.prompts))
 
     def arrived(self, now: float) -> float:
         """Return when it came, if it is submitted now."""

@@ -110,13 +110,13 @@ class Admission:
         with self._lock:
             self._subtract(left)
 
-    def start(self, batch: Batch, until: float, left: Work = _NO_WORK) -> None:
+    def mark_running(self, batch: Batch, until: float, left: Work = _NO_WORK) -> None:
         """Count a batch that is expected to run until then; subtract what waits no longer."""
         with self._lock:
             self._ends[batch] = until
             self._subtract(left)
 
-    def end(self, batch: Batch) -> None:
+    def mark_ended(self, batch: Batch) -> None:
         """Forget a batch that has run."""
         with self._lock:
             self._ends.pop(batch, None)

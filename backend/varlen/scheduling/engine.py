@@ -340,7 +340,7 @@ class Engine:
             else:
                 self._fail(request, event.error)
         for request in _requests(event.sequence for event in events):
-            if request.is_finished and request in self._open:
+            if not request.unfinished and request in self._open:
                 self._finish(request)
 
     def _count(self, batch: Batch, result: BatchResult) -> None:

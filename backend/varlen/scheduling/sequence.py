@@ -78,11 +78,6 @@ class RequestState:
         self.unfinished = len(self.sequences)
         self.seconds_per_token = self.forecast.seconds / self.request.num_tokens
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all its sequences are finished."""
-        return not self.unfinished
-
 
 def unanswered_sequences(request: Request) -> tuple[SequenceState, ...]:
     """Return the sequences of a request that has no client, to run a model with."""

@@ -115,6 +115,7 @@ class ServerReply:
         self._is_warmup = is_warmup
         self._arrival = time.monotonic()
         self._answer: Answer | None = None
+        self._streams = False
         self._times: dict[int, _TokenTimes] = {}
         # guards what is to be sent; held for no call of the server
         self._lock = Lock()
@@ -157,7 +158,7 @@ class ServerReply:
         except QueueFullError:
             self._stats.count_refusal("shared_memory")
             raise
-        self._answer = answer
+        self._answer, self._streams = answer, answer.streams
 
     def is_cancelled(self) -> bool:
         """Return whether the client has gone away, or can no longer be answered.
@@ -221,7 +222,7 @@ class ServerReply:
         """Return the number of outputs to send now. The lock is held."""
         if self._end:
             return len(self._outputs)
-        if not self._outputs or self._answer is None or not self._answer.streams:
+        if not self._outputs or not self._streams:
             return 0
         _, last = self._outputs[-1]
         # the last part of an answer leaves in the final response

@@ -34,7 +34,7 @@ from varlen.request.request import Prompt, Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
-from varlen.scheduling.iteration.step_limits import StepLimits
+from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.service.grammar_requests import submit_with_grammar
 from varlen.service.sandbox import generation_sandbox

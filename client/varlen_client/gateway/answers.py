@@ -200,28 +200,21 @@ async def _next(stream: Parts) -> list[GeneratedPart] | None:
 class EventStream(StreamingResponse):
     """A stream of server-sent events, which closes the parts when it ends in any way."""
 
-    def __init__(
-        self, parts: NumberedParts, first: tuple[int, list[GeneratedPart]], chunks: Chunks
-    ) -> None:
-        super().__init__((), headers=_HEADERS, media_type="text/event-stream")
-        self._parts = parts
-        self._first = first
-        self._chunks = chunks
+    _parts: NumberedParts
+    _first: tuple[int, list[GeneratedPart]]
+    _chunks: Chunks
 
     @classmethod
     async def begin(cls, parts: NumberedParts, chunks: Chunks) -> EventStream:
         """Return the stream once its first part is there; errors before have a status."""
-        return cls(parts, await anext(parts), chunks)
+        stream = cls((), headers=_HEADERS, media_type="text/event-stream")
+        stream._parts, stream._first, stream._chunks = parts, await anext(parts), chunks
+        return stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         async with aclosing(self._parts):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
             async for event in self._events():
                 body = b"data: " + event + b"\n\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})

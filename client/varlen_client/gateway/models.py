@@ -29,7 +29,7 @@ from varlen_client.gateway.bodies import Ignore, TextFields
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.tasks import RowTask
 from varlen_client.tokenizer_call import TokenizedText
-from varlen_client.transport.retry import RetryPolicy
+from varlen_client.transport.session import RetryPolicy
 from varlen_client.wire import Inputs, ModelInfo, ModelState, Pairs, only_ready_model
 
 _Answer = TypeVar("_Answer")

@@ -30,7 +30,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     # After a refused connection a channel fails every call for 1 s to 120 s by default, so retries
-    # would fail without a connection attempt. With short waits, retry.py decides the back-off.
+    # would fail without a connection attempt. With short waits, session.py decides the back-off.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),

@@ -16,7 +16,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import OperationRequest
-from varlen_client.transport.discovery import Discovery
-from varlen_client.transport.endpoint import Endpoint
+from varlen_client.transport.endpoint import Discovery, Endpoint
 from varlen_client.transport.transport import Transport
 from varlen_client.transport.watch import ModelWatch
 from varlen_client.waits import with_timeout
@@ -318,15 +317,19 @@ def _now() -> float:
 
 _PARAMETERS = {"operation": "tokenize"}
 _TEXT = "a"
-# The server passes on only inputs that the model has.
 _TOKEN_ID = 0
 
 
 def probe_prompt(info: ModelInfo) -> OperationRequest:
-    """Return the small request for a model that generates."""
-    if "text_input" in info.inputs:
-        return OperationRequest(("text_input", _TEXT), _PARAMETERS, stream=False)
-    return OperationRequest(("input_ids", [_TOKEN_ID]), _PARAMETERS, stream=False)
+    """Return the small request for a model that generates: it tokenizes a letter.
+
+    No batch and no queue of the model delays it, and short texts pass long ones before the tokenizer. A model without a
+    tokenizer, or one that holds its most requests, refuses it at once. The server passes on only inputs that the model
+    has.
+    """
+    has_text = "text_input" in info.inputs
+    prompt: Any = ("text_input", _TEXT) if has_text else ("input_ids", [_TOKEN_ID])
+    return OperationRequest(prompt, _PARAMETERS, stream=False)
 
 
 def probe_rows(info: ModelInfo) -> InferRequest:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from varlen.cache.answer_store import ENTRY_BYTES, AnswerStore, CachedAnswer
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 300)), max_size=50),
     st.integers(0, 4000),

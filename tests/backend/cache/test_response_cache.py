@@ -405,7 +405,7 @@ class Model:
         return [found[text] for text in texts]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(STEPS, st.integers(1, 8), st.sampled_from([20.0, float("inf")]))
 def test_it_keeps_what_a_plain_dict_in_order_of_use_would(steps, entries, max_seconds):
     bench = Bench(entries, max_seconds=max_seconds)
@@ -827,7 +827,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(EVENTS, st.integers(0, 6), st.integers(1, 4), st.integers(0, 3))
 def test_any_order_of_events_answers_each_request_once_and_rightly(
     events, entries, flight_tokens, most

@@ -97,7 +97,7 @@ def test_no_plan_has_a_batch_twice_or_past_the_limits(limits, max_length):
 
 
 @given(LIMITS, st.integers(1, 5000), st.floats(0.01, 50.0), st.floats(1e-6, 1e-2))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_whatever_the_machine_the_bound_is_kept_and_there_is_a_table(
     limits, max_length, seconds, token
 ):
@@ -120,7 +120,7 @@ def test_whatever_the_machine_the_bound_is_kept_and_there_is_a_table(
 @example(0.25)
 @example(0.2656)
 @given(st.floats(0.05, 30.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_shorter_bound_measures_less_and_still_predicts_within_a_factor_of_two(seconds):
     machine = Machine()
 

@@ -37,7 +37,7 @@ def linear(lengths):
     return 1e-3 + 1e-5 * sum(lengths)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(COEFFICIENT, COEFFICIENT, COEFFICIENT, COEFFICIENT, LENGTHS)
 def test_costs_that_are_linear_in_sequences_tokens_and_squares_are_exact(a, b, c, d, lengths):
     def cost(lengths):
@@ -47,7 +47,7 @@ def test_costs_that_are_linear_in_sequences_tokens_and_squares_are_exact(a, b, c
     assert fitted(cost).seconds(BatchShape.of(lengths)) == pytest.approx(cost(lengths), rel=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(COEFFICIENT, COEFFICIENT, LENGTHS)
 def test_padded_batches_cost_as_many_sequences_of_the_longest_length(a, b, lengths):
     def cost(lengths):
@@ -70,7 +70,7 @@ def test_a_gpu_whose_small_batches_cost_the_same_is_predicted_within_three_perce
             assert predicted == pytest.approx(cost(count, length), rel=0.03)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(BATCHES, EXECUTIONS, LENGTHS, st.integers(1, 512))
 def test_whatever_was_measured_a_larger_batch_costs_no_less(batches, execution, lengths, more):
     model = CostModel(batches, execution)
@@ -111,7 +111,7 @@ def test_one_measured_batch_is_enough_for_a_model():
     assert model.seconds(BatchShape.of([8, 8])) == pytest.approx(0.5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(BATCHES, EXECUTIONS, st.lists(LENGTHS, min_size=1, max_size=8))
 def test_many_batches_at_once_cost_what_they_cost_one_by_one(batches, execution, many):
     model = CostModel(batches, execution)
@@ -181,7 +181,7 @@ def test_one_batch_far_off_moves_its_prediction_by_two_percent(lengths, factor):
     assert model.seconds(shape) == pytest.approx(before, rel=0.025)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(BATCHES, EXECUTIONS, st.lists(st.tuples(LENGTHS, st.floats(1e-4, 1e2)), max_size=20))
 def test_what_was_learned_keeps_costs_positive(batches, execution, ran):
     model = CostModel(batches, execution)

@@ -76,7 +76,7 @@ def test_nothing_is_known_of_a_new_folder(store, caplog):
 
 
 @given(measurement=MEASUREMENTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_was_measured_comes_back_as_it_was(tmp_path_factory, measurement):
     folder = tmp_path_factory.mktemp("cache")
     saved = costs(measurement=measurement)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.execution.packing import (
@@ -118,7 +118,6 @@ def test_the_largest_batch_has_as_many_sequences_and_masks_as_fit(
     }
 
 
-@settings(deadline=None)
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     dims = {"tokens": tokens, "sequences": sequences, "masks": sequences}

@@ -7,7 +7,7 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.repeated_work import RepeatedWork
@@ -32,7 +32,6 @@ MAX_TOKENS, MAX_SEQUENCES = 320, 16
 
 
 @given(st.integers(1, 5000), st.integers(1, 70), st.integers(1, 600), st.integers(0, 9))
-@settings(deadline=None)
 def test_lengths_fill_a_bucket_as_far_as_the_longest_sequence_allows(tokens, count, longest, seed):
     count = min(count, tokens)
 

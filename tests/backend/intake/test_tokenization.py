@@ -277,6 +277,7 @@ LENGTHS = (3, MAX_TOKENS, 30)
 PARTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=12).map("".join)
 
 
+@pytest.mark.full
 @settings(max_examples=EXAMPLES)
 @given(first=PARTS, second=PARTS, repeats=st.tuples(st.integers(1, 200), st.integers(1, 200)))
 @example(first="the cat ", second="x", repeats=(500, 1))

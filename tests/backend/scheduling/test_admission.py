@@ -129,7 +129,7 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
     admission = Admission(10, 100, slots=slots)
     batches = [Batch((), None, 2.0, ""), Batch((), None, 4.0, "")]
     for batch in batches:
-        admission.start(batch, until=10.0 + batch.seconds)
+        admission.mark_running(batch, until=10.0 + batch.seconds)
     enter(admission, 5, forecast=Forecast(6.0, 6.0), now=10.0)
 
     def expected_milliseconds(now):
@@ -142,7 +142,7 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
     assert expected_milliseconds(13.0) == 7_000 // slots
 
     for batch in batches:
-        admission.end(batch)
+        admission.mark_ended(batch)
     admission.leave(Work(requests=1, tokens=5, seconds=6.0))
     enter(admission, 1, now=10.0, deadline_seconds=1e-9)
 

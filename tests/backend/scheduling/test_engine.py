@@ -576,7 +576,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     actions=ACTIONS,
     slots=SLOTS,
@@ -684,9 +684,7 @@ def test_a_fault_of_the_device_fails_all_requests_and_refuses_later_ones(slots):
     assert bench.admission.depth == (0, 0)
 
 
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(
         st.tuples(

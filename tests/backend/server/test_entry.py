@@ -5,8 +5,6 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -1199,28 +1197,6 @@ def test_auto_complete_decouples_a_model_that_generates_unless_told_otherwise(
     assert {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]} in completed["output"]
     assert all(entry["optional"] for entry in completed["input"])
     assert load(small_gpt2, completed).is_ready()
-
-
-def import_entry(folder, code):
-    """Import the entry point in a new process, with the server's module in `folder`."""
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, "-c", f"import sys, varlen.model; {code}"],
-        check=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def test_importing_the_entry_does_not_import_torch():
-    import_entry(FAKES, "sys.exit('torch' in sys.modules)")
-
-
-def test_importing_the_entry_needs_no_class_of_the_server(tmp_path):
-    # while the file is imported, the real module is still empty
-    (tmp_path / "triton_python_backend_utils.py").write_text("")
-
-    import_entry(tmp_path, "")
 
 
 def test_a_traced_request_has_spans_of_its_phases(load, ask, server_model, monkeypatch):

@@ -504,7 +504,7 @@ def test_without_flags_only_the_text_is_sent():
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_an_answer_is_the_same_however_its_parts_share_responses(data):
     rows = data.draw(st.integers(1, 3))

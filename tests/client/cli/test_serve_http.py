@@ -1,6 +1,5 @@
 """The command `varlen serve-http`: what it refuses, and what it gives to the gateway."""
 
-import subprocess
 import sys
 
 import pytest
@@ -100,11 +99,3 @@ def test_says_what_to_install(served, monkeypatch, missing):
 
     assert result.exit_code == 2
     assert f"serve-http needs {missing}; pip install 'varlen-client[http]'" in result.stderr
-
-
-def test_other_commands_do_without_the_packages_of_the_gateway():
-    code = "import sys, varlen_client.cli.main; print({'fastapi', 'uvicorn', 'starlette'} & {*sys.modules})"
-
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert run.stdout == "set()\n"

@@ -17,7 +17,13 @@ SECONDS = 20.0
 def served(app, **settings):
     """Serve an application, and yield its host and port."""
     given = GatewaySettings(url="grpc://127.0.0.1:1", **settings)
-    server = GatewayServer(app, given, log_level="critical", lifespan="off")
+    with running(GatewayServer(app, given, log_level="critical", lifespan="off")) as address:
+        yield address
+
+
+@contextmanager
+def running(server):
+    """Run a server in a thread, and yield its host and port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -87,6 +93,18 @@ class RawClient:
             self._read_more()
         body, self._read = self._read[:length], self._read[length:]
         return int(line.split()[1]), found, body
+
+    def ends(self):
+        """Return whether the server has ended the connection."""
+        self._socket.setblocking(False)
+        try:
+            return not self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+        finally:
+            self._socket.settimeout(SECONDS)
 
     def rest(self):
         """Return what comes until the connection ends."""

@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack, suppress
 
 import aiohttp
 import httpx2
@@ -24,7 +26,7 @@ from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_server import MAX_FIELDS, MAX_HEAD_BYTES, GatewayServer
 
 from .fake_models import Calls, FakeClient
-from .served import SECONDS, RawClient, echo, served
+from .served import SECONDS, RawClient, echo, running, served
 
 GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /a HTTP/1.1\r\nHost: a\r\n"
@@ -377,3 +379,49 @@ def test_a_signal_during_the_first_collection_ends_the_server(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
         late.cancel()
+
+
+def test_a_client_that_reads_no_answer_does_not_outlive_the_server():
+    async def large(scope, receive, send):
+        body = bytes(32 << 20)
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+    settings = GatewaySettings(url="grpc://127.0.0.1:1")
+    server = GatewayServer(large, settings, log_level="critical", lifespan="off")
+    server.config.timeout_graceful_shutdown = 0.2
+    begin = time.monotonic()
+    with running(server) as address:
+        client = RawClient(address).send(GET + b"\r\n")
+        while not server.server_state.total_requests:
+            assert time.monotonic() < begin + SECONDS
+            time.sleep(0.01)
+
+    assert not server.server_state.connections
+    assert time.monotonic() < begin + SECONDS
+    with client, suppress(ConnectionResetError):
+        assert len(client.rest()) < 32 << 20
+
+
+def test_health_is_answered_while_slow_bodies_hold_all_connections():
+    with served(echo, max_connections_per_address=4) as address, ExitStack() as stack:
+        slow = [stack.enter_context(RawClient(address)) for _ in range(4)]
+        for each in slow:
+            each.send(POST + b"Content-Length: 2\r\n\r\na")
+            # one after the other
+            time.sleep(0.01)
+
+        with RawClient(address) as probe:
+            begin = time.monotonic()
+            health = probe.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n").answer()
+            seconds = time.monotonic() - begin
+
+        assert echoed(health)["path"] == "/health"
+        assert seconds < SECONDS / 2
+        # the slowest body has been closed for it, and the others are read to their end
+        ended = [each.ends() for each in slow]
+        assert sum(ended) == 1
+        for each, is_over in zip(slow, ended, strict=True):
+            if not is_over:
+                assert echoed(each.send(b"b").answer())["body"] == "ab"

@@ -7,15 +7,15 @@ import pytest
 
 from tests.client.gateway.asgi import run_virtual
 from varlen_client import ServerUnavailable
-from varlen_client.transport.discovery import (
+from varlen_client.transport.endpoint import (
     FIRST_ANSWER_SECONDS,
     HURRIED_REFRESH_SECONDS,
     MAX_ADDRESSES,
     REFRESH_SECONDS,
     Discovery,
+    Endpoint,
     resolve_host,
 )
-from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.replicas import Replica, Replicas
 
 NAME = Endpoint.parse("dns+grpc://models.test:8001")

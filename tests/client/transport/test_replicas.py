@@ -7,8 +7,7 @@ import pytest
 
 from tests.client.gateway.asgi import run_virtual
 from varlen_client import ServerError, ServerUnavailable
-from varlen_client.transport.discovery import Discovery
-from varlen_client.transport.endpoint import Endpoint
+from varlen_client.transport.endpoint import Discovery, Endpoint
 from varlen_client.transport.replicas import (
     BUDGET_SECONDS,
     FIRST_AVOIDANCE_SECONDS,

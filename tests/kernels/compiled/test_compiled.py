@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from varlen_bench.dry_run import dry_run
-from varlen_bench.kernel_limits import (
+from varlen_bench.inspect_kernels import (
     ARCHES,
     ceiling_files,
     compile_call,

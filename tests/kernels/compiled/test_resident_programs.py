@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from varlen_bench.kernel_limits import ARCHES, compile_call
+from varlen_bench.inspect_kernels import ARCHES, compile_call
 from varlen_bench.ops.compiled import CompiledCall
 from varlen_kernels.triton.attention_decode import candidate_launches, resident_programs
 

@@ -40,6 +40,7 @@ def copy_kernels(target):
     return code
 
 
+@pytest.mark.full
 def test_the_levels_of_a_wheel_are_compiled_with_progress_and_other_code_is_removed(tmp_path):
     code = copy_kernels(tmp_path)
     (code / "attend-avx2-of_other_sources.o").touch()

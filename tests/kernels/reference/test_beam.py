@@ -59,13 +59,13 @@ def assert_equal(actual, expected):
     assert torch.equal(actual.scores, expected.scores)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps())
 def test_the_reference_matches_a_full_sort(step):
     assert_equal(reference.beam_step(**step), full_sort(**step))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps(max_beams=1))
 def test_the_cpu_orders_a_row_as_a_full_sort(step):
     # the order of the edited tokens depends on the rounding of the scores

@@ -180,7 +180,7 @@ def test_sequences_may_share_their_first_blocks(block_size):
     check(actual, paged64(step, arguments[0], contexts, 2, 8, 0.3))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=6),
     st.sampled_from([(1, 1), (4, 2), (6, 1)]),

@@ -89,7 +89,7 @@ def test_attention_varlen_skips_empty_sequences(ops, lengths):
     check(out, attention64(qkv, lengths, 2, 0.3))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=10),
     st.integers(1, 4),

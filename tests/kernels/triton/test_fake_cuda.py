@@ -31,7 +31,7 @@ from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.choices import BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen_bench.gpu_report import decode, dependent_launch, figures, overlap, serve
+from varlen_bench.gpu_report import decoders, encoders, figures
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
 from varlen_bench.gpu_report.encoders import EncoderGrid
 from varlen_bench.gpu_report.figures import MUST_BE_0
@@ -213,7 +213,13 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize(("options", "launch"), AHEAD.values(), ids=AHEAD)
+@pytest.mark.parametrize(
+    ("options", "launch"),
+    [
+        pytest.param(*each, id=name, marks=() if name == "sampled" else pytest.mark.full)
+        for name, each in AHEAD.items()
+    ],
+)
 def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
     gpu: FakeCuda, tmp_path: Path, options: dict[str, Any], launch: dict[str, int]
 ) -> None:
@@ -240,6 +246,7 @@ def test_a_step_starts_before_the_tokens_that_it_takes_are_read(
         runner.close()
 
 
+@pytest.mark.full
 def test_beams_of_a_model_without_positions_follow_on_the_device(
     gpu: FakeCuda, tmp_path: Path
 ) -> None:
@@ -376,11 +383,11 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have stages measure everything once, and models not warm up."""
     for module in (timing, figures):
         monkeypatch.setattr(module, "_WARM_UPS", 0)
-    for module in (decode, dependent_launch):
+    for module in (decoders, encoders):
         monkeypatch.setattr(module, "_HOST_PASSES", 1)
     monkeypatch.setattr(figures, "_PASSES", 1)
-    monkeypatch.setattr(overlap, "_PASSES", 1)
-    monkeypatch.setattr(overlap, "_BATCHES", 2)
+    monkeypatch.setattr(encoders, "_PASSES", 1)
+    monkeypatch.setattr(encoders, "_BATCHES", 2)
     monkeypatch.setattr(steps, "warm_up", lambda *_: None)
 
 
@@ -389,7 +396,10 @@ def test_stages_of_the_gpu_report_measure_encoders(gpu: FakeCuda, once: None) ->
     shape = EncoderShape("tiny", hidden=16, layers=1, heads=1, features=16, vocabulary=30)
     grid = EncoderGrid((shape,), {"2x3": [3, 3]}, "fp32", max_tokens=16, max_length=8)
 
-    found = [*dependent_launch.measure_shape(shape, grid, 1), *overlap.measure_shape(shape, grid)]
+    found = [
+        *encoders.measure_dependent_launch(shape, grid, 1),
+        *encoders.measure_overlap(shape, grid),
+    ]
 
     wrong = {row["figure"]: row["value"] for row in found if row["unit"] == MUST_BE_0}
     assert wrong == {
@@ -416,7 +426,10 @@ def test_stages_of_the_gpu_report_measure_decoders(gpu: FakeCuda, once: None) ->
         num_beams=2,
     )
 
-    found = [*decode.measure_decoder("gpt2", grid, 1e9), *serve.measure_serving("gpt2", grid)]
+    found = [
+        *decoders.measure_steps("gpt2", grid, 1e9),
+        *decoders.measure_requests("gpt2", grid),
+    ]
 
     assert [row["value"] for row in found if row["unit"] == MUST_BE_0] == [0]
     assert {row["figure"] for row in found} >= {

@@ -80,6 +80,7 @@ def test_rows_are_those_of_every_tile(step, padding, block_batch, device, monkey
     assert [row for row in written if row[2] < row[1]] == expected_rows(inputs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("step", [DECODE, [*CHUNKS, (1, 90)]], ids=["decode", "chunks"])
 def test_attention_has_the_same_bits_with_a_table_made_before(step, window, device):

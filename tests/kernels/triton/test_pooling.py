@@ -44,6 +44,7 @@ def test_matches_the_reference(normalized, hidden, dtype, mode, device):
     assert_close(actual, expected, torch.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["mean", "max"])
 @DTYPES
 @pytest.mark.parametrize("hidden", [63, 300])

@@ -1,18 +1,20 @@
-"""Command line of the benchmark of `varlen adopt`; `make bench-adopt` runs it with its defaults."""
+"""The benchmark of `varlen adopt`: a stock ensemble beside its varlen model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.adopt.stock_ensemble import NAME, write_stock_ensemble
-from varlen_bench.harness import command, machine
+from varlen_bench.compare.subject import Subject, command
+from varlen_bench.harness.command import Progress, Run
 from varlen_bench.harness.rows import Cell
 from varlen_bench.peers.exports import exported
 from varlen_tools.adopt.adoption import Adoption, Wish, adopt_model
@@ -21,54 +23,60 @@ from varlen_tools.adopt.load import Measured
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.serve.server import server_command
 
-_PACKAGES = ("torch", "transformers", "onnxruntime", "tokenizers", "tritonclient", "varlen")
 
-app = typer.Typer(add_completion=False)
+@dataclass(kw_only=True)
+class AdoptSubject(Subject[Adoption]):
+    """Adopt a stock ensemble of a tokenizer and an ONNX encoder in fp32."""
 
+    name: ClassVar = "adopt"
+    packages: ClassVar = "torch transformers onnxruntime tokenizers tritonclient varlen".split()
 
-@app.command()
-def main(
-    context: typer.Context,
     model: Annotated[Path, typer.Option(help="Checkpoint that both serve.")] = Path(
         "model_repository/minilm/1"
-    ),
-    concurrency: Annotated[int, typer.Option(min=1, help="Texts in flight.")] = 16,
-    seconds: Annotated[float, typer.Option(min=1, help="Load on each model.")] = 30.0,
-    quick: command.Quick = False,
-    revision: command.Revision = "",
-    output: command.Output = None,
-) -> None:
-    """Adopt a stock ensemble of a tokenizer and an ONNX encoder in fp32."""
-    cores = machine.cpu_count()
-    bench = command.started(
-        context, "adopt", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
     )
-    with bench.progress() as progress, TemporaryDirectory() as folder:
-        progress("exporting the encoder")
-        onnx = exported(model, "onnxruntime", "fp32") / "model.onnx"
-        repository = Path(folder, "repository")
-        write_stock_ensemble(repository, Checkpoint.open(model), onnx)
-        wish = Wish(
-            repository=repository,
-            model=NAME,
-            checkpoint=str(model),
-            name=None,
-            output=None,
-            settings={},
-            dtype=None,
-            texts=TEXTS,
-            concurrency=concurrency,
-            seconds=3.0 if quick else seconds,
-            force=False,
-        )
-        with server_command() as server:
-            done = adopt_model(wish, server, report=progress)
-    rows = list(_rows(done, model.resolve().parent.name, concurrency))
-    bench.append(rows)
-    print_adoption(done)
-    bench.finish("adopt", {f"{row['dtype']}_ratio": row["ratio"] for row in rows[1:]})
-    if not done.agrees:
-        raise typer.Exit(1)
+    concurrency: Annotated[int, typer.Option(min=1, help="Texts in flight.")] = 16
+    seconds: Annotated[float, typer.Option(min=1, help="Load on each model.")] = 30.0
+
+    def measure(self, progress: Progress) -> Iterator[list[Adoption]]:
+        """Yield the adoption."""
+        with TemporaryDirectory() as folder:
+            progress("exporting the encoder")
+            onnx = exported(self.model, "onnxruntime", "fp32") / "model.onnx"
+            repository = Path(folder, "repository")
+            write_stock_ensemble(repository, Checkpoint.open(self.model), onnx)
+            wish = Wish(
+                repository=repository,
+                model=NAME,
+                checkpoint=str(self.model),
+                name=None,
+                output=None,
+                settings={},
+                dtype=None,
+                texts=TEXTS,
+                concurrency=self.concurrency,
+                seconds=3.0 if self.quick else self.seconds,
+                force=False,
+            )
+            with server_command() as server:
+                yield [adopt_model(wish, server, report=progress)]
+
+    def rows(self, results: Sequence[Adoption]) -> list[Mapping[str, Cell]]:
+        """Return a row for the ensemble, and for the new model in each dtype."""
+        model = self.model.resolve().parent.name
+        return [row for done in results for row in _rows(done, model, self.concurrency)]
+
+    def show(self, bench: Run, results: Sequence[Adoption]) -> None:
+        """Print what `varlen adopt` prints."""
+        del bench
+        print_adoption(results[0])
+
+    def figures(self, results: Sequence[Adoption]) -> dict[str, Cell]:
+        """Return the speed of each dtype over the ensemble's."""
+        return {f"{row['dtype']}_ratio": row["ratio"] for row in self.rows(results)[1:]}
+
+    def has_failed(self, results: Sequence[Adoption]) -> bool:
+        """Return whether the answers differ."""
+        return not results[0].agrees
 
 
 def _rows(done: Adoption, model: str, concurrency: int) -> Iterator[Mapping[str, Cell]]:
@@ -97,6 +105,8 @@ def _rows(done: Adoption, model: str, concurrency: int) -> Iterator[Mapping[str,
             "cosine_min": cosine,
         }
 
+
+app = command(AdoptSubject)
 
 if __name__ == "__main__":
     end_on_sigterm()

@@ -67,12 +67,12 @@ class Subject(ABC, Generic[Measured]):
         """Measure; yield each part of the results once it is complete."""
 
     @abstractmethod
-    def rows(self, results: Sequence[Measured]) -> list[dict[str, Cell]]:
+    def rows(self, results: Sequence[Measured]) -> Sequence[Mapping[str, Cell]]:
         """Return the CSV rows of results."""
 
-    @abstractmethod
-    def tables(self, results: Sequence[Measured]) -> Sequence[RenderableType]:
+    def tables(self, results: Sequence[Measured]) -> Sequence[RenderableType]:  # noqa: ARG002  # for overriding
         """Return the tables and lines that a run prints."""
+        return []
 
     @abstractmethod
     def figures(self, results: Sequence[Measured]) -> Mapping[str, Cell]:

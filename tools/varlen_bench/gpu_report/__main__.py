@@ -2,18 +2,18 @@
 
 import signal
 import sys
+import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from varlen_bench.gpu_report.archive import pack, unpack
 from varlen_bench.gpu_report.bounded import Outcome, run_stages
 from varlen_bench.gpu_report.stages import Call, Files, all_stages
 from varlen_bench.gpu_report.summary import is_wrong, summary
 from varlen_bench.harness.command import Only, Revision, refused, select
-from varlen_bench.kernels.gpu_run import finds_gpu
+from varlen_bench.kernels.machine import finds_gpu
 
 # A machine may be lent for calls of ten minutes. The rest is for its start and for the archive.
 SECONDS = 585
@@ -21,6 +21,30 @@ SUMMARY = "summary.md"
 ARCHIVE = "report.tar.gz"
 
 app = typer.Typer(add_completion=False)
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the files of a folder into an archive, which replaces an earlier one."""
+    partial = archive.with_name(f"{archive.name}.part")
+    with tarfile.open(partial, "w:gz") as files:
+        for path in sorted(folder.iterdir()):
+            files.add(path, path.name)
+    partial.replace(archive)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Restore the files of an earlier run, if there is an archive.
+
+    Raises:
+        ValueError: the file is no archive of a report.
+    """
+    if not archive.is_file():
+        return
+    try:
+        with tarfile.open(archive) as files:
+            files.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"{archive} is no archive of a report; remove it") from error
 
 
 @app.command()

@@ -23,11 +23,9 @@ class Stage:
     """A command of a report.
 
     Attributes:
-        seconds: its limit.
         command: returns the command line for the seconds that it gets.
         checks: whether a failure means that a kernel is wrong.
         missing: returns why the stage cannot run on this machine; empty if it can.
-        environment: added to this process's own.
     """
 
     name: str
@@ -68,7 +66,6 @@ def run_stages(
 
     Args:
         seconds: time for all stages together; time left by a stage goes to the next.
-        folder: folder for the logs.
         save: called after each stage with the outcomes so far.
     """
     # a shell ignores interrupts in what it starts in the background, and so would every stage

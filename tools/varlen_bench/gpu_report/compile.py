@@ -7,12 +7,11 @@ from typing import Annotated
 import torch
 import typer
 
-from varlen_bench.compile_ahead import compile_ahead
 from varlen_bench.gpu_report.smoke import smoke_calls
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.rows import bench_line
 from varlen_bench.kernels.grid import DTYPES, GROUPS, QUICK
-from varlen_bench.launch_choices import default_runs, run_empty
+from varlen_bench.launch_choices import compile_ahead, default_runs, run_empty
 from varlen_kernels.tuning import capability_text
 
 _MAX_PROCESSES = 16

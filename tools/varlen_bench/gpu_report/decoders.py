@@ -1,8 +1,10 @@
-"""Decoders of the report: random checkpoints, loaded services, and steps of a chosen size."""
+"""Random decoders on a GPU: first loads, steps, and requests that generate."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
+from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.step_runner import StepRunner
+from varlen.in_process.generator import Generation, Generator
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
 from varlen.scheduling.batch import Batch, Chunk
@@ -20,8 +24,19 @@ from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen.service.generation import Iterative
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
+from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, device_time, figure
+from varlen_bench.kernels.machine import Machine
+from varlen_bench.kernels.timing import copy_rate, host_time
 from varlen_bench.peers.checkpoints import GPT2_SMALL, GeneratorShape, save_random_decoder
 
+_HOST_PASSES = 20
+_COPY_BYTES = 1 << 30
+_GREEDY = GenerationOptions(temperature=0.0)
+_SAMPLED = GenerationOptions(temperature=0.8, top_k=50, top_p=0.9, seed=1)
+# Token ids of prompts are below the vocabulary of every decoder.
+_IDS = 250
+# A search has rows for each beam, and each of them takes a sequence.
+_SEARCHES_PART = 8
 # The tokenizer of the Llama, whose prompts are token ids.
 _BYTES = GeneratorShape("bytes", 16, 1, 1, positions=16, vocabulary=300)
 _LLAMA_1B = {
@@ -41,12 +56,9 @@ class DecoderGrid:
 
     Attributes:
         save: saves the checkpoint of each decoder in a folder, by name.
-        settings: settings of the model.
         steps: sequences of a decode step, and the tokens of their contexts.
         chunks: tokens of a prompt that runs beside the sequences of the last step.
         requests: numbers of requests that are answered together.
-        prompt_tokens, answer_tokens: tokens of each prompt and answer.
-        num_beams: beams of a request that searches.
     """
 
     save: Mapping[str, Callable[[Path], None]]
@@ -77,9 +89,7 @@ def save_random_llama(folder: Path, device: str = "cuda", **fields: Any) -> None
     """Save a LlamaForCausalLM with random weights in bf16, and a tokenizer of bytes.
 
     Args:
-        folder: folder of the checkpoint.
         device: device that makes the weights; a GPU takes seconds less.
-        fields: fields of the configuration.
     """
     import transformers
 
@@ -145,3 +155,108 @@ def step_of(chunks: tuple[Chunk, ...]) -> Batch:
     """Return the step of these chunks."""
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
     return Batch(tuple(chunk.sequence for chunk in chunks), shape, 0.0, "bench", chunks)
+
+
+def measure_steps(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[Figure]:
+    """Yield the times of a decoder's steps; `bandwidth` is in bytes a second."""
+    row = partial(figure, "decode")
+    with loaded(name, grid) as service:
+        runner, use = service.model.runner, service.model.runner.graph_use
+        assert isinstance(runner, StepRunner)
+        yield row(name, "captures", use.seconds, "s")
+        yield row(name, "memory of graphs", use.num_bytes / 2**20, "MiB")
+        for count, context in grid.steps:
+            yield from _steps(f"{name} {count}x{context}", runner, count, context, bandwidth)
+        count, context = grid.steps[0]
+        beside = decode_chunks(runner, count // 2, context, _GREEDY)
+        for length in grid.chunks:
+            step = step_of((*beside, prompt_chunk(runner, length, _GREEDY)))
+            spent = host_time(partial(runner.run_batch, step), _HOST_PASSES).median
+            yield row(f"{name} {length} beside {len(beside)}", "step with a prompt", spent, "us")
+
+
+def _steps(
+    case: str, runner: StepRunner, count: int, context: int, bandwidth: float
+) -> Iterator[Figure]:
+    """Yield the times of one size of decode step: its graph, and whole steps."""
+    row = partial(figure, "decode", case)
+    greedy = step_of(decode_chunks(runner, count, context, _GREEDY))
+    first, again = runner.run_batch(greedy), runner.run_batch(greedy)
+    yield row("tokens that differ in a second run", _num_different(first, again), MUST_BE_0)
+    steps = runner.steps
+    assert isinstance(steps, CudaSteps)
+    with steps.stream():
+        graph = device_time(steps.graph(count))
+    kept = count * context * runner.kv.block_bytes / runner.kv.block_size
+    roofline = 1e6 * (runner.weight_bytes + kept) / bandwidth
+    yield row("graph", graph, "us")
+    yield row("graph, part of the roofline", roofline / graph, "1 is a copy")
+    sampled = step_of(decode_chunks(runner, count, context, _SAMPLED))
+    for kind, step in (("greedy", greedy), ("sampled", sampled)):
+        whole = host_time(partial(runner.run_batch, step), _HOST_PASSES).median
+        yield row(f"whole {kind} step", whole, "us")
+        yield row(f"whole {kind} step, part of the roofline", roofline / whole, "1 is a copy")
+
+
+def _num_different(first: object, again: object) -> int:
+    assert isinstance(first, list)
+    assert isinstance(again, list)
+    return sum(one != other for one, other in zip(first, again, strict=True))
+
+
+def first_loads(_: Machine) -> Iterator[Figure]:
+    """Yield the time of the first load of each decoder, with what it compiles."""
+    for name in SERVED.save:
+        began = time.perf_counter()
+        with loaded(name, SERVED):
+            yield figure("load", name, "first load", time.perf_counter() - began, "s")
+
+
+def measure_requests(name: str, grid: DecoderGrid) -> Iterator[Figure]:
+    """Yield tokens per second of a decoder, by number of requests."""
+    row = partial(figure, "serve")
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0, "ignore_eos": True},
+        "sampled": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1, "ignore_eos": True},
+        "beams": {"num_beams": grid.num_beams},
+    }
+    numbers = np.random.default_rng(0)
+    with loaded(name, grid) as service:
+        generator = Generator(service)
+        for count in grid.requests:
+            prompts = [numbers.integers(1, _IDS, grid.prompt_tokens).tolist() for _ in range(count)]
+            for kind, options in kinds.items():
+                some = prompts[: max(1, count // _SEARCHES_PART)] if kind == "beams" else prompts
+                case = f"{name} {len(some)} requests"
+                # the first request of a kind may compile
+                generator.generate(some, max_tokens=2, **options)
+                began = time.perf_counter()
+                answers = generator.generate(some, max_tokens=grid.answer_tokens, **options)
+                spent = time.perf_counter() - began
+                yield row(case, kind, _num_tokens(answers) / spent, "tokens/s")
+                yield row(case, f"{kind}, time of a token", 1e3 * spent / _longest(answers), "ms")
+
+
+def _num_tokens(answers: list[Generation]) -> int:
+    return sum(len(answer.token_ids) for answer in answers)
+
+
+def _longest(answers: list[Generation]) -> int:
+    return max(len(answer.token_ids) for answer in answers)
+
+
+def steps(machine: Machine) -> Iterator[Figure]:
+    """Yield decode steps beside the memory that they must read.
+
+    The roofline of a step is the time of a copy of as many bytes: its weights, keys and values.
+    """
+    bandwidth = 1e9 * copy_rate(machine.timer, machine.device, _COPY_BYTES)
+    yield figure("decode", "device", "copy", bandwidth / 1e12, "TB/s")
+    for name in SERVED.save:
+        yield from measure_steps(name, SERVED, bandwidth)
+
+
+def requests(_: Machine) -> Iterator[Figure]:
+    """Yield requests that generate, in a closed loop."""
+    for name in SERVED.save:
+        yield from measure_requests(name, SERVED)

@@ -1,10 +1,9 @@
-"""A model's load, its answers, and unused places: `python -m varlen_bench.gpu_report.load`.
+"""A model's load, its answers, and unused places.
 
 A load captures a CUDA graph for every batch size, which takes time and memory. A graph has places for more sequences
 than a batch has; attention pays for them.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,13 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import typer
 
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
-from varlen_bench.gpu_report.figures import Figure, command, figure
+from varlen_bench.gpu_report.figures import Figure, figure
 from varlen_bench.kernels.encoder import random_prompts
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import WARM, host_time
@@ -116,13 +114,3 @@ def _free_memory(machine: Machine) -> int | None:
     torch.cuda.empty_cache()
     free: int = torch.cuda.mem_get_info()[0]
     return free
-
-
-main = command(
-    "load", measure_all, "Measure loads, answers and unused places on this GPU.", seconds=60
-)
-
-if __name__ == "__main__":
-    # the load reports its graphs
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    typer.run(main)

@@ -1,4 +1,4 @@
-"""Matrix products of an encoder in both layouts, and GELU in them: `python -m varlen_bench.gpu_report.products`.
+"""Matrix products of an encoder in both layouts, and GELU in them.
 
 Our weights are [in, out], a checkpoint's are [out, in]. GELU is a pass of its own, or in its tanh form the epilogue
 of the product.
@@ -10,10 +10,9 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
-import typer
 from torch import Tensor
 
-from varlen_bench.gpu_report.figures import Figure, command, figure
+from varlen_bench.gpu_report.figures import Figure, figure
 from varlen_bench.kernels.machine import Machine
 from varlen_bench.kernels.timing import WARM
 from varlen_bench.ops.call import Inputs, Tensors, relative_error
@@ -105,9 +104,3 @@ def measure_all(machine: Machine) -> Iterator[Figure]:
     """Yield all figures."""
     for width, tokens in product(_WIDTHS, _TOKENS):
         yield from measure_products(machine, tokens, *width)
-
-
-main = command("products", measure_all, "Measure matrix products on this GPU.", seconds=60)
-
-if __name__ == "__main__":
-    typer.run(main)

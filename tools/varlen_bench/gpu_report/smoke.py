@@ -9,9 +9,8 @@ import typer
 
 from varlen_bench.harness.command import Output, Revision, select
 from varlen_bench.harness.rows import Cell
-from varlen_bench.kernels.gpu_run import GpuRun, finds_gpu
 from varlen_bench.kernels.grid import DTYPES
-from varlen_bench.kernels.machine import fake_machine, gpu_machine
+from varlen_bench.kernels.machine import GpuRun, fake_machine, finds_gpu, gpu_machine
 from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.call import OpCall
 from varlen_bench.ops.table import TABLE, op_call

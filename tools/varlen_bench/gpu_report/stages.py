@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,17 +22,6 @@ _METRICS = (
 )
 
 
-# Titles of the files of single figures, by name.
-FIGURES = {
-    "dependent_launch": "Dependent launch on and off",
-    "decode": "Decode steps",
-    "overlap": "Batches in flight",
-    "serve": "Requests that generate",
-    "load": "Loads, answers, unused places",
-    "products": "Matrix products",
-}
-
-
 class Call(str, Enum):
     """What one run of the command does. Each fits into ten minutes."""
 
@@ -49,7 +38,7 @@ class Files:
     revision: str = ""
 
     def rows(self, name: str) -> Path:
-        """Return the CSV of "kernels", "smoke" (errors), or one of `FIGURES`."""
+        """Return the CSV of "kernels", "smoke" (errors), or one of `measure.FIGURES`."""
         return self.folder / f"{name}.csv"
 
     @property
@@ -69,12 +58,12 @@ def all_stages(files: Files) -> dict[Call, list[Stage]]:
         environment,
         compiling,
         Stage("smoke", 25, lambda _: [*smoke, *_rows("smoke", files)], checks=True),
-        Stage("dependent launch", 45, _measured("dependent_launch", files), checks=True),
+        _figures("dependent_launch", 45, files, checks=True),
         # a model that generates compiles at its first load, and the stages that measure it do not wait for that
-        Stage("first loads", 45, _measured("serve", files, "--loads-only")),
-        Stage("decode", 35, _measured("decode", files)),
-        Stage("overlap", 35, _measured("overlap", files), checks=True),
-        Stage("serve", 50, _measured("serve", files)),
+        _figures("first_loads", 45, files),
+        _figures("decode", 35, files),
+        _figures("overlap", 35, files, checks=True),
+        _figures("serve", 50, files),
         _benchmark("encoder", 70, ENCODER, files),
         Stage(
             "tune",
@@ -89,8 +78,8 @@ def all_stages(files: Files) -> dict[Call, list[Stage]]:
         _benchmark("attention", 40, "attention", files),
         _benchmark("rows", 35, _ROW_GROUPS, files),
         _benchmark("beam", 30, "beam", files),
-        Stage("load", 30, _measured("load", files)),
-        Stage("products", 15, _measured("products", files)),
+        _figures("load", 30, files),
+        _figures("products", 15, files),
     ]
     tests = [
         environment,
@@ -145,9 +134,11 @@ def _benchmark(
     return Stage(name, seconds, command, missing=missing)
 
 
-def _measured(name: str, files: Files, *options: str) -> Callable[[float], Sequence[str]]:
-    options = (*_rows(name, files), *options)
-    return lambda limit: _module(f"gpu_report.{name}", "--budget", _budget(limit), *options)
+def _figures(name: str, seconds: float, files: Files, *, checks: bool = False) -> Stage:
+    def command(limit: float) -> list[str]:
+        return _module("gpu_report.measure", name, "--budget", _budget(limit), *_rows(name, files))
+
+    return Stage(name.replace("_", " "), seconds, command, checks=checks)
 
 
 def _rows(name: str, files: Files) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from varlen_bench.gpu_report.bounded import Outcome
 from varlen_bench.gpu_report.figures import MUST_BE_0
-from varlen_bench.gpu_report.stages import FIGURES, Files
+from varlen_bench.gpu_report.measure import FIGURES
+from varlen_bench.gpu_report.stages import Files
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP
 from varlen_bench.kernels.measure import OURS, OURS_ON_HOST
 from varlen_tools.tables import Table
@@ -39,7 +40,10 @@ def summary(files: Files, outcomes: Sequence[Outcome]) -> str:
     for title, rows, columns in (
         ("Encoder", encoder_rows, _OP_COLUMNS),
         ("Ops", ours, _OP_COLUMNS),
-        *((title, _read(files.rows(name)), _FIGURE_COLUMNS) for name, title in FIGURES.items()),
+        *(
+            (title, _read(files.rows(name)), _FIGURE_COLUMNS)
+            for name, (title, _) in FIGURES.items()
+        ),
     ):
         if rows:
             lines += [f"## {title}", ""]

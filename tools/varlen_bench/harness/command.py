@@ -115,27 +115,6 @@ class Run:
         print(bench_line(name, figures), flush=True)
 
 
-def started(
-    context: typer.Context,
-    name: str,
-    threads: int,
-    *,
-    packages: Sequence[str],
-    quick: bool,
-    revision: str,
-    output: Path | None,
-) -> Run:
-    """Start a run of the benchmark `name`, whose rows are appended to its CSV."""
-    return Run(
-        context,
-        f"varlen_bench.{name}",
-        threads=threads,
-        packages=packages,
-        output=csv_path(name, output, is_trial=quick),
-        revision=revision,
-    )
-
-
 @contextmanager
 def refused(*others: type[Exception]) -> Iterator[None]:
     """Report ValueError, OSError and `others` as a wrong value of an option."""

@@ -20,13 +20,14 @@ from varlen_bench.harness.command import (
 )
 from varlen_bench.kernels import report
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP, measure_encoder
-from varlen_bench.kernels.gpu_run import GpuRun, finds_gpu
 from varlen_bench.kernels.grid import DTYPES, FULL, GROUPS, QUICK, TINY, Grid, is_compiled
 from varlen_bench.kernels.machine import (
     Budget,
     DeviceLostError,
+    GpuRun,
     Machine,
     fake_machine,
+    finds_gpu,
     gpu_machine,
 )
 from varlen_bench.kernels.measure import Result, measure

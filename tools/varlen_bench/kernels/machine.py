@@ -1,15 +1,19 @@
-"""The machine of a run: a GPU, or a fake on the CPU."""
+"""The machine of a run, a GPU or a fake, and its rows."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import typer
 
+from varlen_bench.harness.command import Run
 from varlen_bench.harness.machine import gpu_driver
+from varlen_bench.harness.rows import Cell
 from varlen_bench.kernels.peers import Compile, Function
 from varlen_bench.kernels.timing import FakeTimer, GpuTimer, Timer
 from varlen_bench.ops.call import kernels
@@ -26,7 +30,6 @@ class Machine:
 
     Attributes:
         capability: compute capability, such as "sm_90".
-        kernels: our ops for the device.
         compile: compiles a function for the shapes of its first call and searches for the best kernels.
         compile_model: compiles a model without that search, in seconds instead of minutes.
     """
@@ -48,6 +51,14 @@ class Machine:
             torch.cuda.synchronize()
         except RuntimeError as error:
             raise DeviceLostError(f"the GPU is unusable after {after}") from error
+
+
+def finds_gpu(command: str, hint: str = "") -> bool:
+    """Return whether there is a GPU; print that the command is skipped if not."""
+    if torch.cuda.is_available():
+        return True
+    print(f"{command}: skipped, torch finds no CUDA GPU{hint}")
+    return False
 
 
 def gpu_machine(samples: int) -> Machine:
@@ -112,3 +123,33 @@ class Budget:
     def spent_note(self) -> str:
         """Note of a call that is skipped because no time is left."""
         return f"skipped: the budget of {self.seconds:.0f} s is spent"
+
+
+class GpuRun(Run):
+    """A run whose rows and BENCH line name the GPU."""
+
+    def __init__(
+        self,
+        context: typer.Context,
+        module: str,
+        machine: Machine,
+        *,
+        output: Path | None,
+        revision: str,
+        packages: Sequence[str] = ("torch", "triton", "transformers", "varlen"),
+    ) -> None:
+        """Start a run of `varlen_bench.` + `module` on a GPU."""
+        threads = torch.get_num_threads()
+        name = f"varlen_bench.{module}"
+        super().__init__(
+            context, name, threads=threads, packages=packages, output=output, revision=revision
+        )
+        self._columns = {"gpu": machine.gpu, "driver": machine.driver}
+
+    def append(self, rows: Sequence[Mapping[str, Cell]]) -> None:
+        """Append rows to the CSV, each after the columns of the GPU."""
+        super().append([{**self._columns, **row} for row in rows])
+
+    def finish(self, name: str, figures: Mapping[str, Cell]) -> None:
+        """Print where rows are, and the BENCH line with the name of the GPU."""
+        super().finish(name, {"gpu": self._columns["gpu"].replace(" ", "_"), **figures})

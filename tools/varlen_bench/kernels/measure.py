@@ -27,7 +27,6 @@ class Result:
 
     Attributes:
         system: OURS, OURS_ON_HOST, COPY for a copy that moves as many bytes, or a peer's name.
-        sets: sets of inputs per pass.
         graph, eager: microseconds in a CUDA graph, and launched by Python.
         error: relative error against float64.
         note: reason why a time is missing.
@@ -77,7 +76,6 @@ def measure(
     """Yield the results of our op, its peers, and a copy of as many bytes.
 
     Args:
-        run: calls our op.
         warm: whether calls may find their tensors in the cache.
 
     Raises:

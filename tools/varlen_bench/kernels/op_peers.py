@@ -11,14 +11,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from varlen_bench.kernels.peers import (
     Call,
     Compile,
+    Function,
     Peer,
     Peers,
+    Prepare,
     attribute,
     compiled_peer,
     liger_peer,
+    nothing,
     torch_peer,
 )
-from varlen_bench.ops.call import Inputs, OpCall, as_tensor
+from varlen_bench.ops.call import Inputs, OpCall, Read, as_tensor
 from varlen_bench.ops.results import first, stacked
 from varlen_bench.padded import reference as padded
 from varlen_kernels import reference
@@ -30,6 +33,15 @@ def peers_of(call: OpCall, *, compiled: bool = True) -> Peers:
     """Return the peers of a call; without torch.compile if not `compiled`."""
     peers = _PEERS[call.op](call)
     return peers if compiled else peers.without_compile()
+
+
+def _plain(
+    function: Function, *others: Peer, read: Read = as_tensor, prepare: Prepare = nothing
+) -> Peers:
+    """Return a function of torch, the other peers, and the function compiled."""
+    return Peers(
+        (torch_peer(function, read=read), *others, compiled_peer(function, read=read)), prepare
+    )
 
 
 def _softmax(call: OpCall) -> Peers:
@@ -47,21 +59,19 @@ def _softmax(call: OpCall) -> Peers:
         mask = x.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(x.dtype).min)
         return {"mask": mask[:, None, None, :]}
 
-    peers = [torch_peer(masked, name="torch-masked")]
-    if scale == 1.0:
-        # no key is masked
-        liger = liger_peer("liger_softmax", lambda function, inputs: function(inputs["x"]))
-        peers += [torch_peer(plain), liger, compiled_peer(plain)]
-    else:
-        peers.append(compiled_peer(masked))
-    return Peers(tuple(peers), prepare)
+    with_mask = torch_peer(masked, name="torch-masked")
+    if scale != 1.0:
+        return Peers((with_mask, compiled_peer(masked)), prepare)
+    # no key is masked
+    liger = liger_peer("liger_softmax", lambda function, inputs: function(inputs["x"]))
+    return Peers((with_mask, *_plain(plain, liger).systems), prepare)
 
 
 def _activate(call: OpCall) -> Peers:
     def activated(x: Tensor, bias: Tensor) -> Tensor:
         return reference.activate(x, bias, **call.options)
 
-    return Peers((torch_peer(activated), compiled_peer(activated)))
+    return _plain(activated)
 
 
 def _embed_layer_norm(call: OpCall) -> Peers:
@@ -79,7 +89,7 @@ def _embed_layer_norm(call: OpCall) -> Peers:
         summed = summed + F.embedding(type_ids, type_table)
         return F.layer_norm(summed, weight.shape, weight, bias, call.options["eps"])
 
-    return Peers((torch_peer(embedded), compiled_peer(embedded)))
+    return _plain(embedded)
 
 
 def _add_layer_norm(call: OpCall) -> Peers:
@@ -92,7 +102,7 @@ def _add_layer_norm(call: OpCall) -> Peers:
         "liger_layer_norm",
         lambda function, i: function(i["x"] + i["residual"], i["weight"], i["bias"], eps),
     )
-    return Peers((torch_peer(plain), liger, compiled_peer(plain)))
+    return _plain(plain, liger)
 
 
 def _residual_rms_norm(call: OpCall) -> Peers:
@@ -102,17 +112,12 @@ def _residual_rms_norm(call: OpCall) -> Peers:
         total = x + residual
         return total, F.rms_norm(total, weight.shape, weight, eps)
 
-    def read_liger(result: object, inputs: Inputs) -> Tensor:
-        assert isinstance(result, tuple)
-        normed, total = result
-        return stacked((total, normed), inputs)
+    def call_liger(function: Function, i: Inputs) -> tuple[Tensor, Tensor]:
+        normed, total = function(i["x"], i["residual"], i["weight"], eps)
+        return total, normed
 
-    liger = liger_peer(
-        "liger_fused_add_rms_norm",
-        lambda function, i: function(i["x"], i["residual"], i["weight"], eps),
-        read_liger,
-    )
-    return Peers((torch_peer(plain, read=stacked), liger, compiled_peer(plain, read=stacked)))
+    liger = liger_peer("liger_fused_add_rms_norm", call_liger, stacked)
+    return _plain(plain, liger, read=stacked)
 
 
 def _activate_gate(call: OpCall) -> Peers:
@@ -124,7 +129,7 @@ def _activate_gate(call: OpCall) -> Peers:
         return {"gate": gate.contiguous(), "up": up.contiguous()}
 
     liger = liger_peer("liger_swiglu", lambda function, i: function(i["gate"], i["up"]))
-    return Peers((torch_peer(gated), liger, compiled_peer(gated)), prepare)
+    return _plain(gated, liger, prepare=prepare)
 
 
 def _attention(call: OpCall) -> Peers:
@@ -252,7 +257,7 @@ def _pool(call: OpCall) -> Peers:
         owner = torch.arange(batch, device=lengths.device).repeat_interleave(lengths)
         return {"owner": owner}
 
-    return Peers((torch_peer(added), compiled_peer(added)), prepare)
+    return _plain(added, prepare=prepare)
 
 
 def _unpack(call: OpCall) -> Peers:

@@ -16,6 +16,7 @@ from varlen_bench.ops.call import Inputs, Read, as_tensor
 Call: TypeAlias = Callable[[Inputs], object]
 Function: TypeAlias = Callable[..., Any]
 Compile: TypeAlias = Callable[[Function], Function]
+Prepare: TypeAlias = Callable[[Inputs], Inputs]
 
 # Longest time to compile one op and to try its configurations.
 COMPILE_SECONDS = 30.0
@@ -43,12 +44,17 @@ class Peer:
     no_graph: str = ""
 
 
+def nothing(_: Inputs) -> Inputs:
+    """Return no additional inputs."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The peers of a call, and a function that returns their additional inputs."""
 
     systems: tuple[Peer, ...] = ()
-    prepare: Callable[[Inputs], Inputs] = lambda inputs: {}  # noqa: ARG005
+    prepare: Prepare = nothing
 
     def without_compile(self) -> Peers:
         """Return the peers that torch.compile does not make."""
@@ -78,7 +84,6 @@ def liger_peer(
 
     Args:
         name: the function in `liger_kernel.transformers.functional`.
-        call: calls the function with the tensors that it needs.
     """
 
     def build(_: Compile) -> Call:

@@ -19,11 +19,7 @@ _LISTED_COLUMNS = "shape dtype system graph_us eager_us tokens_per_second note".
 
 
 def bench_figures(results: Sequence[Result], copy: float) -> dict[str, Cell]:
-    """Return the figures of the BENCH line; None if not measured.
-
-    Args:
-        copy: GB/s of a copy on the device.
-    """
+    """Return the figures of the BENCH line; None if not measured."""
     figures: dict[str, Cell] = {}
     ops = {"softmax": "masked_softmax", "layernorm": "add_layer_norm"}
     for key, op in ops.items():
@@ -56,12 +52,7 @@ def lowest_fraction(results: Sequence[Result], op: str, copy: float) -> float | 
 
 
 def csv_rows(results: Sequence[Result], copy: float) -> list[dict[str, Cell]]:
-    """Return one row per result.
-
-    Args:
-        results: all results of a call, for the ratios.
-        copy: GB/s of a copy on the device.
-    """
+    """Return one row per result; `copy` is the bandwidth of a copy in GB/s."""
     return [
         {
             "copy_gb_per_s": copy,

@@ -1,1 +1,1 @@
-"""The table of op calls, which benchmarks, the tuner, the compile checks and the kernel tests read."""
+"""The table of op calls, which benchmarks, tuner, compile checks and tests read."""

@@ -84,10 +84,8 @@ class OpCall:
 
     Attributes:
         op: name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
-        shape: text for tables.
         inputs: recipe for each tensor argument.
-        out: the shape of a result in the dtype of the call, or how to make it.
-        options: arguments that are not tensors.
+        out: makes the result, given the other inputs; None where the op takes none.
         formula: computes the exact result from the inputs; None for the reference, in float64 if it rounds.
         read: converts a result to the form of the exact one.
         lengths: sequence lengths, if the op uses them.
@@ -103,7 +101,7 @@ class OpCall:
     shape: str
     dtype: torch.dtype
     inputs: Mapping[str, Made]
-    out: tuple[int, ...] | Make | None = None
+    out: Callable[[Tensors, Inputs], Any] = lambda *_: None
     options: Mapping[str, Any] = field(default_factory=dict)
     formula: Callable[[Inputs], Tensor] | None = None
     read: Read = as_tensor
@@ -143,10 +141,8 @@ class OpCall:
 
     def _make(self, make: Tensors) -> Inputs:
         inputs = {name: _made(make, how) for name, how in self.inputs.items()}
-        if self.out is None:
-            return inputs
-        out = make.unwritten(*self.out) if isinstance(self.out, tuple) else self.out(make)
-        return {**inputs, "out": out}
+        out = self.out(make, inputs)
+        return inputs if out is None else {**inputs, "out": out}
 
     def prepare(self, kernels: object, inputs: Inputs) -> None:
         """Fill the inputs that a model computes once for many calls.

@@ -28,6 +28,7 @@ from varlen_bench.ops.call import (
     kernels,
     poison,
 )
+from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits
 from varlen_kernels.reference.beam_search import (
@@ -38,7 +39,6 @@ from varlen_kernels.reference.beam_search import (
     SearchState,
 )
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, EditLists, EditState
-from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 # Sizes of a call by name, such as `tokens`. The sizes of BERT-base are the defaults.
 Sizes: TypeAlias = SimpleNamespace
@@ -48,7 +48,6 @@ Of: TypeAlias = Callable[[Sizes], Any]
 _MOST_SEQUENCES, _MOST_BLOCKS, _MOST_ENTRIES = 256, 128, 1024
 # Blocks of a model whose blocks are copied.
 _BLOCKS = 128
-_LAYER_NORM_EPS, _RMS_NORM_EPS = {"eps": 1e-12}, {"eps": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +55,21 @@ class Row:
     """How an op is called; functions of the sizes return what a field says.
 
     Attributes:
-        shape: text for tables, or its format.
-        out: the result, or None if the op takes none; see `Made`.
+        shape: format of the text for tables.
         options: arguments that are no tensors.
         optional: optional tensor arguments of a call that does not choose them.
-        sizes: sizes that are not given, if they differ from BERT-base; the number of tokens of a decode step, for one.
+        sizes: defaults that differ from BERT-base.
         tiles: the op that fills the argument `tiles`.
+        out: recipe of the result, if `OPS` does not tell its shape.
         read, formula, written, moved, flops, threshold: see `OpCall`.
     """
 
-    shape: str | Of
-    out: Of | None = lambda s: (s.tokens, s.hidden)
-    options: Of = lambda _: {}
+    shape: str = "{tokens}x{hidden}"
+    options: Mapping[str, Any] = field(default_factory=dict)
     optional: str = ""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tiles: str = ""
+    out: Callable[[Sizes], Make] | None = None
     read: Read = as_tensor
     formula: Callable[[Inputs], Tensor] | None = None
     written: tuple[str, ...] = ()
@@ -98,30 +97,39 @@ def op_call(
     row = TABLE[op]
     if unknown := given.keys() - {"lengths"} - _BERT_BASE.keys() - row.sizes.keys() - {*_names(op)}:
         raise TypeError(f"{op} has no sizes or options {', '.join(sorted(unknown))}")
-    s = _sizes(op, dtype, given)
-    s.optional = frozenset((row.optional if optional is None else optional).split())
+    s = _sizes(
+        row, dtype, given, frozenset((row.optional if optional is None else optional).split())
+    )
     recipes = {name: ARGUMENTS.get(f"{op}.{name}") or ARGUMENTS.get(name) for name in _names(op)}
     inputs = {
         name: make(s)
         for name, make in recipes.items()
         if make is not None and (name in s.optional or name in _required(op))
     }
-    options = row.options(s)
+    options = {name: _at(value, s) for name, value in row.options.items() if name in recipes}
     options |= {name: given[name] for name in given if name in recipes and name not in inputs}
 
-    def fill_tiles(ops: Any, tensors: Inputs) -> None:
-        known = {
-            name: value for name, value in (options | tensors).items() if name in _names(row.tiles)
-        }
-        getattr(ops, row.tiles)(**known, out=tensors["tiles"])
+    def result(make: Tensors, tensors: Inputs) -> Any:
+        if row.out is not None:
+            return row.out(s)(make)
+        declared = OPS[op]
+        if declared.result is None:
+            return None
+        shapes = declared.result(**declared.named((), {**tensors, **options}))
+        found = tuple(make.unwritten(*shape, dtype=kind) for shape, kind in shapes)
+        return found if len(found) > 1 else next(iter(found), None)
 
-    form = row.shape if isinstance(row.shape, str) else row.shape(s)
+    def fill_tiles(ops: Any, tensors: Inputs) -> None:
+        known = {**tensors, **options}
+        read = {name: known[name] for name in _names(row.tiles) if name in known}
+        getattr(ops, row.tiles)(**read, out=tensors["tiles"])
+
     return OpCall(
         op,
-        (shape or form).format_map(vars(s) | options),
+        (shape or row.shape).format_map(vars(s) | options),
         dtype,
         inputs,
-        row.out(s) if row.out else None,
+        result,
         options,
         formula=row.formula,
         read=row.read,
@@ -135,19 +143,24 @@ def op_call(
     )
 
 
-def _sizes(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> Sizes:
+def _sizes(
+    row: Row, dtype: torch.dtype, given: Mapping[str, Any], optional: frozenset[str]
+) -> Sizes:
     """Return all sizes of a call; a function of earlier ones computes a later one."""
-    lengths = given.get(
-        "lengths", [given["tokens"]] if "tokens" in given else [1] * given.get("batch", 1)
-    )
-    s = Sizes(lengths=lengths, dtype=dtype, itemsize=dtype.itemsize)
-    for name, size in {**_BERT_BASE, **TABLE[op].sizes, **given}.items():
-        setattr(s, name, size(s) if callable(size) else size)
-    # of queries, keys and values
+    lengths = given.get("lengths") or [given.get("tokens", 1)] * given.get("batch", 1)
+    s = Sizes(lengths=lengths, dtype=dtype, itemsize=dtype.itemsize, optional=optional)
+    for name, size in {**_BERT_BASE, **row.sizes, **given}.items():
+        setattr(s, name, _at(size, s))
+    s.context = sum(lengths)
+    # heads of the keys; columns of queries, keys and values
     s.key_heads = s.kv_heads or s.heads
     s.width = (s.heads + 2 * s.key_heads) * s.head_dim
     s.all_heads = f"{s.heads}/{s.kv_heads}" if s.kv_heads else str(s.heads)
     return s
+
+
+def _at(value: Any, s: Sizes) -> Any:
+    return value(s) if callable(value) else value
 
 
 @cache
@@ -156,7 +169,8 @@ def _parameters(op: str) -> Mapping[str, Parameter]:
 
 
 def _names(op: str) -> list[str]:
-    return [name for name in _parameters(op) if name != "out" or TABLE[op].out is None]
+    """Return the arguments of an op; a result that is required is one of them."""
+    return [name for name in _parameters(op) if name != "out" or name in _required(op)]
 
 
 def _required(op: str) -> list[str]:
@@ -187,16 +201,11 @@ def _scaled(factor: float, *shape: int, dtype: torch.dtype | None = None) -> Mak
     return lambda make: make.random(*shape, dtype=dtype).mul_(factor)
 
 
-def shuffled(blocks: int) -> list[int]:
+def _shuffled(blocks: int) -> list[int]:
     """Return the block ids below `blocks` in a fixed random order."""
     order = list(range(blocks))
     random.Random(0).shuffle(order)
     return order
-
-
-def _twice(s: Sizes) -> Make:
-    """Return how to make the two results of a norm that returns the sum, too."""
-    return lambda make: (make.unwritten(s.tokens, s.hidden), make.unwritten(s.tokens, s.hidden))
 
 
 def _cos_sin(s: Sizes) -> Make:
@@ -220,7 +229,7 @@ def _distances(s: Sizes) -> Make:
 def _slots(s: Sizes) -> Make:
     """Return how to make slots that fill shuffled blocks in order."""
     size = s.block_size
-    order = shuffled(-(-s.tokens // size))
+    order = _shuffled(-(-s.tokens // size))
     slots = [order[i // size] * size + i % size for i in range(s.tokens)]
     return lambda make: make.ints(slots).long()
 
@@ -238,21 +247,25 @@ def _paged_tiles(s: Sizes) -> Make:
     return _unwritten(torch.int32, s.tokens + 2 * (s.batch + 1), 5)
 
 
-def _pairs(s: Sizes) -> list[list[int]]:
+def _copied(s: Sizes) -> list[list[int]]:
     """Return copies of blocks into others, and of one to itself."""
     half = _BLOCKS // 2
     return [[i, half + i] for i in range(s.batch)] + [[half - 1, half - 1]]
 
 
-def _paged_work(s: Sizes) -> tuple[int, int]:
-    """Return the keys that paged attention reads, and its pairs of query and key."""
-    read = pairs = 0
+def _read_keys(s: Sizes) -> int:
+    """Return the keys that paged attention reads."""
     window = getattr(s, "window", 0)
-    for count, length in zip(s.new, s.lengths, strict=True):
-        read += min(length, (window or length) + count - 1)
-        ends = range(length - count + 1, length + 1)
-        pairs += sum(min(end, window or length) for end in ends)
-    return read, pairs
+    steps = zip(s.new, s.lengths, strict=True)
+    return sum(min(length, (window or length) + count - 1) for count, length in steps)
+
+
+def _pairs(s: Sizes) -> int:
+    """Return the pairs of query and key of paged attention."""
+    window = getattr(s, "window", 0)
+    steps = zip(s.new, s.lengths, strict=True)
+    ends = (end for count, length in steps for end in range(length - count + 1, length + 1))
+    return sum(min(end, window or end) for end in ends)
 
 
 def _append_bytes(s: Sizes) -> int:
@@ -407,10 +420,10 @@ ARGUMENTS: dict[str, Callable[[Sizes], Made]] = {
     "value_cache": _cache,
     "context_lens": lambda s: s.lengths,
     "cu_blocks": lambda s: bounds(_blocks(s)),
-    "block_ids": lambda s: shuffled(sum(_blocks(s))),
+    "block_ids": lambda s: _shuffled(sum(_blocks(s))),
     "attention_paged.tiles": _paged_tiles,
     "copy_blocks.memory": lambda s: (2 * s.layers, _BLOCKS, s.kv_heads, s.block_size, s.head_dim),
-    "copy_blocks.copies": lambda s: _table(_pairs(s), 2),
+    "copy_blocks.copies": lambda s: _table(_copied(s), 2),
     # logits
     "beam_step.logits": lambda s: _scaled(3, s.batch * s.beams, s.vocabulary),
     "logits": lambda s: _scaled(3, s.batch, s.vocabulary, dtype=torch.float32),
@@ -462,95 +475,76 @@ def _no_error(_: Sizes) -> float:
     return 0.0
 
 
-def _features(s: Sizes) -> tuple[int, int]:
-    return s.tokens, s.features
+def _scale(s: Sizes) -> float:
+    return float(s.head_dim**-0.5)
 
 
-def _qkv(s: Sizes) -> tuple[int, int]:
-    return s.tokens, s.width
-
-
-def _heads(s: Sizes) -> dict[str, Any]:
-    return {"num_heads": s.heads, "num_kv_heads": s.kv_heads}
-
-
+_HEADS: dict[str, Any] = {"num_heads": lambda s: s.heads, "num_kv_heads": lambda s: s.kv_heads}
+_LAYER_NORM_EPS, _RMS_NORM_EPS = {"eps": 1e-12}, {"eps": 1e-6}
+# Half of each sequence is new: a decode step if all have one token.
 _HALF_NEW = {"kv_heads": 4, "new": lambda s: [-(-n // 2) for n in s.lengths]}
 
 TABLE: dict[str, Row] = {
     "embed_layer_norm": Row(
-        "{tokens}x{hidden}",
-        options=lambda _: _LAYER_NORM_EPS,
+        options=_LAYER_NORM_EPS,
         # the small tables stay in the cache
         moved=lambda s: 2 * s.tokens * s.hidden * s.itemsize + 3 * s.tokens * 4,
     ),
     "embed": Row(
-        "{tokens}x{hidden}",
         optional="position_ids position_table",
         moved=lambda s: 2 * s.tokens * s.hidden * s.itemsize + s.tokens * 4,
     ),
-    "activate": Row(
-        "{tokens}x{features}",
-        _features,
-        lambda _: {"kind": "gelu"},
-        optional="bias",
-    ),
+    "activate": Row("{tokens}x{features}", options={"kind": "gelu"}, optional="bias"),
     "linear_activate": Row(
         "{tokens}x{hidden}x{features} {kind}",
-        _features,
-        lambda _: {"kind": "gelu_tanh"},
+        options={"kind": "gelu_tanh"},
         optional="bias",
         sizes={"hidden": 16},
         flops=lambda s: 2 * s.tokens * s.hidden * s.features,
     ),
-    "activate_gate": Row("{tokens}x{features}", _features, lambda _: {"kind": "silu"}),
-    "add_layer_norm": Row("{tokens}x{hidden}", options=lambda _: _LAYER_NORM_EPS),
-    "layer_norm": Row("{tokens}x{hidden}", options=lambda _: _LAYER_NORM_EPS),
-    "residual_layer_norm": Row(
-        "{tokens}x{hidden}", _twice, lambda _: _LAYER_NORM_EPS, read=results.stacked
-    ),
-    "rms_norm": Row("{tokens}x{hidden}", options=lambda _: _RMS_NORM_EPS),
-    "residual_rms_norm": Row(
-        "{tokens}x{hidden}", _twice, lambda _: _RMS_NORM_EPS, read=results.stacked
-    ),
+    "activate_gate": Row("{tokens}x{features}", options={"kind": "silu"}),
+    "add_layer_norm": Row(options=_LAYER_NORM_EPS),
+    "layer_norm": Row(options=_LAYER_NORM_EPS),
+    "residual_layer_norm": Row(options=_LAYER_NORM_EPS, read=results.stacked),
+    "rms_norm": Row(options=_RMS_NORM_EPS),
+    "residual_rms_norm": Row(options=_RMS_NORM_EPS, read=results.stacked),
     "norm_heads": Row(
         "{tokens} {heads}+{kv_heads}x{head_dim}",
-        _qkv,
-        lambda s: _heads(s) | _RMS_NORM_EPS,
+        options=_HEADS | _RMS_NORM_EPS,
         sizes={"kv_heads": 4},
         # weights stay in the cache
         moved=lambda s: 2 * s.tokens * s.width * s.itemsize,
     ),
     "rotary": Row(
         "{tokens} {heads}+{kv_heads}x{head_dim}",
-        _qkv,
-        _heads,
+        options=_HEADS,
         sizes={"kv_heads": 4},
         moved=lambda s: 2 * s.tokens * s.width * s.itemsize,
     ),
     "masked_softmax": Row(
-        lambda s: "{batch}x{heads}x{queries}x{keys}" + (" padded" if s.is_padded else ""),
-        lambda s: (s.batch, s.heads, s.queries, s.keys),
+        "{batch}x{heads}x{queries}x{keys}{kind}",
         # without padding, a plain softmax can be a peer
-        lambda s: {"scale": 0.125 if s.is_padded else 1.0},
+        options={"scale": lambda s: 0.125 if s.kind else 1.0},
         sizes={
             "keys": lambda s: s.longest,
             "queries": lambda s: s.keys,
-            "is_padded": lambda s: min(s.lengths) < s.keys,
+            "kind": lambda s: " padded" if min(s.lengths) < s.keys else "",
             "tokens": 0,
         },
+        out=lambda s: lambda make: make.unwritten(s.batch, s.heads, s.queries, s.keys),
         # masked keys are not read, but written as zeros
         moved=lambda s: (sum(s.lengths) + s.batch * s.keys) * s.heads * s.queries * s.itemsize,
     ),
     "append_kv": Row(
-        lambda s: (
-            "{tokens} into {block_size} {heads}/{key_heads}x{head_dim}"
-            + " normed" * ("query_weight" in s.optional)
-            + " rotated" * ("cos_sin" in s.optional)
-        ),
-        lambda s: _qkv(s) if "cos_sin" in s.optional else None,
-        lambda s: {"num_heads": s.heads, "num_kv_heads": s.key_heads, **_RMS_NORM_EPS},
+        "{tokens} into {block_size} {heads}/{kv_heads}x{head_dim}{kind}",
+        options=_HEADS | _RMS_NORM_EPS,
         optional="position_ids cos_sin query_weight key_weight",
-        sizes={"kv_heads": 4},
+        sizes={
+            "kv_heads": 4,
+            "kind": lambda s: (
+                " normed" * ("query_weight" in s.optional) + " rotated" * ("cos_sin" in s.optional)
+            ),
+        },
         read=results.appended,
         written=("key_cache", "value_cache"),
         moved=_append_bytes,
@@ -558,7 +552,6 @@ TABLE: dict[str, Row] = {
     ),
     "copy_blocks": Row(
         "{batch} of {block_size} {layers}x{kv_heads}x{head_dim}",
-        None,
         sizes={"kv_heads": 4, "layers": 2},
         read=results.first,
         written=("memory",),
@@ -568,21 +561,19 @@ TABLE: dict[str, Row] = {
         threshold=_no_error,
     ),
     "attention_paged": Row(
-        lambda s: f"{s.tokens} on {sum(s.lengths)} " + "{all_heads}x{head_dim}",
-        lambda s: (s.tokens, s.heads * s.head_dim),
-        lambda s: {**_heads(s), "scale": s.head_dim**-0.5},
+        "{tokens} on {context} {all_heads}x{head_dim}",
+        options=_HEADS | {"scale": _scale},
         optional="tiles",
         sizes=_HALF_NEW,
         tiles="paged_tiles",
         moved=lambda s: (
-            2 * (_paged_work(s)[0] * s.kv_heads + s.tokens * s.heads) * s.head_dim * s.itemsize
+            2 * (_read_keys(s) * s.kv_heads + s.tokens * s.heads) * s.head_dim * s.itemsize
         ),
-        flops=lambda s: 4 * s.heads * s.head_dim * _paged_work(s)[1],
+        flops=lambda s: 4 * s.heads * s.head_dim * _pairs(s),
     ),
     "paged_tiles": Row(
-        lambda s: f"{s.tokens} on {sum(s.lengths)} " + "{all_heads}x{head_dim}",
-        _paged_tiles,
-        _heads,
+        "{tokens} on {context} {all_heads}x{head_dim}",
+        options=_HEADS,
         sizes=_HALF_NEW,
         read=results.first_paged_tiles,
         moved=lambda s: 16 * s.batch + 20 * (s.tokens // 64 + 2 * s.batch),
@@ -590,37 +581,28 @@ TABLE: dict[str, Row] = {
     ),
     "attention_tiles": Row(
         "{tokens} packed {heads}x{head_dim}",
-        lambda s: _unwritten(torch.int32, s.tokens + s.batch + 1, 3),
-        lambda s: {"num_heads": s.heads},
+        options=_HEADS,
         read=results.first_tiles,
         moved=lambda s: 4 * s.batch + 12 * (s.tokens // 64 + s.batch),
         threshold=_no_error,
     ),
     "attention_varlen": Row(
         "{tokens} packed {all_heads}x{head_dim}",
-        lambda s: (s.tokens, s.heads * s.head_dim),
-        lambda s: {**_heads(s), "scale": s.head_dim**-0.5},
+        options=_HEADS | {"scale": _scale},
         tiles="attention_tiles",
         moved=lambda s: (s.width + s.heads * s.head_dim) * s.tokens * s.itemsize,
         flops=lambda s: 4 * s.heads * s.head_dim * sum(n * n for n in s.lengths),
     ),
     "pool": Row(
         "{tokens}x{hidden} {mode}",
-        lambda s: _unwritten(torch.float32, s.batch, s.hidden),
-        lambda _: {"mode": "mean"},
+        options={"mode": "mean"},
         optional="normalize",
         # terms of a long sum nearly cancel
         threshold=lambda _: 1e-4,
     ),
     "term_weights": Row(
         "{tokens}x{hidden}x{terms} {mode}",
-        lambda s: (
-            lambda make: (
-                make.unwritten(s.batch, s.terms, dtype=torch.float32),
-                make.unwritten(s.tokens, min(s.terms, SLICE_TERMS)),
-            )
-        ),
-        lambda _: {"mode": "max"},
+        options={"mode": "max"},
         sizes={"terms": 3000},
         read=results.first,
         moved=lambda s: (s.tokens + s.terms) * s.hidden * s.itemsize + 4 * s.batch * s.terms,
@@ -628,40 +610,39 @@ TABLE: dict[str, Row] = {
     ),
     "first_tokens": Row(
         "{batch} of {tokens}x{hidden}",
-        lambda s: (s.batch, s.hidden),
         moved=lambda s: 2 * s.batch * s.hidden * s.itemsize,
         threshold=_no_error,
     ),
     "unpack": Row(
         "{tokens}x{hidden} to {batch}x{longest}",
-        lambda s: (s.batch, s.longest, s.hidden),
-        lambda s: {"max_seqlen": s.longest},
+        options={"max_seqlen": lambda s: s.longest},
+        out=lambda s: lambda make: make.unwritten(s.batch, s.longest, s.hidden),
         threshold=_no_error,
     ),
     "pack": Row(
         "{batch}x{longest} to {tokens}x{hidden}",
-        options=lambda s: {"tokens": s.tokens},
+        options={"tokens": lambda s: s.tokens},
+        out=lambda s: lambda make: make.unwritten(s.tokens, s.hidden),
         # padding is not read
         moved=lambda s: 2 * s.tokens * s.hidden * s.itemsize,
         threshold=_no_error,
     ),
     "beam_step": Row(
         "{batch}x{beams}x{vocabulary}",
-        lambda s: (
-            lambda make: poison(BeamCandidates.empty(s.batch, s.best or 2 * s.beams, make.device))
-        ),
-        lambda s: {"width": s.best},
+        options={"width": lambda s: s.best},
         optional="finished edits",
         # candidates of each sequence; None for twice the beams
         sizes={"best": None, "tokens": 0},
+        out=lambda s: (
+            lambda make: poison(BeamCandidates.empty(s.batch, s.best or 2 * s.beams, make.device))
+        ),
         formula=results.best_scores,
         read=results.scores_of_candidates,
         threshold=lambda _: 1e-5,
     ),
     "follow_beams": Row(
         "{batch}x{beams} of {blocks}",
-        None,
-        lambda s: {"block_size": s.block_size},
+        options={"block_size": lambda s: s.block_size},
         sizes={"blocks": lambda s: -(-s.longest // s.block_size)},
         read=results.flat,
         written=("token_ids", "block_ids", "slots", "copies"),
@@ -669,14 +650,13 @@ TABLE: dict[str, Row] = {
     ),
     "advance_searches": Row(
         "{batch}x{beams}x{vocabulary}",
-        None,
         read=results.advanced,
         written=("out",),
         threshold=_no_error,
     ),
+    # its kernel gives the bits of the reference
     "edit_logits": Row(
         "{batch}x{longest} of {vocabulary}",
-        None,
         sizes={"vocabulary": 500},
         read=results.allowed_logits,
         written=("logits",),
@@ -684,8 +664,8 @@ TABLE: dict[str, Row] = {
     ),
     "sample_tokens": Row(
         "{batch}x{vocabulary}",
-        lambda s: _unwritten(torch.int32, s.batch),
         sizes={"vocabulary": 500, "temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.0},
+        out=lambda s: _unwritten(torch.int32, s.batch),
         formula=lambda inputs: inputs["uniform"],
         read=results.uniform_of_tokens,
         threshold=lambda _: 1e-5,

@@ -14,9 +14,7 @@ from typing import Any
 
 from varlen_bench.harness.generator import LoadRecord, RequestRecord
 from varlen_bench.harness.worker import last_line
-from varlen_bench.serving.loads import Load
-from varlen_bench.serving.rows import Row, load_row
-from varlen_bench.serving.systems import INPUT
+from varlen_bench.workers.serving import INPUT, Load, Row, load_row
 from varlen_tools.local_server import find_command
 
 _MAX_SECONDS = 300.0

@@ -46,17 +46,12 @@ class Wish:
     """What is adopted, and how.
 
     Attributes:
-        repository: the existing model repository.
         model: the model that clients ask; None if there is only one that can be meant.
         checkpoint: folder or hub name of the Hugging Face checkpoint; None looks for it in the repository.
         name: name of the new model; None appends `_varlen` to the name of the old one.
         output: output of the old model that is the answer; None chooses it.
-        settings: engine parameters of the new model.
         dtype: dtype of the old model, in which the new one is measured too; None reads it from an ONNX file.
-        texts: texts of the comparison and of the load.
-        concurrency: requests in flight under load.
         seconds: time of the load on each model; 0 leaves it out.
-        force: whether an earlier model of the new name is replaced.
     """
 
     repository: Path
@@ -74,13 +69,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The new model in one dtype, compared with the old one.
-
-    Attributes:
-        side: its dtype, threads and instances.
-        comparison: its answers beside the old model's.
-        load: its rate and latencies; None without a load.
-    """
+    """The new model in one dtype, compared with the old one."""
 
     side: ModelSide
     comparison: Comparison
@@ -92,14 +81,9 @@ class Adoption:
     """What was written and found.
 
     Attributes:
-        old: the old model, as it is asked.
         new: the new model, asked with the same texts or token ids.
-        folder: folder of the new model.
-        task: its task.
         old_sides: the same of the old model, or of each step of an ensemble.
-        old_dtype: dtype of the old model.
         is_assumed: whether that dtype is an assumption.
-        old_load: its rate and latencies; None without a load.
         candidates: the new model, in the dtype of the old one if its own is another, then in its own.
         replaced: ONNX models that Python's onnxruntime has run.
     """
@@ -123,11 +107,6 @@ class Adoption:
 
 def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], object]) -> Adoption:
     """Write the varlen model of a model, and compare both.
-
-    Args:
-        wish: the model, and options.
-        command: the server that runs both.
-        report: function that shows a line of progress.
 
     Raises:
         AdoptError: the model is not of a kind that can be adopted, or refuses a request.
@@ -184,16 +163,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The new model in the view, and what the old one answers.
-
-    Attributes:
-        folder: folder of the new model.
-        checkpoint: its checkpoint.
-        task: its task.
-        requests: the texts as requests to the old model.
-        answers: the answer to each.
-        old_sides: see `Adoption`.
-    """
+    """The new model in the view, and what the old one answers."""
 
     folder: Path
     checkpoint: Checkpoint

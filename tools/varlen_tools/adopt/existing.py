@@ -19,13 +19,7 @@ _ANSWERS = ("sentence_embedding", "embedding", "pooler", "logits", "scores", "la
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text as a request to a model.
-
-    Attributes:
-        inputs: tensors of the request.
-        output: the answer that it asks for.
-        parameters: parameters of the request.
-    """
+    """One text as a request to a model."""
 
     model: str
     inputs: Sequence[InferInput]
@@ -40,11 +34,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input of the model.
-
-    Attributes:
-        rank: number of its dimensions, with the one of rows.
-    """
+    """An input of the model."""
 
     name: str
     datatype: str
@@ -56,11 +46,8 @@ class Existing:
     """A model of the repository, as a client sees it.
 
     Attributes:
-        name: name of the model.
         text: the input of texts; None if it takes token ids.
         token_tensors: inputs of token ids, by what they are: `ids`, `attention_mask`, `type_ids`.
-        output: name of the answer.
-        parameters: parameters of its requests.
     """
 
     name: str
@@ -73,7 +60,6 @@ class Existing:
         """Return the request for one text.
 
         Args:
-            text: the text.
             tokenizer: tokenizer of the checkpoint, for a model that takes token ids.
             longest: number of tokens after which ids are cut.
         """
@@ -105,10 +91,8 @@ def read_existing(
     """Return how a model is asked, from the metadata that the server gives.
 
     Args:
-        name: name of the model.
         metadata: its metadata as JSON: `inputs` and `outputs` with `name`, `datatype` and `shape`.
         optional: names of inputs that a request may leave out.
-        output: name of the answer; None chooses it.
 
     Raises:
         AdoptError: an input is neither a text nor token ids, or no output is an answer.

@@ -48,7 +48,6 @@ async def compare_loads(
     Args:
         url: host and port of the server's gRPC endpoint.
         models: the same requests in the form of each model.
-        concurrency: requests in flight.
         seconds: time of all counted rounds of one model.
     """
     measured = [Measured() for _ in models]

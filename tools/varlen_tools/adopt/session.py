@@ -23,12 +23,7 @@ from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A ready server.
-
-    Attributes:
-        address: host and port of its gRPC endpoint.
-        client: a client of it.
-    """
+    """A ready server."""
 
     address: str
     client: InferenceServerClient

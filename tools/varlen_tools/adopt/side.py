@@ -49,11 +49,8 @@ class ModelSide:
     """How one model of the server runs.
 
     Attributes:
-        name: its name.
-        backend: its backend.
         dtype: dtype of its weights; None if only its own code knows.
         threads: its threads for one batch; None if only its own code knows.
-        instances: number of its instances.
         lengths: tokens that each text has in it; empty for another step of an ensemble, or if only its own code knows.
     """
 
@@ -69,7 +66,6 @@ def existing_side(folder: Path, config: Mapping[str, Any], lengths: Sequence[int
     """Return how a model that exists runs.
 
     Args:
-        folder: its folder.
         config: its configuration as JSON, completed by the server.
         lengths: tokens that each text has in it.
     """

@@ -29,7 +29,6 @@ def write_view(repository: Path, view: Path, backends: Path) -> list[str]:
     Args:
         repository: the model repository, which is not changed.
         view: an empty folder.
-        backends: the server's folder of backends.
 
     Raises:
         AdoptError: a model needs onnxruntime, and it is not installed; or no model is there.

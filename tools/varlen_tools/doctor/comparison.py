@@ -34,7 +34,6 @@ class Comparison:
     Attributes:
         what: name of the answers, such as vectors in bf16.
         original: library and version of the other program; empty if none was asked.
-        count: number of inputs.
         agrees: whether the difference is one of rounding; None if that could not be judged.
         difference: the largest one, relative to the largest value.
         cosine: the least one, of vectors.
@@ -74,8 +73,6 @@ def compare_values(
     """Return the comparison of one array per input.
 
     Args:
-        what: name of the answers.
-        original: library and version.
         actual, expected: per input `[features]`, or `[tokens, features]`.
         dtype: dtype of `actual`, in the words of the settings.
     """
@@ -123,10 +120,8 @@ def compare_scores(
     scores order documents too.
 
     Args:
-        original: library and version.
         logits: per input, the logits of both programs.
         actual, expected: per input, the scores that each program makes of its own logits, of the same shape.
-        dtype: dtype of the model.
         is_relative: false for scores that are the logits.
     """
     worst, most, agrees = 0, 0.0, True

@@ -69,7 +69,6 @@ class Examination:
     Attributes:
         memory: name and size of each need, in words.
         comparisons: results beside the original libraries.
-        speeds: tokens per second on this machine.
     """
 
     memory: tuple[tuple[str, str], ...]
@@ -79,11 +78,6 @@ class Examination:
 
 def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) -> Examination:
     """Load a checkpoint and compare it.
-
-    Args:
-        checkpoint: the opened checkpoint.
-        config: the settings of the model.
-        has_speed: whether to measure speed too.
 
     Raises:
         VarlenError: the checkpoint or a setting is refused.

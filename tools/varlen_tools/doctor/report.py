@@ -25,7 +25,6 @@ class Report:
     """What the doctor found out about a model.
 
     Attributes:
-        model: its name.
         refused: reason why it does not load; None if it does.
         findings, examination, config: absent if it does not load; `config` is its config.pbtxt.
     """

@@ -18,7 +18,6 @@ class Profile:
     """A measured cost model, ready to be shown.
 
     Attributes:
-        name: name of the model.
         costs: the measurement and its circumstances.
         lengths, counts: axes of the grid, ascending.
         seconds: `[lengths, counts]`, predicted cost of a batch of `count` sequences of `length` tokens.

@@ -63,13 +63,10 @@ def profile_batches(
     """Return where the time of an encoder's batches goes.
 
     Args:
-        checkpoint: checkpoint of the encoder.
         config: the settings; the device is a CPU.
         lengths: lengths of the sequences, in tokens.
-        rounds: measured runs of every batch.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete.
         ConfigError: a setting does not fit the checkpoint.
     """
     timed = TimedKernels(kernels_for(_CPU))
@@ -102,10 +99,8 @@ def profile_steps(
         running: numbers of sequences in a step.
         context: length of prompts, and of sources, in tokens; a decode step adds the token after them.
         beams: number of beams of each sequence; 1 samples, or searches with one beam if there are sources.
-        rounds: measured runs of every step.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete.
         ConfigError: a setting does not fit the checkpoint, or the sequences do not fit `kv_bytes`.
     """
     most = max(running)

@@ -81,10 +81,7 @@ class Breakdown:
     """Where the time of some runs went.
 
     Attributes:
-        title: name of the runs.
-        calls: calls of each op.
         seconds: time of each op and of `REST`, summed over the threads that ran ops.
-        tokens_per_second: speed of the runs.
     """
 
     title: str
@@ -118,11 +115,8 @@ def measure(
     """Return where the time of the runs goes, after one unmeasured round.
 
     Args:
-        title: name of the runs.
         runs: functions that call ops of `timed`, in this thread or in others at the same time.
         timed: the kernels that the runs use; cleared.
-        tokens: number of tokens of a round.
-        rounds: number of measured rounds.
         prepare: function to call before each run; not measured.
     """
     calls: Counter[str] = Counter()

@@ -29,8 +29,6 @@ class Model:
     """What a request to a model needs.
 
     Attributes:
-        name: name of the model on the server.
-        task: its task.
         has_chat: whether it answers chats.
         ranks: whether it has one label, the score of a pair of texts.
         mask: the text that stands for a masked token.
@@ -90,13 +88,7 @@ def _ids_alone(config: model_config_pb2.ModelConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where requests go.
-
-    Attributes:
-        gateway: host and port of the gateway.
-        server: host and port of the server's HTTP endpoint.
-        needs_key: whether requests to the gateway need a key.
-    """
+    """Where requests go."""
 
     gateway: str
     server: str

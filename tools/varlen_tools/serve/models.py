@@ -48,8 +48,6 @@ class Fetching:
     """How checkpoints become models.
 
     Attributes:
-        name: name of the model; None is made from its source.
-        settings: engine parameters that differ from their defaults.
         force: whether a model is fetched again even if it is up to date.
     """
 
@@ -64,7 +62,6 @@ class Source:
 
     Attributes:
         name: checkpoint folder, hub name, package as of `fetch`, model of a model repository, or a whole one.
-        models: folders of its models.
         is_fetched: whether it is a checkpoint, whose model is made in the cache.
     """
 
@@ -79,8 +76,6 @@ def find_models(
     """Return the checked sources; nothing is fetched yet.
 
     Args:
-        sources: names of sources.
-        fetching: settings of checkpoints that are fetched.
         report: function that shows what is left out.
 
     Raises:
@@ -114,11 +109,6 @@ def fetch_models(
     sources: Sequence[Source], fetching: Fetching, *, report: Callable[[str], object]
 ) -> list[Path]:
     """Return the folder of each model, once checkpoints are fetched.
-
-    Args:
-        sources: result of `find_models`.
-        fetching: settings of checkpoints that are fetched.
-        report: function that shows a line of progress.
 
     Raises:
         ServeError: a checkpoint cannot be fetched.

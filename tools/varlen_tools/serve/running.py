@@ -37,7 +37,6 @@ class Ports:
     """The ports of a gateway and of its server.
 
     Attributes:
-        gateway: listening socket of the gateway.
         host: address of the gateway, as clients on this machine write it, with its port.
         server: first of the server's three ports on loopback.
     """
@@ -84,10 +83,6 @@ def run(
     """Run the server and the gateway until a signal ends the gateway.
 
     Args:
-        command: the server.
-        folders: folders of the models, with their names.
-        ports: ports on which both listen.
-        api_keys: keys of the gateway.
         cors_origins: origins of browser pages that may send it requests.
         strict: whether the gateway refuses unknown fields.
         began: time of `time.monotonic` from which the start counts.

@@ -28,7 +28,6 @@ class ServerCommand:
     """A tritonserver that loads varlen.
 
     Attributes:
-        path: the program.
         backends: folder of its own backends.
         arguments: arguments that it needs to find varlen.
     """
@@ -98,8 +97,6 @@ def start_server(
     """Return a server, not yet started, that loads only these models.
 
     Args:
-        command: the server.
-        models: folders of the models, with their names.
         arguments: further arguments of the server.
         first_port: first of its three ports on loopback; None takes free ones.
     """

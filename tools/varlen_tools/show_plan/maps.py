@@ -16,7 +16,6 @@ class Area:
 
     Attributes:
         results: the results that lie there, or the record; several where ops work in place.
-        chunk: number of the chunk.
         offset, size: place, in bytes.
         first_op, last_op: inclusive.
     """
@@ -39,11 +38,6 @@ class Map:
     """The plan of one batch.
 
     Attributes:
-        title: description of the batch.
-        areas: every usage.
-        chunks: size of each chunk, in bytes.
-        footprint: used bytes of all chunks.
-        ops: name of each op.
         peak_live: most bytes live at one op.
     """
 

@@ -33,7 +33,6 @@ class ChunkPlan:
     """The places of all buffers of one batch.
 
     Attributes:
-        places: place of each buffer.
         chunks: sizes in bytes; existing chunks first, then new ones.
         extents: used bytes of each chunk, from its start.
     """
@@ -47,7 +46,6 @@ def plan_chunks(usages: Sequence[Usage], chunks: Sequence[int] = ()) -> ChunkPla
     """Return the place of each usage: the first chunk with room, else a new one.
 
     Args:
-        usages: records of fixed size.
         chunks: sizes of the existing chunks, in bytes, in the order in which they were opened.
     """
     sizes = [usage.size.fixed for usage in usages]

@@ -26,11 +26,7 @@ _NOTHING: Float32Array = np.zeros(0, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class BatchRun(Run):
-    """A run of the one-shot scheduler.
-
-    Attributes:
-        batches: shape of each batch, in the order of their starts.
-    """
+    """A run of the one-shot scheduler."""
 
     batches: list[BatchShape]
 
@@ -48,7 +44,6 @@ def simulate(
     Args:
         costs: the scheduler's cost model, which it refines.
         actual: returns the real seconds of a batch; None if the scheduler's costs are right.
-        workers: number of batches that run at the same time.
     """
     batches: list[BatchShape] = []
 
@@ -69,8 +64,6 @@ class BatchFigures:
     """Figures of a policy under a load: columns of a CSV file.
 
     Attributes:
-        policy, execution: settings of the engine.
-        workers: number of batches that run at the same time.
         offered: requests per second.
         served: answers without an error per second.
         mean, p50, p95, p99: latency of those answers, in seconds.
@@ -102,7 +95,6 @@ class BatchStudy:
     Attributes:
         make_model: makes a new cost model for every run, since a run refines it.
         make_arrivals: returns the arrivals of a rate, in requests per second; at least one.
-        workers: number of batches that run at the same time.
     """
 
     make_model: MakeModel

@@ -54,7 +54,6 @@ def cost_models(
     """Return a function that makes a cost model for an execution.
 
     Args:
-        source: formula or measurements.
         executions: executions that must have been measured.
         cache: cache folder of measured costs; the latest measurement is used.
         max_sequences, longest: largest batch that a formula is asked for.

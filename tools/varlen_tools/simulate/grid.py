@@ -61,8 +61,6 @@ class GridRow(Cell):
     """One policy in one cell; latencies are means over the seeds.
 
     Attributes:
-        policy: the policy, or policy/execution.
-        seeds, count: number of runs, and of requests in each.
         mean, p99: latency in seconds.
     """
 

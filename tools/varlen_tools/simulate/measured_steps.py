@@ -31,10 +31,6 @@ _GAP = 1e6
 def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float]:
     """Return the costs of a model's steps on this machine, and their median relative error.
 
-    Args:
-        folder: a checkpoint or a model of a repository; see `find_source`.
-        settings: engine parameters that replace the configured ones.
-
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded to generate.
     """

@@ -17,7 +17,7 @@ from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.choices import BeamAnswer, SampledToken
 from varlen.scheduling.iteration.iteration import GenerationCounts, IterationScheduler
-from varlen.scheduling.iteration.step_limits import StepLimits
+from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_tools.simulate.command import MILLISECONDS
 from varlen_tools.simulate.costs import StepCosts, kv_tokens
@@ -41,9 +41,7 @@ class Step:
     """A step that ran.
 
     Attributes:
-        tokens: number of tokens in all chunks.
         kv_tokens: tokens whose keys and values are read: each chunk reads its whole context once.
-        seconds: run time.
         blocks_used, blocks_reserved: KV blocks while it ran; reserved ones include used ones.
     """
 
@@ -56,12 +54,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepRun(Run):
-    """A run of the scheduler of generation.
-
-    Attributes:
-        steps: all steps, in order.
-        end: counts of the scheduler after the last answer.
-    """
+    """A run of the scheduler of generation."""
 
     steps: list[Step]
     end: GenerationCounts
@@ -79,9 +72,7 @@ def simulate(
 
     Args:
         arrivals: requests in order of time, each with the length of its answer.
-        config: the settings.
         num_blocks: number of KV blocks, of `kv_block_tokens` each.
-        seconds: returns the run time of a step.
         max_tokens: limit of every request, and its longest answer; None: just the length of its answer.
     """
     blocks = BlockPool(num_blocks, config.kv_block_tokens, prefix_cache=False)
@@ -138,7 +129,6 @@ class StepFigures:
         gap_p99, gap: time between two tokens of an answer and its longest, in seconds.
         preemptions: number of times that sequences gave back their blocks.
         used, reserved: most KV blocks at a time, as shares of all; reserved ones include used ones.
-        refused: requests answered with an error.
         kept_up: share of the requests whose first token came before the last arrival.
         latency_mean, latency_p99: time to the last token, in seconds.
     """
@@ -169,8 +159,6 @@ class StepStudy:
 
     Attributes:
         arrivals: requests at any rate, at least one; each run scales their gaps.
-        costs: seconds of steps.
-        num_blocks: number of KV blocks.
         max_tokens: limit of every request; None: just the length of its answer.
     """
 
@@ -220,9 +208,7 @@ class StepStudy:
         """Return the highest rate up to `upper` that is sustained within the limits.
 
         Args:
-            config: the settings.
             ttft, token: limits of the p99 of time to first token and of time per token, in seconds.
-            upper: requests per second.
         """
 
         def sustains(rate: float) -> bool:

@@ -170,11 +170,9 @@ def play(
     """Return the outcome of every arrival, in order, on an engine of its own.
 
     Args:
-        scheduler: new, without requests.
         run_batch: returns the result of a batch, whose seconds pass on the clock.
         arrivals: requests in order of time.
         generation: returns the options of an arrival that generates; its reply is a `VirtualReply`.
-        workers: number of batches that run at the same time.
     """
     clock = VirtualClock(arrivals[0].at if arrivals else 0.0)
     executor = _Executor(clock, run_batch, workers)

@@ -33,9 +33,7 @@ def fit(
 
     Args:
         make_model: makes a model; the layers are in lists of modules.
-        training: sizes, steps and seed.
         loss_of_step: returns the model's loss on the next samples.
-        report: function to call after each step.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)

@@ -22,10 +22,7 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        shape: sizes of the model.
-        steps: number of updates.
         samples: sequences, or dates, in each step.
-        seed: seed of weights and samples.
         matrix_rate: first learning rate of the matrices of layers.
     """
 

@@ -33,8 +33,6 @@ class StopStrings:
             text: the next part.
             may_end: whether a string that is complete in this part ends the text.
         """
-        if not self._strings:
-            return text, False
         first = len(self._pending) + 1
         text = self._pending + text
         for end in range(first, len(text) + 1):

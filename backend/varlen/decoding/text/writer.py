@@ -81,9 +81,10 @@ class TextWriter:
                 added = self._added_bytes(token.token_id, text)
         if is_last:
             text += self._detokenizer.finish()
-        text, is_stopped = self._stop_strings.add(
-            text, may_end=self._num_tokens > options.min_tokens
-        )
+        is_stopped = False
+        if options.stop:
+            may_end = self._num_tokens > options.min_tokens
+            text, is_stopped = self._stop_strings.add(text, may_end=may_end)
         if is_last and not is_stopped:
             text += self._stop_strings.finish()
         finish_reason: FinishReason | None = None

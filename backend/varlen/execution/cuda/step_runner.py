@@ -42,7 +42,7 @@ from varlen.program.program import Value
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws
-from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS

@@ -39,7 +39,7 @@ from varlen.scheduling.choices import (
     SampledToken,
     SearchChoices,
 )
-from varlen.scheduling.iteration.step_in_flight import MAX_IN_FLIGHT
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 # Bytes of a step that is sent while another one runs: far below what a socket holds, which would have to wait.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source
 from varlen.scheduling.batch import Chunk
-from varlen.scheduling.iteration.groups import BeamBlocks, Group, divide_step
+from varlen.scheduling.iteration.groups import BeamBlocks, Group, Part
 from varlen.scheduling.sequence import GeneratedSequence
 
 
@@ -43,14 +43,8 @@ class BlockCopies:
         """Let the next step that writes to the copy of a block make it."""
         self.next[destination] = source
 
-    def start(self, chunks: Iterable[Chunk]) -> dict[int, int]:
-        """Return the copies of a step that starts, which change while it is in flight.
-
-        Args:
-            chunks: chunks of the step.
-        """
-        if not self.next:
-            return {}
+    def assign(self, chunks: Iterable[Chunk]) -> dict[int, int]:
+        """Return the copies that the step of these chunks makes, which change while it is in flight."""
         # a copy is the last block of its table; the host copies none for beams
         written = {chunk.block_ids[-1] for chunk in chunks if not chunk.beams}
         copies = {copy: source for copy, source in self.next.items() if copy in written}
@@ -135,7 +129,7 @@ class GroupMemory:
         return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (num_branches - 1)
 
     def least_available(self, group: Group, *, keep: int) -> int:
-        """Return the number of available blocks with which a group can start; see `start`."""
+        """Return the number of available blocks with which a group can start; see `allocate_first`."""
         return self._first_need(group) + (0 if self.reserves else keep)
 
     def forget_contents(self) -> None:
@@ -153,7 +147,7 @@ class GroupMemory:
         own = (block for table in _tables(group) for block in table if not is_shared(block))
         return group.reserved + sum(1 for _ in own)
 
-    def start(self, group: Group, *, keep: int) -> bool:
+    def allocate_first(self, group: Group, *, keep: int) -> bool:
         """Give a group its first blocks; return False if too few are available.
 
         Args:
@@ -181,7 +175,7 @@ class GroupMemory:
         return True
 
     def next_chunks(
-        self, groups: list[Group], step_tokens: int, logit_rows: Mapping[GeneratedSequence, int]
+        self, parts: Sequence[Part], step_tokens: int, logit_rows: Mapping[GeneratedSequence, int]
     ) -> dict[Group, Chunk]:
         """Return what runs of each group in the next step, with blocks for it.
 
@@ -189,13 +183,13 @@ class GroupMemory:
         computed.
 
         Args:
-            groups: groups of the step in order, whose branches have the block of a token to generate.
+            parts: groups of the step in order, whose branches have the block of a token to generate.
             step_tokens: see `divide_step`.
             logit_rows: row of the logits of the step in flight, by sequence.
         """
-        parts = list(zip(groups, divide_step(groups, step_tokens), strict=True))
-        parts.sort(key=lambda part: part[1] > 1)
-        return {group: self._chunk(group, tokens, logit_rows) for group, tokens in parts}
+        lengths = divide_step(parts, step_tokens)
+        runs = sorted(zip(parts, lengths, strict=True), key=lambda run: run[1] > 1)
+        return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
 
     def extend(self, group: Group) -> bool:
         """Allocate the block of each branch's next token; return False if one is not available.
@@ -239,15 +233,15 @@ class GroupMemory:
         if group.beams is not None and not self.reserves:
             self.copies.release(group.beams.follow(parents))
 
-    def store(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
+    def store(self, group: Group, chunk: Chunk, end: int) -> None:
         """Let others share the blocks that a chunk has filled.
 
         Args:
             group: its group.
             chunk: the chunk. What beams have generated is not shared: only the device knows it.
-            repeated: number of the last tokens that run again.
+            end: position after its last token that does not run again.
         """
-        begin, end, size = chunk.start, chunk.end - repeated, self.blocks.block_size
+        begin, size = chunk.start, self.blocks.block_size
         if chunk.beams or group.source_tokens or begin // size == end // size:
             return
         first = group.first
@@ -311,10 +305,9 @@ class GroupMemory:
         group.source_block_ids, group.beams = [], None
         self._unreserve(group)
 
-    def _chunk(
-        self, group: Group, tokens: int, logit_rows: Mapping[GeneratedSequence, int]
-    ) -> Chunk:
+    def _chunk(self, part: Part, tokens: int, logit_rows: Mapping[GeneratedSequence, int]) -> Chunk:
         """Return the next tokens of a group, see `next_chunks`."""
+        group, size = part.group, self.blocks.block_size
         first, beams = group.first, 0
         begin, end = first.num_computed, first.num_computed + tokens
         source = None if group.is_encoded else first.prompt.payload_tokens(Source)
@@ -323,7 +316,7 @@ class GroupMemory:
             beams = group.num_branches
             token_ids, block_ids = _UNKNOWN * beams, group.beams.tables(begin, first.block_ids)
         else:
-            num_blocks = self.blocks.blocks_of(end)
+            num_blocks = -(-end // size)
             # of those that are reserved; a sequence that generates has its block
             while len(first.block_ids) < num_blocks:
                 first.block_ids.append(self._allocate(group))
@@ -337,7 +330,7 @@ class GroupMemory:
             begin,
             token_ids,
             block_ids,
-            group.sequences[: 1 if group.has_beams else None] if end == first.length else (),
+            group.sequences[: 1 if group.has_beams else None] if tokens == part.remaining else (),
             tuple(group.source_block_ids),
             () if source is None else tuple(source.tolist()),
             follows,
@@ -389,3 +382,21 @@ def _tables(group: Group) -> tuple[list[int], ...]:
     """Return the lists of blocks that a group holds."""
     own = [] if group.beams is None else group.beams.held()
     return group.first.block_ids, group.source_block_ids, own
+
+
+def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
+    """Return the number of tokens of each branch of the groups.
+
+    Each has one, and prompts have the rest in order.
+
+    Args:
+        parts: groups of the step, in order.
+        step_tokens: number of tokens of the step, unless the groups run more in any case.
+    """
+    spare = max(0, step_tokens - sum(part.least_tokens for part in parts))
+    lengths = []
+    for part in parts:
+        more = min(part.remaining - 1, spare)
+        lengths.append(1 + more)
+        spare -= more
+    return lengths

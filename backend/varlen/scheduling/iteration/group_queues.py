@@ -1,4 +1,4 @@
-"""The waiting and the running groups of a scheduler, in one order.
+"""The waiting and the running groups of a scheduler, in one order, and the ones that the next step runs.
 
 Waiting groups start in this order; the first that does not fit holds back those behind it. It takes the place of
 running groups that are far behind it, which go on later, if that loses few tokens. If it lacks places, short groups
@@ -6,6 +6,9 @@ behind it start in places of their own. When a running group needs a block and t
 give back theirs.
 
 What a step in flight runs is not preempted: the next step has to wait for its end then.
+
+The steps of a pipeline divide the running groups. A group that was skipped in as many steps as there are stages goes
+first.
 """
 
 from __future__ import annotations
@@ -13,81 +16,144 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Set
 from copy import copy
+from dataclasses import dataclass
 
 from sortedcontainers import SortedKeyList
 
 from varlen.scheduling.fair_share import RANK_UNIT
 from varlen.scheduling.iteration.group_memory import GroupMemory
-from varlen.scheduling.iteration.groups import Group
-from varlen.scheduling.iteration.step_limits import Places, StepSize
+from varlen.scheduling.iteration.groups import Group, Part
+from varlen.scheduling.iteration.step_size import StepLimits, StepSize
 
 
-class StepGroups:
-    """Chooses the groups of each step."""
+@dataclass(slots=True)
+class Places:
+    """How many sequences may run, and how many do.
 
-    def __init__(self, stages: int) -> None:
-        """Start without a step.
+    Attributes:
+        count: places of all sequences.
+        short_count: places beside them for short ones. Short ones beyond these take places of all.
+        short_tokens: tokens of the longest short one, prompt and generated tokens together.
+        others, short: running branches of other groups and of short ones.
+    """
 
-        Args:
-            stages: stages of the model's pipeline; 1 is no pipeline.
-        """
-        self._stages = stages
+    count: int
+    short_count: int
+    short_tokens: int
+    others: int = 0
+    short: int = 0
 
-    def candidates(self, running: Iterable[Group], busy: Set[Group]) -> list[Group]:
-        """Return the groups that the next step may run, in its order.
+    @classmethod
+    def of(cls, limits: StepLimits) -> Places:
+        """Return the places of running sequences, all free."""
+        # each running sequence has a token in every step; in a pipeline, one step may be the only one in flight
+        count = min(limits.max_running_sequences, limits.max_step_tokens)
+        short_count = min(limits.short_places, limits.max_step_tokens - count)
+        return cls(count, short_count, limits.short_tokens)
 
-        Args:
-            running: running groups, in order.
-            busy: groups that the next step cannot run, because steps in flight do.
-        """
-        groups = [group for group in running if not (group.is_ending or group in busy)]
-        if self._stages > 1:
-            groups.sort(key=lambda group: group.skipped < self._stages)
-        return groups
+    @property
+    def taken(self) -> int:
+        """All running branches."""
+        return self.others + self.short
 
-    def take(self, running: Iterable[Group], busy: Set[Group], step_tokens: int) -> list[Group]:
-        """Return the groups of the next step; it skips the other candidates.
+    def is_short(self, group: Group) -> bool:
+        """Return whether a group may take a place for short ones."""
+        first, options = group.first, group.first.generation
+        # one of many samples is a part of a large request
+        if max(options.n, options.num_beams) > 1:
+            return False
+        return first.num_tokens + group.source_tokens + options.max_tokens <= self.short_tokens
 
-        Args:
-            running, busy: see `candidates`.
-            step_tokens: largest step, in tokens.
-        """
-        candidates = self.candidates(running, busy)
-        groups = first_groups(candidates, step_tokens, share=self._share(running))
-        for group in groups:
-            group.skipped = 0
-        for group in candidates[len(groups) :]:
-            group.skipped += 1
-        return groups
+    def have(self, group: Group) -> bool:
+        """Return whether there is a place for each branch of a group."""
+        others, short = self.others, self.short
+        if self.is_short(group):
+            short += group.max_branches
+        else:
+            others += group.max_branches
+        return others + max(0, short - self.short_count) <= self.count
 
-    def _share(self, running: Iterable[Group]) -> float:
-        """Return the share of one step in the least tokens of all running groups."""
-        if self._stages == 1:
-            return math.inf
-        # groups that end with steps in flight count too; otherwise steps of many short answers would get ever smaller
-        return math.ceil(sum(group.least_tokens for group in running) / self._stages)
+    @property
+    def have_short(self) -> bool:
+        """Whether one of the places for short ones is free."""
+        return self.short < self.short_count
+
+    def take(self, group: Group) -> None:
+        """Count a group that starts."""
+        self._add(group, group.max_branches)
+
+    def leave(self, group: Group) -> None:
+        """Count a group that stops."""
+        self._add(group, -group.max_branches)
+
+    def _add(self, group: Group, branches: int) -> None:
+        if self.is_short(group):
+            self.short += branches
+        else:
+            self.others += branches
 
 
-def first_groups(
-    groups: Iterable[Group], step_tokens: int, *, share: float = math.inf
-) -> list[Group]:
-    """Return the first groups that fit into a step; the first one always fits.
+def parts_of(running: Iterable[Group], busy: Set[Group], stages: int = 1) -> list[Part]:
+    """Return the groups that the next step may run, in its order.
 
     Args:
-        groups: groups that may run, in order.
+        running: running groups, in order.
+        busy: groups that the next step cannot run, because steps in flight do.
+        stages: stages of the model's pipeline; 1 is no pipeline. In a pipeline, groups that were skipped in as many
+            steps go first.
+    """
+    parts: list[Part] = []
+    for group in running:
+        first = group.first
+        length = len(first.token_ids) + first.num_unknown
+        # steps in flight may choose its last token
+        if length >= group.max_length or group in busy:
+            continue
+        is_decoding = group.is_encoded and not group.has_beams
+        least_tokens = 1 if is_decoding else group.least_tokens
+        parts.append(Part(group, length - first.num_computed, least_tokens))
+    if stages > 1:
+        parts.sort(key=lambda part: part.group.skipped < stages)
+    return parts
+
+
+def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf) -> list[Part]:
+    """Return the first parts that fit into a step; the first one always fits.
+
+    Args:
+        parts: groups that may run, in order.
         step_tokens: largest step, in tokens.
         share: number of tokens; the last group may exceed it.
     """
-    first: list[Group] = []
     tokens = 0
-    for group in groups:
+    for count, part in enumerate(parts):
         if tokens >= share:
-            break
-        tokens += group.least_tokens
-        if first and tokens > step_tokens:
-            break
-        first.append(group)
-    return first
+            return parts[:count]
+        tokens += part.least_tokens
+        if count and tokens > step_tokens:
+            return parts[:count]
+    return parts
+
+
+def take_share(
+    parts: list[Part], running: Iterable[Group], step_tokens: int, stages: int
+) -> list[Part]:
+    """Return the parts of the next step of a pipeline, and count the steps that skip the others.
+
+    Args:
+        parts: groups that may run, in order.
+        running: all running groups.
+        step_tokens: largest step, in tokens.
+        stages: stages of the pipeline.
+    """
+    # groups that end with steps in flight count too; otherwise steps of many short answers would get ever smaller
+    share = math.ceil(sum(group.least_tokens for group in running) / stages)
+    taken = first_parts(parts, step_tokens, share=share)
+    for part in taken:
+        part.group.skipped = 0
+    for part in parts[len(taken) :]:
+        part.group.skipped += 1
+    return taken
 
 
 class HeldByStepError(Exception):
@@ -106,15 +172,19 @@ class GroupQueues:
         order_preemptions: number of branches that gave back their blocks to a group before them.
     """
 
-    def __init__(self, memory: GroupMemory, places: Places) -> None:
+    def __init__(self, memory: GroupMemory, places: Places, stages: int) -> None:
         """Start without a group.
 
         Args:
             memory: block tables of the running groups.
             places: places of running branches.
+            stages: stages of the model's pipeline; 1 is no pipeline.
         """
         self._memory = memory
         self._places = places
+        self._stages = stages
+        # whether a group has started or stopped running since the last look at the running ones
+        self._has_changed = False
         self._waiting = SortedKeyList(key=lambda group: group.order)
         # the short ones among the waiting groups
         self._short = SortedKeyList(key=lambda group: group.order)
@@ -139,7 +209,31 @@ class GroupQueues:
             self._short.add(group)
         self.num_waiting += group.max_branches
 
-    def start_waiting(self, step: StepSize, held: Set[Group]) -> None:
+    def next_parts(self, step: StepSize, held: Set[Group], busy: Set[Group]) -> list[Part]:
+        """Return the groups of the next step, which have blocks for a token to generate.
+
+        Args:
+            step: size of the next step.
+            held: groups that steps in flight run.
+            busy: the ones of them that the next step cannot run.
+
+        Raises:
+            HeldByStepError: a held group would have to be preempted.
+        """
+        self._has_changed = False
+        candidates = parts_of(self.running, busy, self._stages)
+        parts = first_parts(candidates, step.tokens)
+        self._extend(parts, held)
+        if self._waiting and not self._has_changed:
+            self._start_waiting(step, held)
+        if self._has_changed:
+            candidates = parts_of(self.running, busy, self._stages)
+            parts = first_parts(candidates, step.tokens)
+        if self._stages == 1:
+            return parts
+        return take_share(candidates, self.running, step.tokens, self._stages)
+
+    def _start_waiting(self, step: StepSize, held: Set[Group]) -> None:
         """Start waiting groups, up to the first that does not fit.
 
         If that one lacks places, short groups behind it start too.
@@ -166,30 +260,28 @@ class GroupQueues:
         if self._waiting and lacks_places:
             self._start_short(step)
 
-    def extend_running(self, groups: Iterable[Group], held: Set[Group]) -> bool:
-        """Allocate the blocks of tokens to generate; return whether no group was preempted.
+    def _extend(self, parts: Iterable[Part], held: Set[Group]) -> None:
+        """Allocate the blocks of tokens to generate.
 
         If no block is available, the last groups are preempted, perhaps the one that needs it.
 
         Args:
-            groups: running groups that the next step may run.
+            parts: running groups that the next step may run.
             held: groups that steps in flight run.
 
         Raises:
             HeldByStepError: the last group is held.
         """
-        before = self.memory_preemptions
-        for group in groups:
-            # one before it may have preempted it
-            if group.remaining > 1 or not group.is_encoded:
+        for group, remaining, _ in parts:
+            if remaining > 1 or not group.is_encoded:
                 continue
+            # one before it may have preempted it
             while group.first.status == "running" and not self._memory.extend(group):
                 last = self.running[-1]
                 if last in held:
                     raise HeldByStepError
                 self._preempt(last)
                 self.memory_preemptions += last.max_branches
-        return self.memory_preemptions == before
 
     def split(self, group: Group) -> list[Group]:
         """Replace a running group by one for each unfinished sample; return the new groups."""
@@ -261,7 +353,7 @@ class GroupQueues:
     def _start(self, group: Group) -> bool:
         """Start a waiting group that has a place; return False if blocks are few."""
         # each running sequence may need one soon; without them the new one would be preempted at once
-        if not self._memory.start(group, keep=self.num_running):
+        if not self._memory.allocate_first(group, keep=self.num_running):
             return False
         self.remove_waiting(group)
         self._run(group)
@@ -286,9 +378,11 @@ class GroupQueues:
         self.add(group)
 
     def _run(self, group: Group) -> None:
+        self._has_changed = True
         self.running.add(group)
         self._places.take(group)
 
     def _stop(self, group: Group) -> None:
+        self._has_changed = True
         self.running.remove(group)
         self._places.leave(group)

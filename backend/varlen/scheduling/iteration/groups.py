@@ -4,78 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from varlen.request.generation import GenerationOptions
-from varlen.request.request import Prompt, Request
-from varlen.scheduling.fair_share import FairShare
+from varlen.scheduling.fair_share import Claim
 from varlen.scheduling.sequence import GeneratedSequence
-
-# See decision 0044.
-_PATIENCE = 2
-
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """Tokens that a part of a request may still run, owed to its tenant.
-
-    The part is what starts as one group.
-
-    Attributes:
-        tenant: see `FairShare`.
-        unserved: tokens that may still run, if its answers have `max_tokens`.
-        groups: groups that it consists of now.
-    """
-
-    tenant: str
-    unserved: int
-    groups: int = 1
-
-
-class Claims:
-    """Open claims of all tenants.
-
-    The waiting work of a tenant in `FairShare` is the sum of what its claims have unserved.
-    """
-
-    def __init__(self) -> None:
-        self._share = FairShare(_PATIENCE)
-
-    def enter(self, first: GeneratedSequence) -> tuple[int, Claim]:
-        """Return the rank and the claim of a group that begins to wait.
-
-        Args:
-            first: first sequence of the group.
-        """
-        options, tokens = first.options, _work(first.prompt, first.generation)
-        rank = self._share.enter(options.tenant, tokens, 1 + options.priority)
-        return rank, Claim(options.tenant, tokens)
-
-    def part_before(self, request: Request) -> float:
-        """Return the part of waiting work that runs before a new request. From any thread."""
-        options = request.options
-        assert options.generation is not None
-        work = max(_work(prompt, options.generation) for prompt in request.prompts)
-        return self._share.part_before(options.tenant, work, 1 + options.priority)
-
-    def serve(self, claim: Claim, tokens: int) -> None:
-        """Count tokens that have run; tokens beyond the claim were lost and ran again."""
-        served = min(tokens, claim.unserved)
-        claim.unserved -= served
-        self._share.serve(claim.tenant, served)
-        self._share.repeat(tokens - served)
-
-    def leave(self, claim: Claim) -> None:
-        """Count one group less; the claim ends with its last one."""
-        claim.groups -= 1
-        if not claim.groups:
-            self._share.serve(claim.tenant, claim.unserved)
-            self._share.leave(claim.tenant)
-
-
-def _work(prompt: Prompt, options: GenerationOptions) -> int:
-    """Return the most tokens that a prompt and its answers run."""
-    return prompt.num_tokens + max(options.n, options.num_beams) * options.max_tokens
-
 
 # In the place of a block that was given back, of the prompt's last one, and of one that only the device knows.
 _GIVEN_BACK, _OF_PROMPT, _UNKNOWN = -1, -2, 0
@@ -200,6 +132,7 @@ class Group:
         max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
+        streams: whether its client reads the answer token by token. The answer of a search comes in one part.
         beams: blocks that its beams write, and their places, while it runs.
         source_tokens: length of its source text; 0 without one.
         source_block_ids: blocks of the keys and values of its source text.
@@ -216,6 +149,7 @@ class Group:
     max_length: int = field(init=False)
     has_beams: bool = field(init=False)
     max_branches: int = field(init=False)
+    streams: bool = field(init=False)
     beams: BeamBlocks | None = None
     source_tokens: int = field(init=False)
     source_block_ids: list[int] = field(default_factory=list)
@@ -230,6 +164,7 @@ class Group:
         generation = self.first.generation
         self.has_beams = self.first.is_searched
         self.max_branches = generation.num_beams if self.has_beams else len(self.sequences)
+        self.streams = self.first.options.streams and not self.has_beams
         self.source_tokens = self.first.prompt.num_source_tokens
         self.is_encoded = not self.source_tokens
 
@@ -238,11 +173,6 @@ class Group:
         """Number of branches in the next step: beams once a search has begun, else one."""
         is_searching = self.has_beams and self.first.length > self.first.num_tokens
         return self.max_branches if is_searching else 1
-
-    @property
-    def remaining(self) -> int:
-        """Number of tokens of each branch to run before one is chosen."""
-        return self.first.length - self.first.num_computed
 
     @property
     def is_ending(self) -> bool:
@@ -255,25 +185,12 @@ class Group:
 
         The samples of a prompt part after their first token.
         """
-        return self.has_beams or not self.first.num_unknown or len(self.sequences) == 1
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether a client waits for the token that its next step chooses.
-
-        The client has read a token of it before. The answer of a search comes in one part.
-        """
-        first = self.first
-        is_stream = first.options.streams and not self.has_beams
-        return is_stream and first.length > first.num_tokens and self.remaining == 1
+        return len(self.sequences) == 1 or self.has_beams or not self.first.num_unknown
 
     @property
     def least_tokens(self) -> int:
         """Least number of tokens that it runs in a step."""
-        # most groups of a step, asked several times
-        if self.is_encoded:
-            return self.num_branches if self.has_beams else 1
-        return self.num_branches + self.source_tokens
+        return self.num_branches + (0 if self.is_encoded else self.source_tokens)
 
     @property
     def lost_tokens(self) -> int:
@@ -304,19 +221,15 @@ class Group:
             first.sampler_state = None
 
 
-def divide_step(groups: list[Group], step_tokens: int) -> list[int]:
-    """Return the number of tokens of each branch of the groups.
+class Part(NamedTuple):
+    """A group that the next step may run.
 
-    Each has one, and prompts have the rest in order.
-
-    Args:
-        groups: groups of the step, in order.
-        step_tokens: number of tokens of the step, unless the groups run more in any case.
+    Attributes:
+        group: the group.
+        remaining: number of tokens of each branch to run before one is chosen.
+        least_tokens: least number of tokens that it runs in a step.
     """
-    spare = max(0, step_tokens - sum(group.least_tokens for group in groups))
-    lengths = []
-    for group in groups:
-        more = min(group.remaining - 1, spare)
-        lengths.append(1 + more)
-        spare -= more
-    return lengths
+
+    group: Group
+    remaining: int
+    least_tokens: int

@@ -1,7 +1,7 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
 Every running sequence runs in every step. One that generates runs its last token; prompts have what is left of the
-step, which is smaller while answers are streamed (`step_budget`). The order is fair by tokens (`fair_share`): prompt
+step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`fair_share`): prompt
 and `max_tokens` are the size of a request, so a short one passes long ones, for a while. Waiting sequences start in
 this order, and may take the place of running ones (`group_queues`).
 
@@ -21,7 +21,7 @@ of a prompt, and before anything is preempted that runs. Steps run in their orde
 free at once.
 
 A model may be divided into stages, which run one after another. Then as many steps are in flight as there are stages,
-each with its share of the running groups (`step_groups`), so that no stage is idle. A group is in one step at a time,
+each with its share of the running groups, so that no stage is idle. A group is in one step at a time,
 and its tokens are known when its next step is scheduled. All steps share blocks and places. If a step fails, the other
 steps go on, unless KV memory is lost. The seconds of a step are the time between the ends of two steps. A sequence runs
 in one of `stages` steps, so `admit` expects too short a run time for a sequence that waits for other steps.
@@ -35,18 +35,18 @@ Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption follows vLLM (Kwon et al. 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import cast
 
 from varlen.config import KvPolicy
 from varlen.costs.batch_shape import BatchShape
-from varlen.errors import EngineError
+from varlen.errors import EngineError, RequestError
 from varlen.memory.blocks import BlockCounts, BlockPool
-from varlen.request.request import Request
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Prompt, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import (
     Batch,
@@ -59,18 +59,11 @@ from varlen.scheduling.batch import (
     write_answers,
 )
 from varlen.scheduling.choices import BeamStep, SampledToken
+from varlen.scheduling.fair_share import Claims
 from varlen.scheduling.iteration.group_memory import GroupMemory
-from varlen.scheduling.iteration.group_queues import (
-    GroupQueues,
-    HeldByStepError,
-    StepGroups,
-    first_groups,
-)
-from varlen.scheduling.iteration.groups import Claims, Group
-from varlen.scheduling.iteration.step_budget import tokens_of_step
-from varlen.scheduling.iteration.step_cost import StepCost
-from varlen.scheduling.iteration.step_in_flight import StepInFlight, StepsInFlight
-from varlen.scheduling.iteration.step_limits import StepLimits, StepSize, check_fits
+from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, Places
+from varlen.scheduling.iteration.groups import Group
+from varlen.scheduling.iteration.step_size import StepCost, StepLimits, StepSize, tokens_of_step
 from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 
 
@@ -101,6 +94,51 @@ class GenerationCounts:
         return self.memory_preemptions + self.order_preemptions
 
 
+# Steps in flight without a pipeline: one runs, and the next one is ready.
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """A step in flight.
+
+    Attributes:
+        number, after: see `Batch`.
+        chunks: its groups in order, and the chunk of each.
+        copies: source by destination of the blocks that it copies.
+        ignored: groups that run again, and whose outputs are ignored.
+        is_void: whether this is so of all of them, because a step before it has failed.
+    """
+
+    number: int
+    after: int | None
+    chunks: dict[Group, Chunk]
+    copies: dict[int, int]
+    ignored: set[Group] = field(default_factory=set)
+    is_void: bool = False
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups whose outputs count."""
+        if self.is_void:
+            return []
+        return [
+            group
+            for group in self.chunks
+            if not (group.first.status == "finished" and group.is_finished)
+            and group not in self.ignored
+        ]
+
+    def logit_rows(self) -> dict[GeneratedSequence, int]:
+        """Return the first row of the logits that each sequence has."""
+        rows: dict[GeneratedSequence, int] = {}
+        end = 0
+        for chunk in self.chunks.values():
+            rows.update(zip(chunk.samples, count(end), strict=False))
+            end += chunk.num_logit_rows
+        return rows
+
+
 _log = logging.getLogger(__name__)
 
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
@@ -129,14 +167,13 @@ class IterationScheduler:
             admission: counts waiting work.
         """
         self._limits = limits
-        places = limits.new_places()
+        places = Places.of(limits)
         # steps of a pipeline divide the running sequences
         self._sequences_per_step = max(1, places.count // limits.stages)
         self._blocks = blocks
         self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
         self._admission = admission
-        self._queues = GroupQueues(self._memory, places)
-        self._step_groups = StepGroups(limits.stages)
+        self._queues = GroupQueues(self._memory, places, limits.stages)
         self._claims = Claims()
         self._cost = StepCost()
         self._step_size = StepSize(limits.max_step_tokens)
@@ -144,7 +181,12 @@ class IterationScheduler:
         self._numbers = count()
         # groups of each request that have not run yet
         self._new: Counter[RequestState] = Counter()
-        self._in_flight = StepsInFlight(limits.stages)
+        # steps in flight, which end in this order
+        self._in_flight: deque[StepInFlight] = deque()
+        self._step_numbers = count()
+        self._is_pipeline = limits.stages > 1
+        self._step_latency_seconds = limits.step_latency_seconds
+        self._max_in_flight = limits.stages if self._is_pipeline else MAX_IN_FLIGHT
         # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
         self._prefill_tokens = self._decode_tokens = 0
@@ -171,7 +213,7 @@ class IterationScheduler:
         options = request.options.generation
         assert options is not None
         for row, prompt in enumerate(request.prompts):
-            check_fits(row, prompt, options, self._limits, self._memory)
+            self._check_fits(row, prompt, options)
         forecast = self._cost.forecast(
             request,
             max_step_tokens=self._limits.max_step_tokens,
@@ -207,40 +249,40 @@ class IterationScheduler:
     @property
     def _has_to_wait(self) -> bool:
         """Whether the next step has to wait for the end of one in flight."""
-        return self._is_blocked or self._in_flight.is_full
+        return self._is_blocked or len(self._in_flight) == self._max_in_flight
 
     def schedule(self, now: float) -> Batch | None:
         """Return the next step and mark its sequences as running; None if there is none."""
         if self._has_to_wait:
             return None
-        chunks = self._next_chunks()
-        if chunks:
-            copies = self._memory.copies.start(chunks.values())
-            return self._start(self._in_flight.start(chunks, copies), now)
-        self._is_blocked = bool(self._in_flight.steps)
+        step = self._next_step()
+        if step is not None:
+            self._in_flight.append(step)
+            return self._batch_of(step, now)
+        self._is_blocked = bool(self._in_flight)
         return None
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
-        self._admission.end(batch)
-        step = self._in_flight.steps[-1]
+        self._admission.mark_ended(batch)
+        step = self._in_flight[-1]
         for group in [group for group in step.chunks if group.is_finished]:
             del step.chunks[group]
         if step.chunks:
-            return self._start(step, now)
-        self._in_flight.steps.pop()
+            return self._batch_of(step, now)
+        self._in_flight.pop()
         self._memory.copies.take_back(step.copies)
         self._is_blocked = False
         return None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the new tokens of a step that has run, or its failures."""
-        self._admission.end(batch)
+        self._admission.mark_ended(batch)
         self._is_blocked = False
-        step = self._in_flight.end(batch.number)
-        if step is None:
+        if not self._in_flight or self._in_flight[0].number > batch.number:
             # a fault kept a later step from starting, which ended first; all requests have failed
             return []
+        step = self._in_flight.popleft()
         if step.number != batch.number:
             # a fault kept it from starting, and its requests have failed
             self._undo(step, "batch")
@@ -249,7 +291,8 @@ class IterationScheduler:
             return self._fail_step(step, batch.shape.tokens, result.failure)
         self._cost.learn(batch.shape.tokens, result.seconds)
         self._step_size.grow()
-        self._memory.copies.end(step.copies)
+        if step.copies:
+            self._memory.copies.end(step.copies)
         outputs = iter(result.outputs)
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
@@ -281,27 +324,70 @@ class IterationScheduler:
     def drain(self) -> None:
         """Do nothing: no step waits for more requests."""
 
-    def _next_chunks(self) -> dict[Group, Chunk]:
-        """Return what runs of each group in the next step."""
-        queues, size, chooser = self._queues, self._step_size, self._step_groups
-        held, before = self._in_flight.groups, self._in_flight.followed
-        if before is not None and not before.can_be_followed:
-            return {}
-        # only a step that follows can run groups in flight
-        busy = held if before is None else frozenset[Group]()
-        with suppress(HeldByStepError):
-            candidates = chooser.candidates(queues.running, busy)
-            if queues.extend_running(first_groups(candidates, size.tokens), held):
-                queues.start_waiting(size, held)
-            groups = chooser.take(queues.running, busy, size.tokens)
-            latency = self._limits.step_latency_seconds
-            tokens = tokens_of_step(groups, size.tokens, self._cost, latency, beside=busy)
-            logit_rows = {} if before is None else before.logit_rows()
-            return self._memory.next_chunks(groups, tokens, logit_rows)
-        return {}
+    def _check_fits(self, row: int, prompt: Prompt, options: GenerationOptions) -> None:
+        """Check that a prompt can run when nothing else does.
 
-    def _start(self, step: StepInFlight, now: float) -> Batch:
-        """Return a step as a batch."""
+        Raises:
+            RequestError: it is too long, has too many samples or beams, or needs too many KV blocks.
+        """
+        length = len(prompt.token_ids)
+        if length + options.max_tokens > self._limits.max_sequence_tokens:
+            raise RequestError(
+                f"row {row}: the prompt has {length} tokens and max_tokens is {options.max_tokens};"
+                f" this model takes at most {self._limits.max_sequence_tokens} in all"
+            )
+        name, branches = (
+            ("num_beams", options.num_beams) if options.num_beams > 1 else ("n", options.n)
+        )
+        most = min(self._limits.max_running_sequences, self._limits.max_step_tokens)
+        if branches > most:
+            raise RequestError(
+                f"{name} is {branches}; this model generates at most {most} sequences at a time"
+            )
+        # without reservations, samples that do not fit together run one after another; beams cannot
+        shares = not self._memory.reserves and options.num_beams == 1
+        needed = self._memory.need(prompt, options.max_tokens, 1 if shares else branches)
+        blocks = self._blocks
+        if needed > blocks.num_blocks:
+            raise RequestError(
+                f"row {row}: {prompt.num_tokens} tokens and {branches} times max_tokens of {options.max_tokens} need"
+                f" {needed} KV blocks of {blocks.block_size} tokens; this model has {blocks.num_blocks} (kv_bytes)"
+            )
+
+    def _next_step(self) -> StepInFlight | None:
+        """Return what the next step runs of each group; None if nothing can run now."""
+        steps = self._in_flight
+        in_flight = [step.groups for step in steps]
+        held = {group for groups in in_flight for group in groups}
+        busy: Set[Group] = held
+        before: StepInFlight | None = None
+        logit_rows: dict[GeneratedSequence, int] = {}
+        if steps and not self._is_pipeline and not steps[-1].is_void:
+            # it runs the tokens that the step before it chooses
+            before, busy = steps[-1], frozenset()
+            if not all(group.can_follow or group.is_ending for group in in_flight[-1]):
+                return None
+            logit_rows = before.logit_rows()
+        size = self._step_size
+        try:
+            parts = self._queues.next_parts(size, held, busy)
+        except HeldByStepError:
+            return None
+        if not parts:
+            return None
+        latency = self._step_latency_seconds
+        tokens = tokens_of_step(parts, size.tokens, self._cost, latency, beside=busy)
+        chunks = self._memory.next_chunks(parts, tokens, logit_rows)
+        copies = self._memory.copies
+        return StepInFlight(
+            next(self._step_numbers),
+            None if before is None else before.number,
+            chunks,
+            copies.assign(chunks.values()) if copies.next else {},
+        )
+
+    def _batch_of(self, step: StepInFlight, now: float) -> Batch:
+        """Return a step as a batch, and count it as running."""
         chunks = tuple(step.chunks.values())
         lengths: list[int] = []
         for chunk in chunks:
@@ -314,7 +400,10 @@ class IterationScheduler:
         copies = tuple((source, copy) for copy, source in step.copies.items())
         batch = Batch(sequences, shape, seconds, reason, chunks, copies, step.number, step.after)
         new = [group for group in step.chunks if not group.has_started]
-        self._admission.start(batch, until=now + seconds, left=self._leave(new))
+        if new:
+            self._admission.mark_running(batch, until=now + seconds, left=self._leave(new))
+        else:
+            self._admission.mark_running(batch, until=now + seconds)
         return batch
 
     def _fail_step(self, step: StepInFlight, tokens: int, failure: Failure) -> list[Event]:
@@ -330,7 +419,7 @@ class IterationScheduler:
         present = step.groups
         if failure == "worker":
             # steps that do not follow it ran at the same time, in other stages
-            others = [each for each in self._in_flight.steps if each.after is None]
+            others = [each for each in self._in_flight if each.after is None]
             present += [group for each in others for group in each.groups]
         self._undo(step, failure)
         if failure == "memory" and (
@@ -347,7 +436,8 @@ class IterationScheduler:
     def _undo(self, step: StepInFlight, failure: Failure) -> None:
         """Let a failed step run again, and the steps that are lost with it."""
         # the last one first: it was scheduled last
-        for each in (*reversed(self._in_flight.lost_after(failure)), step):
+        lost = [each for each in self._in_flight if failure == "worker" or each.after is not None]
+        for each in (*reversed(lost), step):
             for group in each.groups:
                 self._memory.undo(group, each.chunks[group])
             each.is_void = True
@@ -378,7 +468,7 @@ class IterationScheduler:
         if is_pending:
             # the last token runs again for its logits; until then its block is not shared
             self._memory.undo(group, chunk, tokens=1)
-            for step in self._in_flight.steps:
+            for step in self._in_flight:
                 step.ignored.add(group)
         elif not group.has_beams:
             for sample in chunk.samples:
@@ -388,14 +478,14 @@ class IterationScheduler:
 
     def _count_computed(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
         """Count the tokens of a group that have run, and share its full blocks."""
-        served = len(chunk.token_ids) + len(chunk.encodes)
+        served, end = len(chunk.token_ids) + len(chunk.encodes), chunk.end
         is_last = len(chunk.token_ids) == max(1, chunk.beams) and chunk.samples
-        if is_last and chunk.num_generated:
+        if is_last and end > group.first.num_tokens:
             self._decode_tokens += served
         else:
             self._prefill_tokens += served
         self._claims.serve(group.claim, served)
-        self._memory.store(group, chunk, repeated=repeated)
+        self._memory.store(group, chunk, end - repeated)
 
     def _continue(self, group: Group, outputs: Sequence[object]) -> list[Event]:
         """Return the events of a group that has run, and split or release it."""
@@ -406,7 +496,7 @@ class IterationScheduler:
         else:
             sampled = zip(group.sequences, cast(Sequence[SampledToken], outputs), strict=False)
             events = [append_token(*each) for each in sampled]
-        if group.is_finished:
+        if group.first.status == "finished" and group.is_finished:
             self._end(group)
         elif outputs and len(group.sequences) > 1 and not group.has_beams:
             self._split(group)

@@ -105,7 +105,7 @@ class OneShotScheduler:
         left = _work_of(batch.sequences, requests=self._queue.remove(batch.sequences))
         if not self._queue and self._admission.is_idle:
             batch = replace(batch, seconds=batch.seconds * self._forecaster.alone(batch.shape))
-        self._admission.start(batch, until=now + batch.seconds, left=left)
+        self._admission.mark_running(batch, until=now + batch.seconds, left=left)
         return batch
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
@@ -113,12 +113,12 @@ class OneShotScheduler:
         left = [sequence for sequence in batch.sequences if sequence.status == "running"]
         if len(left) == len(batch.sequences):
             return batch
-        self._admission.end(batch)
+        self._admission.mark_ended(batch)
         return self._start(self._part(left, batch.reason), now) if left else None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the outputs and the failures of a batch that has run."""
-        self._admission.end(batch)
+        self._admission.mark_ended(batch)
         if result.failure == "memory" and len(batch.sequences) > 1:
             self._split_in_two(batch)
             return []
@@ -150,7 +150,7 @@ class OneShotScheduler:
         self._max_delay = 0.0
 
     def _start(self, batch: Batch, now: float) -> Batch:
-        self._admission.start(batch, until=now + batch.seconds)
+        self._admission.mark_running(batch, until=now + batch.seconds)
         return batch
 
     def _split_in_two(self, batch: Batch) -> None:

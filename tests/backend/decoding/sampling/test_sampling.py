@@ -155,7 +155,7 @@ def test_what_rows_are_drawn_with_is_aligned_for_any_number_of_rows(sampler, mon
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_penalties_are_those_of_the_formulas_for_every_mix_of_sequences(sampler, data):
     tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=80)
     cases = data.draw(

@@ -24,7 +24,7 @@ def parts_of(tokenizer, ids, prompt_ids=(), *, skip_special_tokens=True):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False], ids=["without_special", "with_special"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_parts_are_together_the_text_of_all_tokens(kind, skip, data):
     tokenizer = KINDS[kind]()
     # tokens of bytes: only such as are text, since a decoder changes its mind about a run of bytes that are none
@@ -46,7 +46,7 @@ def text_ids(tokenizer):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(alphabet=st.sampled_from("ab 你😀é\n🇩🇪\u200d"), max_size=80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_part_splits_a_character_of_a_text(kind, text):
     tokenizer = KINDS[kind]()
     ids = tokenizer.encode(text).ids
@@ -59,7 +59,7 @@ def test_no_part_splits_a_character_of_a_text(kind, text):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompt=st.sampled_from(TEXTS), text=st.sampled_from(TEXTS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_answer_at_once_has_the_text_of_its_parts(kind, prompt, text):
     tokenizer = KINDS[kind]()
     prompt_ids, ids = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
@@ -71,7 +71,7 @@ def test_an_answer_at_once_has_the_text_of_its_parts(kind, prompt, text):
 
 
 @given(data=st.binary(max_size=120))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_any_bytes_come_out_as_they_are_decoded_together(data):
     tokenizer = byte_level()
     alphabet = byte_tokens(tokenizer)
@@ -93,7 +93,7 @@ def byte_tokens(tokenizer):
 
 
 @given(data=st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_run_of_bytes_that_starts_with_none_of_a_character_is_replaced_whole(data):
     # what this decoder does with all bytes of such a run, valid or not
     tokenizer = byte_fallback()
@@ -103,7 +103,7 @@ def test_a_run_of_bytes_that_starts_with_none_of_a_character_is_replaced_whole(d
 
 
 @given(data=st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_run_of_bytes_gives_some_text(data):
     tokenizer = byte_fallback()
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in b"x" + data]

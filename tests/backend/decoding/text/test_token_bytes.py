@@ -46,7 +46,7 @@ def answer_of(tokenizer, ids, prompt_ids=(), *, eos_ids=(), **options):
     text=st.text(max_size=60)
     | st.text(alphabet=st.sampled_from("ab 你😀é\n🇩🇪\u200d\ufffd"), max_size=60),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_tokens_are_together_the_bytes_of_the_answer(kind, skip, prompt, text):
     tokenizer = KINDS[kind]()
     ids = [*tokenizer.encode(text).ids, *([tokenizer.token_to_id(PAD)] if skip else [])]
@@ -60,7 +60,7 @@ def test_tokens_are_together_the_bytes_of_the_answer(kind, skip, prompt, text):
 
 
 @given(data=st.binary(max_size=80))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bytes_that_are_no_character_stay_as_they_are(data):
     tokenizer = byte_level()
     tokens = TokenBytes(tokenizer)

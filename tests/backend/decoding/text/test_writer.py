@@ -147,7 +147,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
     parts=st.lists(st.text("abc", max_size=5), max_size=12),
     keep=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_text_ends_at_the_stop_string_that_is_complete_first(stops, parts, keep):
     strings = StopStrings(stops, keep=keep)
     written, ended = "", False
@@ -167,7 +167,7 @@ def test_the_text_ends_at_the_stop_string_that_is_complete_first(stops, parts, k
 
 
 @given(stops=STOPS, parts=st.lists(st.text("abc", max_size=5), max_size=12))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_no_more_text_waits_than_may_begin_a_stop_string(stops, parts):
     strings = StopStrings(stops, keep=False)
     whole, written = "", ""

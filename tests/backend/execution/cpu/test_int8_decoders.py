@@ -117,6 +117,7 @@ def test_an_answer_does_not_depend_on_other_sequences(folder):
             assert actual == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_process_gives_the_answers_of_this_one(folder, tmp_path, dtype):
     prompts = [prompt[:30] for prompt in PROMPTS]

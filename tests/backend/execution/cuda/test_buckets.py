@@ -1,13 +1,12 @@
 """The captured size (bucket) that each possible batch runs in."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.execution.cuda.buckets import Bucket, Buckets
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 70_000))
 def test_a_batch_runs_in_a_bucket_that_holds_it_and_was_captured(data, most):
     cap = data.draw(st.integers(1, most))

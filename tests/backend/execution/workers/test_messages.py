@@ -37,7 +37,7 @@ USE = MemoryUse(1, 2, 3, 4, 0.5, 6, 7)
         st.tuples(IDS, st.booleans(), st.booleans(), KINDS, PAYLOADS), min_size=1, max_size=5
     ),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_batch_arrives_with_its_ids_types_and_options(rows):
     prompts = [
         Prompt(

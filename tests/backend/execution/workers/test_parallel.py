@@ -227,6 +227,7 @@ def test_they_need_processes_of_their_own(make, processes):
         Service.load(Iterative, make("gpt2"), config, Stats())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [RANKS, STAGES], ids=str)
 def test_vectors_of_an_encoder_are_those_of_one_process(tmp_path, processes):
     folder = save_checkpoint(tmp_path / "bert", num_attention_heads=4)

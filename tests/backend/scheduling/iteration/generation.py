@@ -20,8 +20,9 @@ from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import BatchResult
 from varlen.scheduling.choices import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.engine import Engine
+from varlen.scheduling.iteration.group_queues import Places
 from varlen.scheduling.iteration.iteration import IterationScheduler
-from varlen.scheduling.iteration.step_limits import StepLimits
+from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.telemetry.metrics import Stats
 
 # a sequence ends with this token, or after `max_tokens`
@@ -485,7 +486,7 @@ class Bench:
         groups = sorted(set(self.scheduler._group_of.values()), key=lambda group: group.order)
         running = [group for group in groups if group.first.status == "running"]
         if self.limits.stages > 1:
-            *others, _ = self.scheduler._in_flight.steps
+            *others, _ = self.scheduler._in_flight
             busy = {group for other in others for group in other.groups}
             running = [group for group in running if group not in busy]
             running.sort(key=lambda group: group not in self.overdue)
@@ -524,7 +525,7 @@ class Bench:
         tables += [group.beams.held() for group in groups if group.beams]
         taken = [place for group in groups if group.beams for place in group.beams.places]
         assert len(set(taken)) == len(taken)
-        places = self.limits.new_places()
+        places = Places.of(self.limits)
         assert all(0 <= place < places.count + places.short_count for place in taken)
         # a step that failed copies them again
         copies, kept = self.scheduler._memory.copies, self.scheduler._memory.copies.kept
@@ -541,7 +542,7 @@ class Bench:
         assert not any(each.block_ids for each in self.sequences if each not in branches)
         for each in (copies.next, *copies.in_flight):
             assert each.keys() <= holders.keys()
-        for step in self.scheduler._in_flight.steps:
+        for step in self.scheduler._in_flight:
             for chunk in map(step.chunks.get, step.groups):
                 assert blocks_of_chunk(chunk) <= holders.keys()
         if self.limits.stages > 1:
@@ -550,7 +551,7 @@ class Bench:
 
     def _check_pipeline(self):
         """Check that steps in flight are independent, and that no group waits for long."""
-        steps, size = self.scheduler._in_flight.steps, self.pool.block_size
+        steps, size = self.scheduler._in_flight, self.pool.block_size
         assert len(steps) <= self.limits.stages
         assert all(batch.after is None for batch, *_ in self.executor.in_flight)
         chunks = [[step.chunks[group] for group in step.groups] for step in steps]
@@ -559,7 +560,7 @@ class Bench:
         for step, other in permutations(chunks, 2):
             written = {block for chunk in step for block in written_blocks(chunk, size)}
             assert all(written.isdisjoint(blocks_of_chunk(chunk)) for chunk in other)
-        # see `step_groups`
+        # see `take_share`
         if not self.executor.has_failed:
             assert all(
                 group.skipped < 2 * self.limits.stages for group in self.scheduler._queues.running

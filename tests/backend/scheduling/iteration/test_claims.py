@@ -9,7 +9,7 @@ from tests.backend.fakes.engine_parts import FakeReply
 from tests.backend.requests import prompt_of
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Request, RequestOptions
-from varlen.scheduling.iteration.groups import Claims
+from varlen.scheduling.fair_share import Claims
 from varlen.scheduling.sequence import RequestState
 
 

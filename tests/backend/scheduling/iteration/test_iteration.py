@@ -24,7 +24,7 @@ from varlen.errors import (
 )
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.iteration import group_memory
-from varlen.scheduling.iteration.groups import divide_step
+from varlen.scheduling.iteration.group_memory import divide_step
 
 _POLICIES = ["reserve", "optimistic"]
 _both_policies = pytest.mark.parametrize("policy", _POLICIES)
@@ -831,7 +831,7 @@ def test_a_step_that_the_scheduler_lost_is_forgotten_when_the_next_one_ends():
 
     assert isinstance(lost.end, EngineError)
     assert tokens_of(later) == {0: answer(prompt_of(5, 2), 9)}
-    bench.admission.end(batch)
+    bench.admission.mark_ended(batch)
     bench.check_idle()
 
 

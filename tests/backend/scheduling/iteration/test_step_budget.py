@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.backend.scheduling.iteration.generation import Bench, answer, source_of, tokens_of
 from tests.backend.scheduling.iteration.test_iteration import prompt_of
-from varlen.scheduling.iteration.step_budget import PROMPT_PART, tokens_of_step
-from varlen.scheduling.iteration.step_cost import StepCost
+from varlen.scheduling.iteration.step_size import PROMPT_PART, StepCost, tokens_of_step
 
 # costs of a step in seconds, and a target that 38 tokens keep
 BASE, PER_TOKEN, LATENCY = 0.05, 0.002, 0.1261
@@ -102,8 +101,10 @@ def test_a_source_runs_as_a_whole_beside_streams():
     assert source_of(step.chunks[1].sequence) == list(step.chunks[1].encodes)
 
 
-def group(tokens, *, is_streaming=False):
-    return SimpleNamespace(least_tokens=tokens, is_streaming=is_streaming)
+def part(tokens, *, is_streaming=False):
+    first = SimpleNamespace(token_ids=[1, 2], num_tokens=1, num_computed=1, num_unknown=0)
+    running = SimpleNamespace(streams=is_streaming, first=first)
+    return SimpleNamespace(least_tokens=tokens, group=running)
 
 
 @given(
@@ -121,10 +122,10 @@ def test_a_step_keeps_the_target_or_gives_prompts_no_more_than_their_part(
     cost = StepCost()
     for tokens in learned:
         cost.learn(tokens, base + per_token * tokens)
-    groups = [group(1, is_streaming=True)] * streams + [group(tokens) for tokens in others]
-    least = sum(each.least_tokens for each in groups)
+    parts = [part(1, is_streaming=True)] * streams + [part(tokens) for tokens in others]
+    least = sum(each.least_tokens for each in parts)
 
-    tokens = tokens_of_step(groups, max_tokens, cost, latency)
+    tokens = tokens_of_step(parts, max_tokens, cost, latency)
 
     assert 0 < tokens <= max_tokens
     if len(set(learned[1:])) > 1 and tokens > least:
@@ -164,4 +165,4 @@ def test_a_step_has_the_limit_whose_cost_is_known_to_be_small():
     for tokens in (1, 300, 1, 300):
         cost.learn(tokens, 1e-3)
 
-    assert tokens_of_step([group(1, is_streaming=True)], 512, cost, 0.01) == 512
+    assert tokens_of_step([part(1, is_streaming=True)], 512, cost, 0.01) == 512

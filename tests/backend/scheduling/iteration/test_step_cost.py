@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from varlen.scheduling.iteration.step_cost import StepCost
+from varlen.scheduling.iteration.step_size import StepCost
 
 
 def learned(seconds, steps=200, tokens=(1, 500)):

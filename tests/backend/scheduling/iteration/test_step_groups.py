@@ -1,14 +1,18 @@
 """The groups of each step of a pipeline: sizes, order and waits."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.scheduling.iteration.group_queues import StepGroups, first_groups
+from varlen.scheduling.iteration.group_queues import first_parts, parts_of, take_share
+
+# a sequence that generates
+_SEQUENCE = {"token_ids": [1, 2], "num_unknown": 1, "num_computed": 2}
 
 
 @dataclass(eq=False)
@@ -16,12 +20,21 @@ class Running:
     """What a running group tells of itself."""
 
     least_tokens: int = 1
-    is_ending: bool = False
+    max_length: int = 10
     skipped: int = 0
+    has_beams: bool = True
+    is_encoded: bool = True
+    first: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(**_SEQUENCE))
 
 
 def running(*least_tokens):
     return [Running(tokens) for tokens in least_tokens]
+
+
+def take(groups, busy, step_tokens, stages):
+    """Return the groups of a step."""
+    parts = parts_of(groups, busy, stages)
+    return [part.group for part in take_share(parts, groups, step_tokens, stages)]
 
 
 def steps_of(groups, stages, step_tokens=100, *, in_flight=None):
@@ -33,10 +46,10 @@ def steps_of(groups, stages, step_tokens=100, *, in_flight=None):
         step_tokens: largest step.
         in_flight: most steps in flight; all stages have one by default.
     """
-    chooser, steps = StepGroups(stages), deque()
+    steps = deque()
     while True:
         busy = {group for step in steps for group in step}
-        taken = chooser.take(groups, busy, step_tokens)
+        taken = take(groups, busy, step_tokens, stages)
         if taken:
             steps.append(taken)
             yield taken
@@ -66,24 +79,23 @@ def test_each_step_has_its_share(stages, least_tokens, sizes):
 
 def test_a_step_takes_what_is_free_in_order():
     groups = running(*[1] * 6)
-    chooser = StepGroups(2)
 
-    assert chooser.take(groups, set(groups[1:3]), 100) == [groups[0], *groups[3:5]]
-    assert chooser.take(groups, set(groups), 100) == []
+    assert take(groups, set(groups[1:3]), 100, 2) == [groups[0], *groups[3:5]]
+    assert take(groups, set(groups), 100, 2) == []
 
 
 def test_a_share_never_exceeds_a_step_except_by_one_group():
-    groups = running(3, 3, 9)
+    parts = parts_of(running(3, 3, 9), set())
 
-    assert first_groups(groups, 5, share=9) == groups[:1]
-    assert first_groups(groups[2:], 5, share=9) == groups[2:]
+    assert first_parts(parts, 5, share=9) == parts[:1]
+    assert first_parts(parts[2:], 5, share=9) == parts[2:]
 
 
 def test_a_group_whose_last_token_is_in_flight_does_not_run_again():
     groups = running(1, 1, 1, 1)
-    groups[0].is_ending = True
+    groups[0].max_length = 3
 
-    assert StepGroups(2).take(groups, {groups[0]}, 100) == groups[1:3]
+    assert take(groups, {groups[0]}, 100, 2) == groups[1:3]
 
 
 def test_a_group_that_does_not_fit_beside_those_before_it_gets_its_turn():
@@ -112,10 +124,10 @@ def test_a_full_pipeline_runs_each_group_once_in_as_many_steps_as_stages(least_t
 @given(_WEIGHTS, st.integers(2, 5), st.data())
 def test_no_group_waits_for_long_whenever_steps_end(least_tokens, stages, data):
     groups = running(*least_tokens)
-    chooser, steps = StepGroups(stages), deque()
+    steps = deque()
     for _ in range(60):
         busy = {group for step in steps for group in step}
-        if taken := chooser.take(groups, busy, sum(least_tokens)):
+        if taken := take(groups, busy, sum(least_tokens), stages):
             steps.append(taken)
         most = data.draw(st.integers(0, stages - 1)) if taken else len(steps) - 1
         while len(steps) > most:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.scheduling.iteration.step_limits import StepSize
+from varlen.scheduling.iteration.step_size import StepSize
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))

@@ -270,10 +270,10 @@ def test_every_sequence_of_a_batch_that_ran_is_finished():
 
     first = run(scheduler, scheduler.schedule(0.0))
     assert [event.sequence.row for event in first] == [0, 1]
-    assert not request.is_finished
+    assert request.unfinished
 
     run(scheduler, scheduler.schedule(0.0))
-    assert request.is_finished
+    assert not request.unfinished
 
 
 def test_a_removed_request_leaves_nothing_behind_and_its_outputs_are_ignored():

@@ -99,7 +99,6 @@ def expected_delay(parts, rows, costs, limits, *, workers, pressure, coming):
     return delay
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 9))
 def test_the_partition_is_the_best_of_all(data, count, sizes):
     cost = st.sampled_from([0.0, 1.0, 2.5, 7.0, math.inf])
@@ -121,7 +120,7 @@ def test_the_partition_is_the_best_of_all(data, count, sizes):
     assert len(best[0]) == max(len(parts[0]) for parts in equal)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     REQUESTS.filter(lambda requests: sum(map(len, requests)) <= 10),
     COSTS,
@@ -157,7 +156,7 @@ def test_no_partition_has_less_delay(
     assert with_this_first == pytest.approx(min(delays.values()), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=10),
     COSTS,
@@ -191,7 +190,6 @@ def test_with_infinite_pressure_no_partition_by_length_takes_less_time(
     assert queue.first(1)[0] in batch.sequences
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS, st.integers(1, 4))
 def test_batches_keep_the_order_and_the_limits(
     lengths, max_sequences, max_tokens, execution, workers
@@ -337,7 +335,7 @@ def test_a_sequence_beyond_the_token_limit_runs_alone():
     assert lengths_of(batch) == [500]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.randoms(use_true_random=False), st.sampled_from([9.0, math.inf]), EXECUTIONS)
 def test_batches_of_a_long_queue_are_within_the_limits(numbers, pressure, execution):
     """Found in review: units of several sequences passed the limit."""

@@ -1,6 +1,6 @@
 """Batches that are filled up to their limits."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backend.scheduling.one_shot.waiting import cost_table, lengths_of, state_of
@@ -14,7 +14,6 @@ COSTS = {execution: cost_table(execution=execution) for execution in ("packed", 
 EXECUTIONS = st.sampled_from(sorted(COSTS))
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS)
 def test_full_batches_are_filled_one_after_the_other(lengths, max_sequences, max_tokens, execution):
     limits = BatchLimits(max_sequences, max_tokens, execution)

@@ -270,27 +270,20 @@ def test_code_that_needs_its_compiler_is_refused(monkeypatch):
         ("cpu/compile_all.py", False),
     ],
 )
-def test_a_change_of_a_source_has_another_hash(tmp_path, name, changes):
-    package = tmp_path / "varlen_kernels"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(cpu.__path__[0]).parent, package, ignore=ignored)
-    command = "from varlen_kernels.cpu import machine_code; print(machine_code.code_hash())"
+def test_a_change_of_a_source_has_another_hash(tmp_path, monkeypatch, name, changes):
+    package, expected = Path(cpu.__path__[0]).parent, machine_code.code_hash()
+    ignored = shutil.ignore_patterns("__pycache__", "*.o")
+    copy = shutil.copytree(package, tmp_path / "varlen_kernels", ignore=ignored)
+    for each in ("_FOLDER", "_REFERENCE"):
+        folder = copy / getattr(machine_code, each).relative_to(package)
+        monkeypatch.setattr(machine_code, each, folder)
+    # the hash is cached
+    found = machine_code.code_hash.__wrapped__
 
-    def found():
-        environment = {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
-
-    assert found() == machine_code.code_hash()
-    with (package / name).open("a") as file:
+    assert found() == expected
+    with (copy / name).open("a") as file:
         file.write("# changed\n")
-    assert (found() != machine_code.code_hash()) is changes
+    assert (found() != expected) is changes
 
 
 _SERVE = """

@@ -1,9 +1,91 @@
-"""Expected run time of a generation step: a constant, and a part for each token."""
+"""How large the next step may be, and how long it takes.
+
+Every step reads all weights, so prompts cost least in large steps. A stream gets its next token at the end of a step:
+while one generates, prompts get only as many tokens as are expected to run within the target of the inter-token
+latency. Answers that are sent as a whole have no such target.
+
+Prompts have a part of every step. If decoding needs all of the target, steps take longer than the target.
+
+Source: chunks of prompts that keep the time between tokens within a target follow Sarathi-Serve (Agrawal et al. 2024,
+OSDI), which chooses a constant number of tokens in advance.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
 from varlen.request.request import Request
+from varlen.scheduling.iteration.groups import Group, Part
 from varlen.scheduling.sequence import Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Limits of a step and of a sequence.
+
+    Attributes:
+        max_step_tokens: largest step, in tokens.
+        inter_token_latency_seconds: target of the seconds of a step while sequences are streamed; 0 is no target.
+        max_running_sequences: largest number of sequences that run at the same time, without `short_places`.
+        max_sequence_tokens: longest sequence, prompt and generated tokens together.
+        short_places: places beside them for short sequences.
+        short_tokens: tokens of the longest short one, prompt and generated tokens together.
+        stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
+    """
+
+    max_step_tokens: int
+    inter_token_latency_seconds: float
+    max_running_sequences: int
+    max_sequence_tokens: int
+    short_places: int
+    short_tokens: int
+    stages: int = 1
+
+    @property
+    def step_latency_seconds(self) -> float:
+        """Target of the seconds between the ends of two steps.
+
+        A sequence runs once in `stages` steps.
+        """
+        return self.inter_token_latency_seconds / self.stages
+
+
+# After a step that ran out of memory, steps grow again by this part of the largest step each.
+_GROWTH = 32
+
+
+class StepSize:
+    """Size of the largest step now.
+
+    Attributes:
+        tokens: tokens of the largest step, at least 1.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Start with the limit.
+
+        Args:
+            max_tokens: tokens of the largest step when no step has run out of memory.
+        """
+        self._max_tokens = max_tokens
+        self.tokens = max_tokens
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a step has run out of memory, and steps are not large again."""
+        return self.tokens < self._max_tokens
+
+    def reduce(self, failed_tokens: int) -> None:
+        """Halve the size of a step that ran out of memory."""
+        self.tokens = max(1, failed_tokens // 2)
+
+    def grow(self) -> None:
+        """Grow after a step that ran, up to the limit."""
+        growth = max(1, self._max_tokens // _GROWTH)
+        self.tokens = min(self.tokens + growth, self._max_tokens)
+
 
 # Weight of a step, relative to the one after it.
 _MEMORY = 0.97
@@ -109,3 +191,43 @@ class StepCost:
         rate *= off_tokens**2 / (off_tokens**2 + self._variance)
         self._variance = (1 - rate) * (self._variance + rate * off_tokens**2)
         self._covariance = (1 - rate) * (self._covariance + rate * off_tokens * off_seconds)
+
+
+# Least part of the seconds of a step that prompts have, beside the tokens that run in any case.
+PROMPT_PART = 0.25
+
+
+def tokens_of_step(
+    parts: Sequence[Part],
+    max_tokens: int,
+    cost: StepCost,
+    latency_seconds: float,
+    *,
+    beside: Iterable[Group] = (),
+) -> int:
+    """Return the number of tokens of the next step, unless its groups need more.
+
+    Args:
+        parts: groups of the step.
+        max_tokens: largest step.
+        cost: expected cost of steps.
+        latency_seconds: target of the seconds of a step; 0 is no target.
+        beside: groups of other steps of a pipeline, whose next tokens wait for this step too.
+    """
+    groups = chain((part.group for part in parts), beside)
+    if not latency_seconds or not any(map(_waits_for_token, groups)):
+        return max_tokens
+    least = sum(part.least_tokens for part in parts)
+    factor = 1 / (1 - PROMPT_PART)
+    return min(max_tokens, cost.tokens_within(latency_seconds, least_tokens=least, factor=factor))
+
+
+def _waits_for_token(group: Group) -> bool:
+    """Return whether a client waits for the token that a group's next step chooses.
+
+    The client has read a token of it before.
+    """
+    first = group.first
+    if not group.streams or first.num_computed < first.num_tokens:
+        return False
+    return len(first.token_ids) + first.num_unknown == first.num_computed + 1

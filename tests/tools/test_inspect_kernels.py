@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from varlen_bench import inspect_kernels
-from varlen_bench.kernel_limits import (
+from varlen_bench.inspect_kernels import (
     CeilingKey,
     ceiling_key,
     lowest_ceilings,

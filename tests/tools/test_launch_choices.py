@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
-from varlen_bench.compile_ahead import compile_ahead
 from varlen_bench.dry_run import dry_run
 from varlen_bench.kernels.grid import FULL, GROUPS, TINY, calls_of
 from varlen_bench.launch_choices import (
     candidate_runs,
     collect_choices,
+    compile_ahead,
     default_runs,
     run_empty,
 )

@@ -1,4 +1,7 @@
-"""Two replicas on loopback behind a proxy of deploy/, for tests and benchmarks."""
+"""Two replicas on loopback behind a proxy of deploy/, and how their processes are killed.
+
+A supervisor restarts a server that has ended, and one whose probes fail. A worker process is replaced by its model.
+"""
 
 import contextlib
 import csv
@@ -12,13 +15,15 @@ import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from varlen_bench.harness.resident import model_process
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError, free_port
 
+_WORKER = "varlen.execution.workers.child"
 CONFIGURATIONS = Path(__file__).resolve().parents[3] / "deploy"
 
 # Longer than anything takes on a busy machine. Only a failure waits this long.
@@ -50,11 +55,7 @@ class Replica:
         os.kill(self.running.pid, signal.SIGKILL)
 
     def drain(self) -> None:
-        """Take the server out of service, as before its end.
-
-        Raises:
-            CalledProcessError: it cannot be drained.
-        """
+        """Take the server out of service, as before its end."""
         command = [sys.executable, "-m", "varlen_tools.drain"]
         command += [f"--server-pid={self.running.pid}", f"--metrics-url={self.running.metrics_url}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -82,16 +83,64 @@ def replicas(repository: Path) -> Iterator[list[Replica]]:
         yield found
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A kind of process that is killed."""
+
+    # kills the process of a model, by its name
+    strike: Callable[[Replica, str], None]
+    # seconds until the server is replaced; None if the replica recovers by itself
+    repair_after: float | None = None
+
+
+def _kill_server(replica: Replica, model: str) -> None:
+    del model
+    replica.kill()
+
+
+def _kill_stub(replica: Replica, model: str) -> None:
+    os.kill(model_process(replica.running.pid, model), signal.SIGKILL)
+
+
+def _kill_workers(replica: Replica, model: str) -> None:
+    for worker in worker_processes(model_process(replica.running.pid, model)):
+        os.kill(worker, signal.SIGKILL)
+
+
+# By the name of the event in rows.
+FAULTS: dict[str, Fault] = {
+    "server": Fault(_kill_server, repair_after=2.0),
+    "worker": Fault(_kill_workers),
+    # two probes, as deploy/ has them, and a few seconds more, in which calls in flight have to fail
+    "stub": Fault(_kill_stub, repair_after=8.0),
+}
+
+
+def worker_processes(stub: int) -> list[int]:
+    """Return the ids of the worker processes of a model's stub."""
+    return [
+        worker
+        for host in _children(stub)
+        if _WORKER in Path(f"/proc/{host}/cmdline").read_text("utf-8").split("\0")
+        for worker in _children(host)
+    ]
+
+
+def _children(pid: int) -> list[int]:
+    # /proc lists the children of each thread apart
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [
+        int(child) for each in threads for child in (each / "children").read_text("utf-8").split()
+    ]
+
+
 class Proxy(ABC):
     """A proxy with its configuration of deploy/, in front of two replicas.
 
     Args:
         command: program to run.
-        folder: gets its files.
+        folder: folder for its files.
         behind: replicas in the order of the configuration.
-
-    Attributes:
-        http_url, grpc_url: addresses for clients.
     """
 
     def __init__(self, command: str, folder: Path, behind: list[Replica]) -> None:
@@ -101,15 +150,15 @@ class Proxy(ABC):
         self.http_url = self.grpc_url = ""
 
     @abstractmethod
-    def arguments(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         """Write the files, set the addresses, and return the arguments of the program."""
 
     @abstractmethod
-    def states(self) -> dict[int, set[bool]]:
+    def _states(self) -> dict[int, set[bool]]:
         """Return which states its parts see of each replica: True is up."""
 
     def __enter__(self) -> "Proxy":
-        self._process = subprocess.Popen([self._command, *self.arguments()])
+        self._process = subprocess.Popen([self._command, *self._arguments()])
         try:
             self.wait_for(True, *range(len(self._behind)))
         except BaseException:
@@ -124,19 +173,18 @@ class Proxy(ABC):
     def wait_for(self, is_up: bool, *numbers: int) -> None:
         """Wait until all parts of the proxy see replicas as up, or as down."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while any(self.states().get(number) != {is_up} for number in numbers):
+        while any(self._states().get(number) != {is_up} for number in numbers):
             if self._process.poll() is not None:
                 raise ServerError(f"{self._command} has ended")
             if time.monotonic() > deadline:
-                raise ServerError(f"{numbers}: {is_up} expected in {self.states()}")
+                raise ServerError(f"{numbers}: {is_up} expected in {self._states()}")
             time.sleep(0.1)
 
 
 class Haproxy(Proxy):
     """haproxy with deploy/haproxy.cfg."""
 
-    def arguments(self) -> list[str]:
-        """Write the files, set the addresses, and return the arguments of the program."""
+    def _arguments(self) -> list[str]:
         http_port, grpc_port = free_port(), free_port()
         self.http_url, self.grpc_url = (
             f"http://{LOOPBACK}:{http_port}",
@@ -162,8 +210,7 @@ class Haproxy(Proxy):
             (self._folder / name).write_text(text)
         return ["-db", *(word for name in files for word in ("-f", str(self._folder / name)))]
 
-    def states(self) -> dict[int, set[bool]]:
-        """Return which states its parts see of each replica: True is up."""
+    def _states(self) -> dict[int, set[bool]]:
         found: dict[int, set[bool]] = {}
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self._socket))
@@ -181,8 +228,7 @@ class Haproxy(Proxy):
 class Envoy(Proxy):
     """Envoy with deploy/envoy.yaml."""
 
-    def arguments(self) -> list[str]:
-        """Write the files, set the addresses, and return the arguments of the program."""
+    def _arguments(self) -> list[str]:
         port, self._admin_port = free_port(), free_port()
         self.http_url, self.grpc_url = f"http://{LOOPBACK}:{port}", f"grpc://{LOOPBACK}:{port}"
         config = (CONFIGURATIONS / "envoy.yaml").read_text()
@@ -209,8 +255,7 @@ class Envoy(Proxy):
             "--disable-hot-restart",
         ]
 
-    def states(self) -> dict[int, set[bool]]:
-        """Return which states its parts see of each replica: True is up."""
+    def _states(self) -> dict[int, set[bool]]:
         url = f"http://{LOOPBACK}:{self._admin_port}/clusters?format=json"
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as page:

@@ -1,1 +1,0 @@
-"""The benchmark of faults: what callers of two replicas see of a killed process."""
