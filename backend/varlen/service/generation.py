@@ -1,4 +1,4 @@
-"""The parts of a running model that generates: its runner, input checks, scheduler, engine and grammars."""
+"""A model that generates: runner, input checks, scheduler, engine and grammars."""
 
 import logging
 from collections.abc import Mapping
@@ -252,7 +252,7 @@ def _new_intake(
     longest: int,
     template: ChatTemplate | None,
 ) -> Intake:
-    """Return the checks of prompts, given the longest sequence in tokens, with the chat template if there is one."""
+    """Return the checks of prompts of up to `longest` tokens."""
     limits = InputLimits(
         max_sequence_tokens=longest,
         max_text_bytes=text_limit(config, longest),

@@ -1,4 +1,4 @@
-"""The parts of a running model of one step: workers, input checks, engine and response cache."""
+"""A model of one step: workers, input checks, engine and response cache."""
 
 import logging
 import math

@@ -21,9 +21,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -40,8 +40,8 @@ from varlen.execution.workers.messages import (
     send_control,
 )
 from varlen.execution.workers.orders import Orders, ReadAhead
+from varlen.execution.workers.process import Setup
 from varlen.memory.heap import return_large_memory, trim_heap
-from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import freeze_objects, log_by, set_log_level
 
 if TYPE_CHECKING:
@@ -61,40 +61,8 @@ _Order = TypeVar("_Order")
 _Part = TypeVar("_Part")
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a process is to load.
-
-    Attributes:
-        control: its control socket.
-        fields: the message that says it.
-        config: the settings.
-        descriptors: file descriptors that came with the message.
-    """
-
-    control: socket.socket
-    fields: dict[str, Any]
-    config: EngineConfig
-    descriptors: Sequence[int]
-
-    def open_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint."""
-        ignored = self.config.ignored_fields
-        return Checkpoint.open(self.fields["folder"], ignore_config_fields=ignored)
-
-    @property
-    def generates(self) -> bool:
-        """Whether the model generates."""
-        return bool(self.fields["generates"])
-
-    @property
-    def number(self) -> int | None:
-        """Its number among the ranks or stages; None if it leads."""
-        return self.fields.get("number")
-
-
 def main() -> None:
-    """Load a model, or a part of one, describe it to the engine, and run it."""
+    """Load a model, or a part of one, and run it."""
     if os.getpgrp() != os.getpid():
         # a signal for the server's group is not for it
         os.setpgid(0, 0)
@@ -164,7 +132,7 @@ def _follow(control: socket.socket, member: Member, work: Work[Any, Any]) -> Non
 
 
 def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[Any, Any]) -> None:
-    """Run what comes on each connection that the engine sends, in a process that is forked if it can be."""
+    """Run the work of each connection that the engine sends, perhaps in forks."""
     workers: set[int] = set()
     with suppress(EOFError):
         while True:

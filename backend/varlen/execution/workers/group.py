@@ -1,7 +1,8 @@
-"""The processes that hold one model: the leader starts the others, decides for all, and sends them their work.
+"""The processes that hold one model.
 
-None can go on without the others: each of them has keys and values that no other one has. So if one is lost, the
-leader ends, the others with it, and the engine starts all of them again.
+The leader starts the others, decides for all, and sends them their work. None can go on without the others: each of
+them has keys and values that no other one has. So if one is lost, the leader ends, the others with it, and the engine
+starts all of them again.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from varlen.errors import EngineError, VarlenError
 from varlen.execution.workers.links import LateError, Links, links_of
 from varlen.execution.workers.messages import send_control
-from varlen.execution.workers.process import ControlledProcess
+from varlen.execution.workers.process import ControlledProcess, Setup
 
 if TYPE_CHECKING:
     from varlen.config import EngineConfig
-    from varlen.execution.workers.child import Setup
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How long the processes of a model may take, and how often they may be started again."""
+"""Limits of the time and of the restarts of a model's processes."""
 
 import time
 from collections import deque
@@ -36,9 +36,9 @@ def hung_after(config: EngineConfig) -> HungAfter:
 
 
 def longest_wait(config: EngineConfig, before: int) -> float:
-    """Return the seconds that a stage waits for a batch at most, given the number of stages before it.
+    """Return the longest wait of a stage for a batch, in seconds.
 
-    All stages get a batch at once, so it waits for all stages before it.
+    All stages get a batch at once, so it waits for all `before` stages before it.
     """
     return before * (config.rank_timeout_seconds + _LATER_SECONDS)
 

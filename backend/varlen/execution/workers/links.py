@@ -56,7 +56,7 @@ class RankLinks:
 
     @classmethod
     def new(cls, config: EngineConfig) -> tuple[RankLinks, list[list[int]]]:
-        """Return the links of the leader, and file descriptors for the links of each other rank."""
+        """Return the leader's links, and the file descriptors of each other rank."""
         memory = new_shared(8 * rank_words(config.tensor_parallel))
         others = [[os.dup(memory)] for _ in range(1, config.tensor_parallel)]
         return cls(config, 0, memory), others
@@ -66,12 +66,14 @@ class RankLinks:
         return f"rank {number} of {self.rank.size}"
 
     def limit_waits(self) -> None:
-        """Wait no longer than the settings allow from now on: all have loaded."""
+        """Limit waits as the settings say: all have loaded."""
         self._memory[LONGEST_WAIT] = self._longest_wait
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Return the context in which this rank runs: ranks wait for each other in their collectives.
+        """Return the context in which this rank runs.
+
+        Ranks wait for each other in their collectives.
 
         Raises:
             LateError: a rank was late, and this is rank 0.
@@ -82,7 +84,7 @@ class RankLinks:
 
 
 class StageLinks:
-    """The links of a stage to the one before and the one behind it. The last stage leads.
+    """The links of a stage to its neighbors. The last stage leads.
 
     Attributes:
         stage: the place of this process among the stages.
@@ -108,7 +110,7 @@ class StageLinks:
 
     @classmethod
     def new(cls, config: EngineConfig) -> tuple[StageLinks, list[list[int]]]:
-        """Return the links of the leader, and file descriptors for the links of each other stage."""
+        """Return the leader's links, and the file descriptors of each other stage."""
         others: list[list[int]] = []
         before: list[int] = []
         for _ in range(config.pipeline_parallel - 1):
@@ -122,12 +124,12 @@ class StageLinks:
         return f"stage {number + 1} of {self.stage.count}"
 
     def limit_waits(self) -> None:
-        """Wait no longer than the settings allow from now on: all have loaded."""
+        """Limit waits as the settings say: all have loaded."""
         self._longest_wait = longest_wait(self._config, self.stage.number)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Return the context in which this stage runs: after the one before it, and before the one behind it.
+        """Return the context in which this stage runs, between its neighbors.
 
         Raises:
             LateError: the one before did not come in time.

@@ -1,7 +1,7 @@
-"""Messages between the processes of a model: JSON, and arrays as their bytes. Nothing is pickled.
+"""Messages between the processes of a model: JSON, and arrays as their bytes.
 
-A message on a control socket is JSON, perhaps with file descriptors. A message on a connection for work is a batch, a
-step, or the answers to one: the length of the JSON, the JSON, then the arrays.
+Nothing is pickled. A message on a control socket is JSON, perhaps with file descriptors. A message on a connection for
+work is a batch, a step, or the answers to one: the length of the JSON, the JSON, then the arrays.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def step_of(message: bytes) -> PackedStep | None:
 
 @cache
 def _step_fields() -> tuple[str, ...]:
-    """Return the names of the fields of a step; an engine of batches does without torch."""
+    """Return the field names of a step; an engine of batches needs no torch."""
     from varlen.execution.step_packing import PackedStep
 
     return tuple(each.name for each in fields(PackedStep))
@@ -151,7 +151,7 @@ def _step_fields() -> tuple[str, ...]:
 
 @lru_cache(256)
 def _split(names: str) -> Sequence[tuple[str, str]]:
-    """Return group and name of each array of a step; the name is empty where the group is one array."""
+    """Return group and name of each array; the name of a lone array is empty."""
     pairs = (each.partition(".") for each in names.split())
     return [(group, name) for group, _, name in pairs]
 

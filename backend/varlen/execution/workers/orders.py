@@ -1,4 +1,4 @@
-"""Work as it arrives at a process of a model, each with a function that prepares it.
+"""Work as it arrives at a process of a model.
 
 The last stage of a pipeline reads and prepares work while it runs other work, so that the other stages run it at the
 same time.
@@ -43,7 +43,10 @@ class Orders(Generic[_Order, _Part]):
         self._arrivals.register(connection, select.POLLIN)
 
     def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
-        """Return the next work and what prepares it, or None after this many seconds; None is no limit.
+        """Return the next work and a function that prepares it; None after the timeout.
+
+        Args:
+            timeout: seconds; None is no limit.
 
         Raises:
             EOFError, OSError: the engine has closed the connection.

@@ -1,7 +1,7 @@
-"""A process of a model, for the process that starts it: the engine's, or the leader's of ranks and stages.
+"""A process of a model, for the process that starts it.
 
-The engine may start it early: it imports torch first, which takes longer than all that the engine's process does until
-its model loads.
+That is the engine's process, or the leader of ranks or stages. The engine may start it early: it imports torch first,
+which takes longer than all that the engine's process does until its model loads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
@@ -24,6 +24,7 @@ from varlen.errors import EngineError, ModelFaultError, VarlenError
 from varlen.execution.executor import CoreShare
 from varlen.execution.workers.limits import RestartLimit
 from varlen.execution.workers.messages import receive_control, send_control
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import start_module
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,38 @@ _END_SECONDS = 10.0
 # Seconds after each attempt to load the model again.
 _PAUSES = (1.0, 5.0, 0.0)
 ENDED = "the process that loads the model ended; the server's log says why"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a process is to load.
+
+    Attributes:
+        control: its control socket.
+        fields: the message that says it.
+        config: the settings.
+        descriptors: file descriptors that came with the message.
+    """
+
+    control: socket.socket
+    fields: dict[str, Any]
+    config: EngineConfig
+    descriptors: Sequence[int]
+
+    def open_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint."""
+        ignored = self.config.ignored_fields
+        return Checkpoint.open(self.fields["folder"], ignore_config_fields=ignored)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates."""
+        return bool(self.fields["generates"])
+
+    @property
+    def number(self) -> int | None:
+        """Its number among the ranks or stages; None if it leads."""
+        return self.fields.get("number")
 
 
 class ControlledProcess:
@@ -123,7 +156,7 @@ class ControlledProcess:
         return ""
 
     def end(self, seconds: float = _END_SECONDS) -> None:
-        """End the process, once the connections of its workers are closed; kill it after some seconds."""
+        """End the process, whose connections are closed; kill it after some seconds."""
         self._control.close()
         try:
             self._process.wait(seconds)
@@ -144,7 +177,7 @@ def excludes_gpu(device: Device) -> bool:
 
 @contextmanager
 def started_early(*, new_session: bool) -> Iterator[None]:
-    """Start the process of a CPU model that is loaded meanwhile; see `ControlledProcess`."""
+    """Start the process of a CPU model, which is loaded in this context."""
     _early[new_session] = ControlledProcess(new_session=new_session)
     try:
         yield
@@ -172,7 +205,7 @@ _Info = TypeVar("_Info", bound=Info)
 
 
 class Connected(NamedTuple):
-    """A worker: its connection for work, its process id, and file descriptors that it shares."""
+    """A worker: its connection for work, its process id, and its shared memory."""
 
     connection: Connection
     pid: int
@@ -180,9 +213,10 @@ class Connected(NamedTuple):
 
 
 class ModelProcess(Generic[_Info]):
-    """The process that loads a model: it forks its workers, or is its own only one.
+    """The process that loads a model.
 
-    A process that has ended is started again, with the same checkpoint. Any thread may call `connect`.
+    It forks its workers, or is its own only one. A process that has ended is started again, with the same checkpoint.
+    Any thread may call `connect`.
 
     Attributes:
         info: model facts for the engine.

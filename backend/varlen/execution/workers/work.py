@@ -1,4 +1,4 @@
-"""What a process of a model runs: batches of a model of one step, or steps of one that generates.
+"""The work of a process of a model: batches, or steps of generation.
 
 Steps draw their tokens here, and take steps of searches that depend on the logits alone, and the next step goes on with
 them. Others are chosen by the engine, from logits in memory that both map.
@@ -7,7 +7,7 @@ them. Others are chosen by the engine, from logits in memory that both map.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +23,9 @@ from varlen.execution.step_packing import PackedStep
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_draws
 from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
+from varlen.execution.workers.process import Setup
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Int32Array
-
-if TYPE_CHECKING:
-    from varlen.execution.workers.child import Setup
 
 _Order = TypeVar("_Order")
 _Part = TypeVar("_Part")
@@ -48,7 +46,7 @@ class Work(Protocol[_Order, _Part]):
         """Model facts for the engine."""
 
     def warm_up(self) -> None:
-        """Run what has to run before the first work, in all processes of the model."""
+        """Run the first batch or steps, in all processes of the model."""
 
     def share(self) -> Sequence[int]:
         """Return file descriptors of memory that the engine maps."""
@@ -57,7 +55,7 @@ class Work(Protocol[_Order, _Part]):
         """Return the work of a message."""
 
     def prepare(self, order: _Order, /) -> _Part:
-        """Return the part of some work that ranks or stages run; other work may run meanwhile."""
+        """Return the part that ranks or stages run; other work may run meanwhile."""
 
     def run(self, order: _Order, part: Callable[[], _Part], /) -> Sequence[Array]:
         """Return the answers to some work.
@@ -78,12 +76,12 @@ class Work(Protocol[_Order, _Part]):
 
 
 class BatchWork:
-    """Batches of a model of one step: `Work`. All processes of the model run them whole."""
+    """Batches of a model of one step, which all of its processes run."""
 
     read = staticmethod(batch_of)
 
     def __init__(self, setup: Setup, link: RankLink[WorkOfBatch] | None = None) -> None:
-        """Load the model, or a part of it, and compile what batches need, once for all workers."""
+        """Load the model, or a part of it, and compile it once for all workers."""
         config = setup.config
         is_forked = link is None
         workers = (config.threads or usable_cores()) if is_forked else 1

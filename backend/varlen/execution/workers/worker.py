@@ -222,7 +222,7 @@ class WorkerProcess:
         return self.launch_batch(batch)()
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Array]]:
-        """Send a batch; return a function that waits for the answer of each sequence; see `launch`."""
+        """Send a batch; return a function that waits for its answers; see `launch`."""
         return self.launch(batch_message(batch.prompts, batch.options), seconds=batch.seconds)
 
     def launch(self, message: bytes, *, seconds: float = 0.0) -> Callable[[], Sequence[Array]]:
@@ -246,7 +246,7 @@ class WorkerProcess:
         return partial(self._answers, sent)
 
     def wait(self, timeout: float) -> bool:
-        """Wait for the answers to the first work in flight; return False after this many seconds."""
+        """Wait for the next answers; return False after this many seconds."""
         return self._worker.wait(timeout)
 
     def _answers(self, sent: _Sent) -> Sequence[Array]:
@@ -260,7 +260,7 @@ class WorkerProcess:
         return sent.answer()
 
     def _answer(self, first: _Sent) -> None:
-        """Wait for the first work in flight; it has no answer afterwards if it has to run again."""
+        """Wait for the first work in flight, which may have to run again."""
         try:
             with self._sending:
                 if not first.is_sent:

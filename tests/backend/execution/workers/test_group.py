@@ -8,8 +8,8 @@ import pytest
 from varlen.config import EngineConfig
 from varlen.errors import EngineError
 from varlen.execution.workers import group, links
-from varlen.execution.workers.child import Setup
 from varlen.execution.workers.group import Member
+from varlen.execution.workers.process import Setup
 from varlen.memory.shared import new_shared
 
 LIMIT = 0.05
