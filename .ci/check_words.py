@@ -1,7 +1,8 @@
 """Check the words of comments, docstrings, messages and docs: `.ci/check_words.py [PATH ...]`.
 
 The first line of a docstring has at most 15 words, its entries of `Args:` and `Attributes:` begin with a noun, and
-no text holds a phrase of `PHRASES`: each of them has a plain word that readers of other serving systems know.
+no text holds a phrase of `PHRASES`: each of them has a plain word that readers of other serving systems know. No
+sentence begins with "Of …": its subject comes first.
 Docstrings and comments hold no phrase of `PROSE_PHRASES` either.
 """
 
@@ -36,8 +37,10 @@ PHRASES = {
     "mend(s|ed|ing)?": "repair, fix",
     "set(s|ting)? aside": "reserve, skip",
     "share_out": "split_batch",
-    "lanes?": "worker thread, sub-batch",
+    "what (is|are|was) left( of)?": "the rest of, the remaining",
 }
+# A sentence that begins with it has its subject at the end.
+OPENERS = re.compile(r"(?<![\w-])Of\s+[a-z][^\s,.:;]*")
 
 # Only in docstrings and comments: messages keep their words.
 PROSE_PHRASES = {"(those|that) of": "name the thing again"}
@@ -53,35 +56,37 @@ def problems(path: Path) -> list[tuple[int, str]]:
     source = path.read_text()
     if path.suffix not in (".py", ".pyi"):
         # the target of a link names a file
-        return list(_phrases(1, re.sub(r"\]\([^)]*\)", "]", source), path))
+        return list(_phrases(1, re.sub(r"\]\([^)]*\)", "]", source)))
     tree = ast.parse(source)
-    found = list(_docstring_problems(tree, path))
+    found = list(_docstring_problems(tree))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            found += _phrases(token.start[0], token.string, path, PHRASES | PROSE_PHRASES)
+            found += _phrases(token.start[0], token.string, PHRASES | PROSE_PHRASES)
     for node in ast.walk(tree):
         # text with a space is prose, other text a name
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            found += _phrases(node.lineno, node.value, path)
+            found += _phrases(node.lineno, node.value)
     return sorted(found)
 
 
 def _phrases(
-    line: int, text: str, path: Path, phrases: Mapping[str, str] = PHRASES
+    line: int, text: str, phrases: Mapping[str, str] = PHRASES
 ) -> Iterator[tuple[int, str]]:
     for phrase, instead in phrases.items():
-        # in kernels it is the standard word for an element of a vector
-        if phrase.startswith("lane") and "kernel" in str(path):
-            continue
         words = phrase.replace(" ", r"\s+")
         for match in re.finditer(rf"(?<![\w/-])({words})\b", text, re.IGNORECASE):
-            yield (
-                line + text[: match.start()].count("\n"),
-                f'"{" ".join(match[0].split())}" -> {instead}',
-            )
+            yield _problem(line, text, match, instead)
+    # the whole docstring is also a text with spaces
+    for match in OPENERS.finditer(text) if phrases is not PROSE_PHRASES else ():
+        yield _problem(line, text, match, "subject first")
 
 
-def _docstring_problems(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
+def _problem(line: int, text: str, match: re.Match[str], instead: str) -> tuple[int, str]:
+    at = line + text[: match.start()].count("\n")
+    return at, f'"{" ".join(match[0].split())}" -> {instead}'
+
+
+def _docstring_problems(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -89,7 +94,7 @@ def _docstring_problems(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
                 line = node.body[0].lineno
                 yield from _long_first_line(line, text)
                 yield from _entries_without_noun(line, text)
-                yield from _phrases(line, text, path, PROSE_PHRASES)
+                yield from _phrases(line, text, PROSE_PHRASES)
 
 
 def _long_first_line(line: int, text: str) -> Iterator[tuple[int, str]]:

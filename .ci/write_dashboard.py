@@ -27,7 +27,7 @@ _DATASOURCE: Json = {"type": "prometheus", "uid": "$datasource"}
 _COLUMNS = 3
 _WIDTH, _HEIGHT = 24 // _COLUMNS, 8
 _SCHEMA_VERSION = 38
-# Of the queries of a panel.
+# Letters of the queries of a panel.
 _NAMES = "ABCDEFGH"
 
 

@@ -226,7 +226,7 @@ class EngineConfig:
     )
     max_text_bytes: int | None = parameter_field(
         None,
-        "Longest text accepted, in bytes of UTF-8, checked before tokenization. Of a longer text that is truncated, its"
+        "Longest text accepted, in bytes of UTF-8, checked before tokenization. If a longer text is truncated, its"
         f" first or last bytes up to this number are read. The default is {BYTES_PER_TOKEN} for each token of the"
         f" longest sequence, at least {SHORTEST_TEXT}.",
         when="Raise it if texts with much white space are refused although they are truncated. Lower it if no client"
@@ -444,7 +444,7 @@ class EngineConfig:
         return tuple(name.strip() for name in self.ignore_config_fields.split(","))
 
     @property
-    def short_places(self) -> int:
+    def short_slots(self) -> int:
         """Number of short sequences that may generate beside `max_running_sequences`."""
         return -(-self.max_running_sequences // _SHORT_PART)
 

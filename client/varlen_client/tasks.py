@@ -55,7 +55,7 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 }
 # Features in an element of `binary` and `ubinary`.
 _BITS = 8
-# Of a request parameter.
+# Largest value of a request parameter.
 _LARGEST_INTEGER = 2**63 - 1
 # Parameters whose names differ in the protocol.
 _WIRE_NAMES = {"priority": "request_priority"}

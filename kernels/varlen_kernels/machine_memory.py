@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 _MACHINE = Path("/proc/meminfo")
-# Of a container: `memory.max` is "max" if there is no limit.
+# Limits of a container: `memory.max` is "max" if there is no limit.
 _CONTAINER = Path("/sys/fs/cgroup")
 
 

@@ -16,7 +16,7 @@ Results: TypeAlias = Sequence[tuple[Sequence[Any], torch.dtype]]
 # Rows and columns of a tensor: axes after the first count as one.
 Extent: TypeAlias = tuple[int, int]
 
-# Of tensors, by letter; "d" is the dtype of a model, for which a function has a name of its own.
+# Dtypes of tensors, by letter; "d" is the dtype of a model, for which a function has a name of its own.
 DTYPES: Mapping[str, torch.dtype] = {
     "f": torch.float32,
     "e": torch.float64,
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
         letter: dtype of the tensor, "." for any; empty for a constant.
         form: "matrix" `[rows, columns]`; "row" `[1, numbers]`, `[0, 0]` for none; "vector"; "address"; "by" the number
             `by`: `[all / number, number]`; "heads": `[number, columns]`; "boxes" by the columns of the matrix `by`:
-            `[rows, its columns, rest]`. Of a constant: "whole", "real" or "flag".
+            `[rows, its columns, rest]`. For a constant: "whole", "real" or "flag".
         by: name of another argument.
         of: name of the argument whose memory this is; it has none of its own.
     """

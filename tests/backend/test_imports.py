@@ -1,4 +1,4 @@
-"""What an import brings along: one Python imports everything in turn, the lightest first, and has no Triton."""
+"""What an import brings along: one Python without Triton imports all, the lightest first."""
 
 import os
 import subprocess

@@ -25,7 +25,7 @@ from .endings import Ending
 
 # Longer than any load of a tiny checkpoint takes.
 _LOAD_SECONDS = 150.0
-# Of address space: a wrong number must not take the machine's memory.
+# Limit of address space: a wrong number must not take the machine's memory.
 _MEMORY_BYTES = 24 << 30
 
 LoadEnd: TypeAlias = Literal["served", "refused", "failed"]

@@ -95,7 +95,7 @@ def test_sends_only_the_parameters_that_were_given(client, server):
     assert not {"normalize", "truncate", "deadline_ms", "request_priority"} & set(bare)
     assert full["normalize"] is False
     assert full["truncate"] is True
-    # what is left of it when the request is sent
+    # the rest of it when the request is sent
     assert 0 < full["deadline_ms"] <= 60_000.5
     assert full["request_priority"] == 9
     assert full["tenant"] == "shop"
@@ -112,7 +112,7 @@ def test_every_method_sends_the_deadline_and_the_priority(client, server, task):
     (received,) = server.model.requests
     assert received.parameters["request_priority"] == 1
     assert received.parameters["truncate"] is True
-    # what is left of it when the request is sent
+    # the rest of it when the request is sent
     assert 0 < received.parameters["deadline_ms"] <= 60_000
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 # Differs between two answers to one body.
 _VOLATILE = frozenset({"id", "created", "request_id"})
-# Of fp32 values that two batches compute.
+# Tolerance of fp32 values that two batches compute.
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
 
 

@@ -9,7 +9,7 @@ from varlen_kernels.reference.attention import Distances
 
 # Roundings of the longest sum in these tests; in bfloat16, of the intermediate results of an op.
 ROUNDINGS = {torch.float32: 4096, torch.bfloat16: 16}
-# Of tables of distances.
+# Rows of tables of distances.
 ROWS = 30
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

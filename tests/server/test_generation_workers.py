@@ -38,7 +38,7 @@ STREAMS: tuple[dict[str, Any], ...] = (
 )
 SEARCH: dict[str, Any] = {"num_beams": 4, "max_tokens": 40}
 WRITER = "writer"
-# Of an answer that does not end before its worker is killed, however late its reader is.
+# Tokens of an answer that does not end before its worker is killed, however late its reader is.
 LONGEST = 30_000
 
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from varlen_bench.compare.passes import Answer, Requests, drive_iterations
 from varlen_bench.compare.results import Result
-from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.generate import (
     GenerateSubject,
     app,
@@ -31,6 +30,7 @@ from varlen_bench.peers.engines import Cores
 from varlen_bench.peers.gguf_files import write_gguf
 from varlen_bench.workers import decode_step, llamacpp, stepped
 from varlen_bench.workers.generate import OURS, REQUEST_LEVEL, SYSTEMS, figures, load_iteration
+from varlen_bench.workers.stepped import step_in_thread
 
 from .conftest import read_csv
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from varlen_bench.compare.passes import Requests, drive_batches, drive_iterations
 from varlen_bench.compare.results import Result, csv_row, speed_ratio
-from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.compare.systems import REFERENCE, System
 from varlen_bench.compare.turns import measure_in_turns, running, start_system
 from varlen_bench.compare.worker import Worker
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.peers import environments
+from varlen_bench.workers.stepped import step_in_thread
 
 from .virtual_clock import VirtualTime
 

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from varlen_bench.gpu_report import __main__ as command
-from varlen_bench.gpu_report import environment, load, products, smoke
+from varlen_bench.gpu_report import environment, load, measure, products, smoke
 from varlen_bench.gpu_report.__main__ import pack, unpack
 from varlen_bench.gpu_report.bounded import GRACE_SECONDS, Stage, run_stages
-from varlen_bench.gpu_report.figures import MUST_BE_0, within
+from varlen_bench.gpu_report.figures import MUST_BE_0, figure, within
 from varlen_bench.gpu_report.profiled import run_each
 from varlen_bench.gpu_report.stages import Call, Files, all_stages
 from varlen_bench.gpu_report.summary import (
@@ -267,6 +267,24 @@ def test_products_are_measured_in_both_layouts_and_end_with_the_budget(monkeypat
     assert 0 < min(errors.values()) <= max(errors.values()) < 0.01
     assert len(cut_off) == 3
     assert "the budget of 5 s is spent" in capsys.readouterr().out
+
+
+def test_the_command_of_figures_appends_the_rows_of_one_name(tmp_path, monkeypatch):
+    rows = [figure("load", "tiny", name, 1.5, "s") for name in ("first", "second")]
+    monkeypatch.setitem(measure.FIGURES, "load", ("Loads", lambda machine: iter(rows)))
+    monkeypatch.setattr(measure, "finds_gpu", lambda command: True)
+    monkeypatch.setattr(measure, "gpu_machine", lambda samples: fake_machine())
+    app, path = typer.Typer(), tmp_path / "load.csv"
+    app.command()(measure.main)
+
+    done = CliRunner().invoke(app, ["load", "--output", str(path)])
+    refused = CliRunner().invoke(app, ["loads"])
+
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1].endswith("figures=2")
+    with path.open() as file:
+        assert [row["figure"] for row in csv.DictReader(file)] == ["first", "second"]
+    assert refused.exit_code == 2
 
 
 def test_each_kernel_runs_for_the_profiler():

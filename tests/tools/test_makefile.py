@@ -55,6 +55,21 @@ def test_every_target_can_be_planned(target: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+def test_each_test_is_in_one_of_two_tiers() -> None:
+    usual, rest = (
+        [
+            line
+            for line in make("--dry-run", target, folder=PROJECT).stdout.splitlines()
+            if "-m pytest" in line
+        ]
+        for target in ("test", "test-all")
+    )
+
+    # the oldest Triton comes after
+    assert [line.replace("-m 'not full'", "-m full") for line in usual] == rest[: len(usual)]
+    assert "-m full" in rest[0]
+
+
 # A Python of an environment that has no torch and does not reach an index of torch.
 NO_INDEX = """\
 #!/bin/sh

@@ -4,7 +4,7 @@ import pytest
 
 from varlen_tools.server_log import load_failures, loading_stage
 
-# Of tritonserver 2.51.
+# A log of tritonserver 2.51.
 LOG = r"""
 W1128 18:47:31.392415 18353 pinned_memory_manager.cc:273] "Unable to allocate pinned system memory"
 I1128 18:47:31.393937 18353 model_lifecycle.cc:472] "loading: minilm:1"

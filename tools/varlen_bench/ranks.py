@@ -24,6 +24,7 @@ import numpy as np
 import typer
 
 from varlen_bench.compare.subject import Subject, command
+from varlen_bench.compare.turns import in_turn
 from varlen_bench.harness.command import Only, Progress, select
 from varlen_bench.harness.neighbour import half_a_busy_core
 from varlen_bench.harness.resident import MIB, resident_bytes
@@ -49,7 +50,7 @@ _System = TypeVar("_System")
 _Sample = TypeVar("_Sample")
 
 _COLUMNS = "measurement case system ranks unit median p20 p80 least samples load".split()
-# Of hidden states of 768 features: one token, a decode step of 32 sequences, and a prefill.
+# Shapes of hidden states of 768 features: one token, a decode step of 32 sequences, and a prefill.
 SHAPES = ((1, 768), (32, 768), (512, 768))
 # How ranks add: inside a step, as an op that Python calls, and by PyTorch's own library for CPUs.
 SYSTEMS = ("step", "op", "gloo")
@@ -143,8 +144,7 @@ class RanksSubject(Subject[Row]):
         self.load = os.getloadavg()[0]
         found: dict[str, list[_Sample]] = {system: [] for system in compared}
         for number in range(self.rounds + 1):
-            names = list(compared)
-            for system in names if number % 2 else names[::-1]:
+            for system in in_turn(list(compared), number + 1):
                 samples = ask(compared[system])
                 found[system] += samples if number else []
         return found

@@ -2,7 +2,7 @@
 
 Benchmarks use a `Mix` with `poisson_times`: loads of one size hold the same work.
 The simulator draws each `Arrival` and its length independently: `poisson_arrivals` and `burst_arrivals`.
-Of generation it scales one stream of arrivals to each rate: `generation_arrivals` or `generation_trace`, and `at_rate`.
+For generation it scales one stream to each rate: `generation_arrivals` or `generation_trace`, and `at_rate`.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:
 def non_negative_least_squares(terms: FloatArray) -> FloatArray:
     """Return the coefficients, none negative, whose weighted sum of terms is closest to 1.
 
-    The terms are few, so every subset is tried as those that are not zero. Of equally good subsets, as of two batches
-    that many subsets fit, the first of the smallest is chosen.
+    The terms are few, so every subset is tried as those that are not zero. Many subsets fit two batches equally
+    well; the first of the smallest is chosen.
     """
     scale = terms.max(axis=0)
     scaled = terms / scale

@@ -159,7 +159,7 @@ def step_arenas(
     """
     layouts = [Layout(program.buffers, alignment_of(device)) for program in programs]
     # each sequence of a step has a token
-    rows = min(config.max_running_sequences + config.short_places, max_step_tokens)
+    rows = min(config.max_running_sequences + config.short_slots, max_step_tokens)
     largest = {"tokens": max_step_tokens, "sequences": rows, "logit_rows": rows}
     allowed = config.arena_limit(memory_of(device)) // config.num_processes
     needed = sum(layout.plan(largest).footprint for layout in layouts)

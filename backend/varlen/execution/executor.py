@@ -22,7 +22,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ModelFaultError
 from varlen.request.request import Float32Array
 from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
-from varlen.scheduling.choices import BeamStep, SampledToken
+from varlen.scheduling.device_plan import BeamStep, SampledToken
 from varlen.scheduling.engine import Executor
 
 _T = TypeVar("_T")

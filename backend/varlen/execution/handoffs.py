@@ -19,7 +19,7 @@ from varlen.memory.usage import Dims, Size
 from varlen.program.program import Value
 from varlen.program.stages import StageProgram
 
-# Of a value: two stages share no line of a cache.
+# Alignment of a value: two stages share no line of a cache.
 _ALIGNMENT = 64
 
 

@@ -11,7 +11,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS, Masks
-from varlen.scheduling.choices import EditLimits
+from varlen.scheduling.device_plan import EditLimits
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
 
@@ -125,7 +125,7 @@ def edit_limits(checkpoint: Checkpoint, config: EngineConfig) -> EditLimits:
     longest = generation_limit(checkpoint, config) + _OTHER_EDITS
     entries = min(longest, checkpoint.target_vocab_size)
     entries = -(-entries // _ALIGNED_ENTRIES) * _ALIGNED_ENTRIES
-    running = config.max_running_sequences + config.short_places
+    running = config.max_running_sequences + config.short_slots
     return EditLimits(min(running, _EDIT_BYTES // (entries * _ENTRY_BYTES)), entries)
 
 

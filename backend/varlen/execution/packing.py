@@ -33,8 +33,8 @@ def active_terms(weights: Float32Array) -> Float32Array:
         weights: `[vocabulary]`, of each term; none is negative.
 
     Returns:
-        `[terms, 2]` fp32: the number of each term, which fp32 holds exactly up to 2**24, and its weight. Of equal
-        weights, the lower number comes first.
+        `[terms, 2]` fp32: the number of each term, which fp32 holds exactly up to 2**24, and its weight. Among
+        equal weights, the lower number comes first.
     """
     # numpy finds what is true ten times as fast as what is not 0
     terms = np.flatnonzero(weights != 0)

@@ -24,14 +24,14 @@ from varlen.execution.model_info import GraphUse, StepInfo
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
+from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, SampledToken
 from varlen_kernels.reference.beam_search import NOT_GIVEN
 
 
-class StepChoice(Protocol):
+class Chooser(Protocol):
     """Chooses tokens and steps of searches, and says what the device can choose by itself."""
 
-    def on_device(self, step: Batch) -> DeviceChoice:
+    def plan(self, step: Batch) -> DevicePlan:
         """Return what the device chooses in a step.
 
         The tokens of the step before it are perhaps not known yet.
@@ -47,24 +47,24 @@ class StepChoice(Protocol):
         """Forget what the device keeps of sequences: it has lost it."""
 
     def outputs(
-        self, step: Batch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
+        self, step: Batch, choice: DevicePlan, chosen: Chosen, logits: Tensor | None
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, chunk by chunk.
 
         Args:
             step: the step.
-            choice: the result of `on_device` for it.
+            choice: the result of `plan` for it.
             chosen: the choices of the device.
             logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
         """
 
 
-class NoChoice:
-    """Of a process that only runs steps: a `StepChoice` without outputs."""
+class NoChooser:
+    """A `Chooser` without outputs, for a process that only runs steps."""
 
-    def on_device(self, step: Batch) -> DeviceChoice:  # noqa: ARG002  # of every choice
+    def plan(self, step: Batch) -> DevicePlan:  # noqa: ARG002  # of every chooser
         """Return nothing."""
-        return DeviceChoice()
+        return DevicePlan()
 
     def given(self, step: Batch) -> Int32Array:
         """Return that nothing is given."""
@@ -76,8 +76,8 @@ class NoChoice:
     def outputs(
         self,
         step: Batch,  # noqa: ARG002
-        choice: DeviceChoice,  # noqa: ARG002
-        chosen: DeviceChosen,  # noqa: ARG002
+        choice: DevicePlan,  # noqa: ARG002
+        chosen: Chosen,  # noqa: ARG002
         logits: Tensor | None,  # noqa: ARG002
     ) -> Sequence[SampledToken | BeamStep]:
         """Return no outputs."""
@@ -110,7 +110,7 @@ _Packed = TypeVar("_Packed")
 class StepDevice(Protocol[_Packed]):
     """What runs steps, in the order in which they start."""
 
-    def pack(self, step: Batch, choice: DeviceChoice) -> _Packed:
+    def pack(self, step: Batch, choice: DevicePlan) -> _Packed:
         """Return a step as the device takes it.
 
         Args:
@@ -121,7 +121,7 @@ class StepDevice(Protocol[_Packed]):
     def may_queue(self, packed: _Packed) -> bool:
         """Return whether a step can start while another one runs, without waiting for it."""
 
-    def start(self, step: Batch, packed: _Packed) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: _Packed) -> Callable[[], Chosen]:
         """Start a step; return a function that waits for what the device chooses.
 
         Args:
@@ -129,7 +129,7 @@ class StepDevice(Protocol[_Packed]):
         """
 
     def choose(
-        self, step: Batch, packed: _Packed, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, packed: _Packed, choice: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, completed by the host.
 
@@ -155,9 +155,9 @@ class _Launched(Generic[_Packed]):
 
     step: Batch
     packed: _Packed | None = None
-    choice: DeviceChoice = field(default_factory=DeviceChoice)
+    choice: DevicePlan = field(default_factory=DevicePlan)
     is_started: bool = False
-    chosen: Callable[[], DeviceChosen] | None = None
+    chosen: Callable[[], Chosen] | None = None
     error: BaseException | None = None
 
 
@@ -168,7 +168,7 @@ class StepLauncher(Generic[_Packed]):
     """
 
     def __init__(
-        self, device: StepDevice[_Packed], choice: StepChoice, *, runs_apart: bool = False
+        self, device: StepDevice[_Packed], choice: Chooser, *, runs_apart: bool = False
     ) -> None:
         """Start without a step.
 
@@ -193,7 +193,7 @@ class StepLauncher(Generic[_Packed]):
         """
         launched = _Launched[_Packed](step)
         try:
-            choice = self._choice.on_device(step)
+            choice = self._choice.plan(step)
             launched.packed = self._device.pack(step, choice)
             launched.choice = choice
         except BaseException as error:
@@ -255,7 +255,7 @@ class StepLauncher(Generic[_Packed]):
                 self._start_all()
 
     def _whole(
-        self, step: Batch, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, choice: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step that the device has chosen.
 

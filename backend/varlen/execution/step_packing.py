@@ -16,14 +16,14 @@ from varlen.execution.packing import bounds_of, positions_of
 from varlen.memory.usage import Dims
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import (
+from varlen.scheduling.device_plan import (
     BeamStep,
-    DeviceChoice,
+    ChosenBeams,
+    DevicePlan,
     Draws,
     EditLimits,
     Edits,
     SampledToken,
-    SearchChoices,
 )
 from varlen_kernels.reference.beam import MAX_WIDTH, NO_TOKEN, BeamEdits
 from varlen_kernels.reference.beam_search import (
@@ -52,7 +52,7 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     for each in chunks:
         if each.beams:
             rows.append((row, each.beams, each.num_generated, len(places)))
-            places += each.beam_places
+            places += each.beam_slots
         # a chunk of several tokens comes after all beams
         row += each.beams or 1
     return {
@@ -62,7 +62,7 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     }
 
 
-def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
+def search_arrays(chunks: Sequence[Chunk], choice: DevicePlan) -> Arrays:
     """Return what searches take their steps with; empty if none does."""
     if not any(choice.searches):
         return {}
@@ -75,14 +75,14 @@ def search_arrays(chunks: Sequence[Chunk], choice: DeviceChoice) -> Arrays:
     rules, logit_row, row, width = iter(choice.searches), 0, 0, 0
     for each in chunks:
         count = each.num_logit_rows
-        if each.beam_places and each.samples and (own := next(rules, None)) is not None:
+        if each.beam_slots and each.samples and (own := next(rules, None)) is not None:
             flags = IS_LAST * own.is_last | ENDS_WHEN_FULL * own.ends_when_full
             forced = NO_TOKEN if own.forced is None else own.forced
             of_ends = len(ends), len(ends) + len(own.end_ids)
             length = each.num_generated + 1
             beams = len(places)
             rows.append((row, count, own.num_beams, length, flags, forced, *of_ends, beams))
-            places += each.beam_places
+            places += each.beam_slots
             ends += own.end_ids
             divisors.append((own.divisor, own.best_divisor))
             logit_rows += range(logit_row, logit_row + count)
@@ -152,7 +152,7 @@ def begun_arrays(edits: Edits | None) -> Mapping[str, npt.NDArray[np.int32 | np.
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Packed inputs by name, each one-dimensional.
 StepArrays: TypeAlias = Mapping[str, Int32Array | Int64Array]
-_NOTHING_CHOSEN = DeviceChoice()
+_NOTHING_CHOSEN = DevicePlan()
 # Number of the step before, of a step that needs none.
 _NO_STEP = -1
 _NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0])
@@ -219,7 +219,7 @@ class PackedStep:
         self.inputs["token_ids"][places] = chosen[rows]
 
 
-def pack_step(step: Batch, block_size: int, choice: DeviceChoice = _NOTHING_CHOSEN) -> PackedStep:
+def pack_step(step: Batch, block_size: int, choice: DevicePlan = _NOTHING_CHOSEN) -> PackedStep:
     """Return a step as arrays.
 
     Args:
@@ -523,7 +523,7 @@ class DeviceSearches:
         return numbers
 
 
-def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
+def choices_of(numbers: Tensor, arrays: Arrays) -> ChosenBeams:
     """Return what searches have chosen.
 
     Args:
@@ -531,4 +531,4 @@ def choices_of(numbers: Tensor, arrays: Arrays) -> SearchChoices:
         arrays: `PackedStep.searches`.
     """
     results = SearchResults.views(numbers, len(arrays["searches"]))
-    return SearchChoices(*(each.numpy() for each in results))
+    return ChosenBeams(*(each.numpy() for each in results))

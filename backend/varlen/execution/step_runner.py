@@ -30,7 +30,7 @@ from varlen.execution.model_info import (
 from varlen.execution.programs import load_programs
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_launcher import StepChoice, StepLauncher
+from varlen.execution.step_launcher import Chooser, StepLauncher
 from varlen.execution.step_packing import (
     DeviceEdits,
     DeviceSearches,
@@ -47,10 +47,10 @@ from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import (
+from varlen.scheduling.device_plan import (
     BeamStep,
-    DeviceChoice,
-    DeviceChosen,
+    Chosen,
+    DevicePlan,
     SampledToken,
 )
 from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
@@ -95,7 +95,7 @@ class StepRunner:
         self,
         checkpoint: Checkpoint,
         config: EngineConfig,
-        choice: StepChoice,
+        choice: Chooser,
         *,
         gpu: int = 0,
         kernels: object | None = None,
@@ -157,7 +157,7 @@ class StepRunner:
         self.edits = DeviceEdits(kernels, self.device, edit_limits(checkpoint, config))
         self.steps: DeviceSteps
         self.slots = 1
-        self._launcher: StepLauncher[DeviceChoice] | None = None
+        self._launcher: StepLauncher[DevicePlan] | None = None
         self.graph_use = GraphUse()
         if self.device.type == "cuda":
             self.steps = CudaSteps(
@@ -213,7 +213,7 @@ class StepRunner:
 
     def _run(self, step: Batch) -> Sequence[SampledToken | BeamStep]:
         assert isinstance(self.steps, CpuSteps)
-        choice = self._choice.on_device(step)
+        choice = self._choice.plan(step)
         packed = pack_step(step, self.kv.block_size, choice)
         if packed.beams:
             packed.beams["given"][:] = self._choice.given(step)
@@ -228,7 +228,7 @@ class StepRunner:
         if self._encoder is not None:
             self._encoder.encode(step.chunks)
 
-    def run_packed(self, step: PackedStep) -> DeviceChosen:
+    def run_packed(self, step: PackedStep) -> Chosen:
         """Run a step on a CPU; return what was chosen here.
 
         The host chooses the rest from logits that are valid until the next step.
@@ -254,7 +254,7 @@ class StepRunner:
                 copies = np.concatenate([copies, more.numpy()])
             return part_of_step(step.inputs, copies, step.sources, step.order)
 
-    def run_prepared(self, step: PackedStep, part: PackedStep) -> DeviceChosen:
+    def run_prepared(self, step: PackedStep, part: PackedStep) -> Chosen:
         """Run a step whose part is prepared; see `run_packed`."""
         with memory_errors(), torch.inference_mode():
             logits = self.run_part(part)
@@ -272,7 +272,7 @@ class StepRunner:
                         logits, step.searches, tensors_of(step.searches)
                     )
                 searches = choices_of(numbers, step.searches)
-            return DeviceChosen(token_ids, searches)
+            return Chosen(token_ids, searches)
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:

@@ -28,13 +28,13 @@ from varlen.execution.step_packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, Edits, SearchRules
+from varlen.scheduling.device_plan import Chosen, DevicePlan, Draws, Edits, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_kernels.reference.logit_edits import NO_PLACE
 
 if TYPE_CHECKING:
     from varlen.execution.cuda.runner import CudaRunner
-    from varlen.execution.step_launcher import StepChoice
+    from varlen.execution.step_launcher import Chooser
     from varlen.execution.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
@@ -130,9 +130,9 @@ def warm_up_draws(runner: StepRunner) -> None:
     rows = runner.arenas[0].largest["logit_rows"]
     beams = _searched(rows)[0].num_beams
     rules = SearchRules(beams, True, False, None, (), np.zeros(1, np.int32), 1.0, 1.0)
-    choices = {True: [DeviceChoice(searches=[rules])]}
+    choices = {True: [DevicePlan(searches=[rules])]}
     draws = [Draws(limits, None), Draws(limits, np.zeros(1)), Draws(limits, None, _edits())]
-    choices[False] = [DeviceChoice(each) for each in draws]
+    choices[False] = [DevicePlan(each) for each in draws]
     for options in _options(has_sources=runner.has_sources, rows=rows):
         prompt = _choosing(_chunk(runner, 1, 1, options))
         for choice in choices[prompt.sequence.is_searched]:
@@ -140,7 +140,7 @@ def warm_up_draws(runner: StepRunner) -> None:
                 runner.run_packed(pack_step(_step([chunk]), runner.kv.block_size, choice))
 
 
-def warm_up_choice(choice: StepChoice, info: StepInfo) -> None:
+def warm_up_choice(choice: Chooser, info: StepInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
     Where the model runs in a process of its own, that process has warmed it up.
@@ -156,9 +156,9 @@ def warm_up_choice(choice: StepChoice, info: StepInfo) -> None:
         sequence = _sequence(1, 1, options, has_sources=info.has_sources)
         step = _step([_choosing(Chunk(sequence, 0, (0,), (0,), ()))])
         # what the process chooses otherwise
-        nothing = DeviceChoice(searches=[None])
+        nothing = DevicePlan(searches=[None])
         with torch.inference_mode():
-            choice.outputs(step, nothing, DeviceChosen(), torch.zeros(1, info.vocab_size))
+            choice.outputs(step, nothing, Chosen(), torch.zeros(1, info.vocab_size))
 
 
 def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
@@ -236,12 +236,12 @@ def _choosing(chunk: Chunk) -> Chunk:
     """Return a chunk that chooses what follows it."""
     sequence = chunk.sequence
     places = tuple(range(sequence.generation.num_beams)) if sequence.is_searched else ()
-    return chunk._replace(samples=(sequence,), beam_places=places)
+    return chunk._replace(samples=(sequence,), beam_slots=places)
 
 
 def _beams_after(runner: StepRunner, prompt: Chunk) -> list[Chunk]:
     """Return the tokens of beams after a prompt, all in block 0; none without beams."""
-    length, beams = len(prompt.token_ids), len(prompt.beam_places)
+    length, beams = len(prompt.token_ids), len(prompt.beam_slots)
     if not beams or length == runner.max_sequence_tokens:
         return []
     blocks = (0,) * -(-(length + 1) // runner.kv.block_size)

@@ -1,13 +1,13 @@
 """Text to token ids, with the checkpoint's own `tokenizer.json`.
 
-The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. Of a
-text that is much too long, only the part up to a safe boundary (`boundaries`) is tokenized, or the part from one on if
-its beginning is cut: the result equals the whole text's.
+The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. It
+tokenizes only the part of a much too long text up to a safe boundary (`boundaries`), or the part from one on if the
+text's beginning is cut: the result equals the whole text's.
 
 A request's text may itself be a part, of a text that is too long to be read. The tokens next to where reading ended
 may differ from the whole text's. In a run, such as of digits, all tokens may depend on that place. So a part counts
 only if it has `spare_tokens` more than are kept, and these are the same if a character less is read; or if it ends at a
-safe boundary. Of two parts it is not known which is longer: if an odd number of tokens is kept, the last of one text
+safe boundary. Which of two parts is longer is not known: if an odd number of tokens is kept, the last of one text
 may be the last of the other.
 """
 

@@ -283,7 +283,7 @@ class Recorder(Recording):
 
         Args:
             kernel: name of the function that makes them.
-            operands: its arguments, qkv first. Of those that differ from layer to layer, it reads no values.
+            operands: its arguments, qkv first. It reads no values of operands that differ from layer to layer.
             cu_seqlens: bounds of the sequences.
             size: rows for each bound, beside one for each token; and number of columns.
             attributes: its keyword arguments.

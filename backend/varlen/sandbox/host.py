@@ -24,7 +24,7 @@ from varlen.sandbox.limits import OUT_OF_MEMORY, SandboxLimits, limit_memory
 
 MAX_MESSAGE = 1 << 16
 
-# Of a traceback, whose lines may repeat a template.
+# Characters of a traceback, whose lines may repeat a template.
 _MAX_TRACE = 4000
 
 Serve: TypeAlias = Callable[[Frames, SandboxLimits], None]

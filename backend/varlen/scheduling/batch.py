@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, VarlenError
 from varlen.request.request import Float32Array, Output, Prompt, RequestOptions
-from varlen.scheduling.choices import BeamAnswer, BeamStep, SampledToken
+from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState, SequenceState
 
 Failure: TypeAlias = Literal["memory", "batch", "worker", "model", "skipped"]
-# Of a batch: one, or all since it ran alone, or both in turn.
+# Cores of a batch: one, or all since it ran alone, or both in turn.
 Cores: TypeAlias = Literal["one", "all", "both"]
 
 
@@ -34,9 +34,9 @@ class Chunk(NamedTuple):
             prompt, several for the samples of one prompt.
         source_block_ids: blocks of the keys and values of its source text.
         encodes: the tokens of that text if it is encoded in this step, before these tokens.
-        follows: row of the logits of the step before that the only token is chosen from; `token_ids` has 0 in its
-            place.
-        beam_places: places of the beams of a search among all beams that run; none without a search.
+        follows: row of the logits of the step before that the only token is chosen from; `token_ids` has 0
+            instead.
+        beam_slots: slots of the beams of a search; none without a search.
         beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
             `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt.
     """
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
     source_block_ids: tuple[int, ...] = ()
     encodes: tuple[int, ...] = ()
     follows: int | None = None
-    beam_places: tuple[int, ...] = ()
+    beam_slots: tuple[int, ...] = ()
     beams: int = 0
 
     @property
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Sequences that run together, each with some tokens: decided by the scheduler, run by the executor.
+    """Sequences that run together, each with some tokens.
 
     Attributes:
         sequences: one or more sequences, in any order.
@@ -106,7 +106,7 @@ class Batch:
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs: one for each sequence, or for each sample and each search of a step."""
+        """Number of outputs: one per sequence, or per sample and search of a step."""
         if not self.chunks:
             return len(self.sequences)
         return sum(len(chunk.samples) for chunk in self.chunks)

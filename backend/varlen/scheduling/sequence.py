@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart, Prompt, Reply, Request, RequestOptions
-from varlen.scheduling.choices import BeamAnswer, SampledToken
+from varlen.scheduling.device_plan import BeamAnswer, SampledToken
 
 Status: TypeAlias = Literal["waiting", "running", "finished"]
 

@@ -9,7 +9,7 @@ import torch
 
 from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.decoding.checkpoint_rules import RequestDefaults, request_defaults, search_rules
-from varlen.decoding.choice import TokenChoice
+from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import MAX_COMPILING, Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.chat import ChatTemplate
@@ -96,7 +96,7 @@ class Iterative:
         bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
         device = choose_device(config.device, gpu)
         limits = edit_limits(checkpoint, config)
-        choice = TokenChoice(checkpoint, grammars, bad_words, device, limits)
+        choice = TokenChooser(checkpoint, grammars, bad_words, device, limits)
         runner = load_step_model(checkpoint, config, choice, stats, gpu=gpu, isolated=isolated)
         opened.callback(runner.close)
         longest = runner.info.max_sequence_tokens
@@ -285,7 +285,7 @@ def _new_scheduler(
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
         max_running_sequences=config.max_running_sequences,
         max_sequence_tokens=info.max_sequence_tokens,
-        short_places=config.short_places,
+        short_slots=config.short_slots,
         short_tokens=SHORT_TOKENS,
         stages=config.pipeline_parallel,
     )

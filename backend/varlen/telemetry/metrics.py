@@ -143,7 +143,7 @@ class SnapshotMetric(Metric):
     PREEMPTIONS = "varlen_preemptions_total", "COUNTER", "Sequences that gave back their KV blocks to be computed again"
     ORDER_PREEMPTIONS = (
         "varlen_order_preemptions_total", "COUNTER",
-        "Of these, sequences that gave way to a request before them in the fair order; all others lacked KV blocks",
+        "Preempted sequences that gave way to a request before them in the fair order; all others lacked KV blocks",
     )
     PREFIX_CACHE_HIT_TOKENS = (
         "varlen_prefix_cache_hit_tokens_total", "COUNTER", "Prompt tokens whose KV blocks another sequence had computed"

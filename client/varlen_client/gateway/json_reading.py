@@ -38,7 +38,7 @@ SMALL_BYTES = 16 << 10
 
 # Bytes that are counted in one step.
 _PIECE_BYTES = 64 << 10
-# Of the parser, pydantic_core.
+# The message of the parser, pydantic_core.
 _DEPTH_ERROR = "recursion limit exceeded"
 _MAX_LEVELS = 200
 

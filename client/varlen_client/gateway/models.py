@@ -51,7 +51,7 @@ _REMEDY = (
     "send texts (OpenAIEmbeddings of LangChain sends them with check_embedding_ctx_length=False)"
 )
 
-# Of the request that runs: the tenant of its API key, None without keys, and the model in its query.
+# What the request that runs has: the tenant of its API key, None without keys, and the model in its query.
 TENANT: ContextVar[str | None] = ContextVar("tenant of a request", default=None)
 _QUERY_MODEL: ContextVar[str | None] = ContextVar("model in the query of a request", default=None)
 

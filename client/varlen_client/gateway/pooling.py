@@ -87,7 +87,7 @@ class PoolingBody(OpenAIBody, VectorFields):
     """By default the task of the model."""
     encoding_format: Literal["float", "base64"] = "float"
     use_activation: bool | None = None
-    """Of labels as in `/classify`, of vectors vLLM's name of `normalize`."""
+    """As in `/classify` for labels; vLLM's name of `normalize` for vectors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class StreamOptions(Object):
     include_obfuscation: Any = None
     """Ignored: it pads chunks against listeners who count bytes."""
     continuous_usage_stats: bool | None = None
-    """Of vLLM: whether each chunk has the usage of its answer so far."""
+    """vLLM's: whether each chunk has the usage of its answer so far."""
 
 
 class JsonSchema(Object):

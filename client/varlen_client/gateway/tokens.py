@@ -47,7 +47,7 @@ class TokenizeBody(RequestBody):
     prompt_name: StrictStr | None = None
     """Of TEI."""
     return_token_strs: StrictBool | None = None
-    """Of vLLM."""
+    """vLLM's."""
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
     chat_template: StrictStr | None = None

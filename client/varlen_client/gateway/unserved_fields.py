@@ -73,7 +73,7 @@ CHATS: UnservedFields = {
     ),
     "web_search_options": Unserved("there is no web search"),
 }
-# Of a message, and of a part of its content.
+# Fields of a message, and of a part of its content.
 MESSAGES: UnservedFields = {
     "audio": Unserved(_ONLY_TEXTS),
 }
@@ -86,7 +86,7 @@ PARTS: UnservedFields = {
 TOKENIZATION: UnservedFields = {
     "documents": Unserved("write them in a message"),
 }
-# Of all routes that read texts, not of generation.
+# Fields of all routes that read texts, not of generation.
 TEXTS: UnservedFields = {
     # vLLM's
     "activation": Unserved("write use_activation", (True,)),

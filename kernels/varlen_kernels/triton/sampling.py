@@ -22,7 +22,7 @@ from varlen_kernels.tuning import Launch, pick
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # The key of -inf, the lowest of a token.
 _LOWEST_KEY = tl.constexpr(-2139095041)
-# Of a normal number: a temperature or a weight of 0 would divide 0 by 0.
+# The smallest normal number: a temperature or a weight of 0 would divide 0 by 0.
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Keys that a pass tests; they divide a range into one part more.
 _PIVOTS = tl.constexpr(7)

@@ -10,11 +10,11 @@ import pytest
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError
-from varlen.execution.step_launcher import NoChoice, StepLauncher
+from varlen.execution.step_launcher import NoChooser, StepLauncher
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws, SampledToken
+from varlen.scheduling.device_plan import Chosen, DevicePlan, Draws, SampledToken
 
-DRAWN, CHOSEN = DeviceChoice(Draws([(0.0, 0, 1.0, 0.0)], None), is_whole=True), DeviceChoice()
+DRAWN, CHOSEN = DevicePlan(Draws([(0.0, 0, 1.0, 0.0)], None), is_whole=True), DevicePlan()
 
 
 class Device:
@@ -47,14 +47,14 @@ class Device:
 
         def chosen():
             self._do("wait", step)
-            return DeviceChosen([100 + step.number] if packed.is_whole else ())
+            return Chosen([100 + step.number] if packed.is_whole else ())
 
         return chosen
 
     def choose(self, step, packed, choice, chosen):
         self._do("choose", step)
         assert not choice.is_whole
-        assert chosen == DeviceChosen()
+        assert chosen == Chosen()
         return [SampledToken(200 + step.number)]
 
 
@@ -63,7 +63,7 @@ def device():
     return Device()
 
 
-class Choice(NoChoice):
+class Choice(NoChooser):
     """Chooses on the device what the next step is told.
 
     Attributes:
@@ -75,7 +75,7 @@ class Choice(NoChoice):
         self.told = []
         self.has_no_memory = False
 
-    def on_device(self, step):
+    def plan(self, step):
         of_step = self.told.pop()
         if of_step is None:
             raise ZeroDivisionError

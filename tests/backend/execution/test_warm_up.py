@@ -19,7 +19,7 @@ from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChoice
+from varlen.execution.step_launcher import NoChooser
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena
@@ -123,7 +123,7 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
-    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChoice())
+    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
     warm_up(runner)
     run, steps = runner.steps.run, []
 
@@ -146,7 +146,7 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     make_checkpoint, monkeypatch, hangs_at
 ):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
-    runner = StepRunner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChoice())
+    runner = StepRunner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChooser())
     run, limits, go_on = runner.steps.run, [], Event()
     runner.device = torch.device("cuda")
     monkeypatch.setattr(runner, "_copy_blocks", lambda copies: None)
@@ -194,7 +194,7 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     config = EngineConfig(
         device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
     )
-    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChoice())
+    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
     run, shapes = runner.steps.run, []
     monkeypatch.setattr(
         runner.steps,

@@ -34,7 +34,7 @@ from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request, refused_setting
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "0123456789 river, cat"]
-# Of a role, what MultiVectorEncoder and a request call it.
+# Names of roles in MultiVectorEncoder and in a request.
 ROLES = ("query", "document", None)
 PROMPTS = {"query": "the ", "document": "cat ", "other": "river "}
 PYLATE_DENSE = "pylate.models.Dense.Dense"

@@ -17,7 +17,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChoice
+from varlen.execution.step_launcher import NoChooser
 from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint.layers import Linear, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
@@ -190,9 +190,9 @@ def test_ranks_round_sums_in_bf16_as_one_process_does(make_checkpoint, rng):
 def test_ranks_of_a_generator_give_the_logits_of_one_process(make_checkpoint, kind, size):
     checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))
 
-    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChoice()))
+    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChooser()))
     found, *_ = on_ranks(
-        size, lambda link: logits_of(StepRunner(checkpoint, CONFIG, NoChoice(), link=link))
+        size, lambda link: logits_of(StepRunner(checkpoint, CONFIG, NoChooser(), link=link))
     )
 
     scale = expected[expected.isfinite()].abs().max()
@@ -204,9 +204,9 @@ def test_a_rank_holds_little_more_than_its_part(make_checkpoint):
     checkpoint = Checkpoint.open(make_checkpoint("GPT2LMHeadModel", **sizes))
 
     def weight_bytes(link):
-        return StepRunner(checkpoint, CONFIG, NoChoice(), link=link).weight_bytes
+        return StepRunner(checkpoint, CONFIG, NoChooser(), link=link).weight_bytes
 
-    whole = StepRunner(checkpoint, CONFIG, NoChoice()).weight_bytes
+    whole = StepRunner(checkpoint, CONFIG, NoChooser()).weight_bytes
     for part in on_ranks(2, weight_bytes):
         assert part <= 1.1 / 2 * whole
 

@@ -19,7 +19,7 @@ from varlen.errors import ConfigError
 from varlen.execution.cpu import stage_cut
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChoice
+from varlen.execution.step_launcher import NoChooser
 from varlen.execution.step_runner import StepRunner
 from varlen.memory.shared import new_shared
 from varlen.models.checkpoint_folder import Checkpoint
@@ -176,10 +176,10 @@ def test_stages_in_bf16_hand_over_what_one_process_computes(make_checkpoint, rng
 )
 def test_stages_of_a_generator_give_the_logits_of_one_process(make_checkpoint, kind, count):
     checkpoint = Checkpoint.open(make_checkpoint(kind, **{**DECODERS, **TRANSLATORS}[kind]))
-    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChoice()))
+    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChooser()))
 
     def logits(link):
-        return logits_of(StepRunner(checkpoint, staged(count), NoChoice(), link=link))
+        return logits_of(StepRunner(checkpoint, staged(count), NoChooser(), link=link))
 
     *_, found = on_stages(count, logits)
 
@@ -191,11 +191,11 @@ def test_a_stage_holds_the_weights_of_its_own_layers(make_checkpoint):
     checkpoint = Checkpoint.open(make_checkpoint("GPT2LMHeadModel", **sizes))
 
     def held(link):
-        runner = StepRunner(checkpoint, staged(3), NoChoice(), link=link)
+        runner = StepRunner(checkpoint, staged(3), NoChooser(), link=link)
         assert not any(weight.is_meta for weight in runner.programs[0].weights)
         return runner.weight_bytes, runner.kv.num_blocks, len(runner.programs[0].states)
 
-    whole = StepRunner(checkpoint, CONFIG, NoChoice())
+    whole = StepRunner(checkpoint, CONFIG, NoChooser())
     stages = on_stages(3, held)
 
     sizes = [size for size, *_ in stages]

@@ -43,7 +43,7 @@ def parent_and_child():
         os.kill(child, signal.SIGKILL)
 
 
-# Opens sockets of its own, closes the sockets of its parent, and says what is left.
+# Opens sockets of its own, closes the sockets of its parent, and says which are left.
 CLOSE_SOCKETS = """
 import socket, sys
 from varlen.server.process import close_inherited_sockets

@@ -1,4 +1,4 @@
-"""The files that one step passes: a reader of the code opens them too, in this order.
+"""The files that one step passes, and that a reader opens too.
 
 A call counts with its file, a comprehension does not. A change of file is a call in another file than the call before.
 """
@@ -31,7 +31,7 @@ _BOUNDS = {
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Return a function that runs another; it returns the calls of each thread: name and file."""
+    """Return a function that runs another and returns the calls of each thread."""
     calls = defaultdict(list)
     is_on = False
 

@@ -135,7 +135,13 @@ def answers_of(generator, kinds, *, max_tokens=24):
     return {kind: future.result(0) for kind, future in futures.items()}, parts
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize(
+    "prefix_cache",
+    [
+        pytest.param(True, id="prefix cache"),
+        pytest.param(False, id="no prefix cache", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_of_every_kind_are_the_same_though_the_worker_is_killed(
     decoder, policy, prefix_cache
@@ -166,6 +172,7 @@ def test_answers_of_every_kind_are_the_same_though_the_worker_is_killed(
     assert stats.drain().counts[CountedMetric.WORKER_RESTARTS] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
     decoder, policy, monkeypatch
@@ -195,6 +202,7 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
             assert killer.steps > at
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_translations_are_the_same_though_the_worker_is_killed(translator, policy):
     with generator_of(translator, kv_policy=policy) as made:
@@ -207,6 +215,7 @@ def test_translations_are_the_same_though_the_worker_is_killed(translator, polic
             assert disturbed[1] == undisturbed[1]
 
 
+@pytest.mark.full
 def test_a_request_in_the_steps_of_two_killed_workers_fails_and_the_next_one_is_answered(decoder):
     with generator_of(decoder) as made:
         expected = made.generate([SHARED], max_tokens=8, temperature=0.0)

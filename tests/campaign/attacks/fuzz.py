@@ -29,7 +29,7 @@ _NAMES = (
     "truncate", "normalize", "request_priority", "deadline_ms", "timeout", "priority", "dimensions",
     "output_dtype", "prompt_name", "max_tokens", "temperature", "n", "stop", "seed", "num_beams", "x",
 )  # fmt: skip
-# Of each of two dimensions: megabytes together, of any data type.
+# Size of each of two dimensions: megabytes together, of any data type.
 _LARGEST_SHAPE = 1 << 10
 _METHODS = ("ModelInfer", "ModelStreamInfer")
 

@@ -17,7 +17,7 @@ from ..phase import Campaign
 from ..report import Report
 from ..target import READY_SECONDS
 
-# Of each flood, and of the one that shows that a flood works.
+# Length of each flood, and of the one that shows that a flood works.
 _SECONDS, _PROOF_SECONDS = 60.0, 8.0
 # Longest time that `/health` may take.
 _LONGEST_SECONDS = 0.25

@@ -24,7 +24,7 @@ _COSTLY: tuple[Share[Target], ...] = (
     Share(2, costly.many_samples, ALL_RIGHT),
 )
 _MIX = (*_COSTLY, Share(4, good.generate, ALL_RIGHT))
-# Of the time of the phase: small requests alone, and beside each kind of request by itself.
+# Parts of the time of the phase: small requests alone, and beside each kind of request by itself.
 _ALONE, _APART = 0.05, 0.45
 
 

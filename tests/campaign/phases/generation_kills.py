@@ -38,7 +38,7 @@ _AT_ONCE = 0.5
 _CRASHED_TWICE = "worker processes ended while they ran this request"
 _STOPPED = "stopped after a fault"
 _POLL_SECONDS = 0.1
-# Of each stream of requests in which a worker is killed until its model stops.
+# Bounds of each stream of requests in which a worker is killed until its model stops.
 _STOP_BOUNDS = Bounds(3.0, 60)
 _AFTER_BOUNDS = Bounds(60.0, 12)
 # What the server logs of a model that stops: a step that failed, a check that failed, and the end.

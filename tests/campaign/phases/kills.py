@@ -38,7 +38,7 @@ _MIX: tuple[Share[Target], ...] = (
 # Seconds between two kills: a batch that has lost two workers fails.
 _PAUSE = 2.0
 _HOST_SHARE = 0.15
-# Of a stream of requests, in which a process is killed.
+# Length of a stream of requests, in which a process is killed.
 _KILL_SECONDS = 3.0
 _KILLED = (ENCODER, TRANSLATOR, DECODER)
 _LOG_OF_KILLS = (

@@ -40,7 +40,7 @@ _WORDS = (
     "1%", "0%", "100%", "101%", "1 %", "5 ", "\n", "\0", "../..", "é", "auto", "none", "cuda", "fp16", "int8",
     "generate", "embed", "hidden", "classify", "translate", "optimistic", "padded", "lazy", "debug",
 )  # fmt: skip
-# Of the server; those that change answers are refused.
+# Sections of the server's config; those that change answers are refused.
 _SECTIONS: tuple[dict[str, Any], ...] = (
     {"max_batch_size": 0},
     {"max_batch_size": 100000},

@@ -23,7 +23,7 @@ from ..target import PROTOCOLS, Target
 
 _ROUND_SECONDS = 5.0
 _ROUND_STREAMS = 200
-# Of one unload: the server's own pauses are a second.
+# Longest unload: the server's own pauses are a second.
 _UNLOAD_SECONDS = 10.0
 
 

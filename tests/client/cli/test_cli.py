@@ -60,7 +60,7 @@ def test_sends_the_options_of_a_request(varlen, server, command):
     assert received.parameters["truncate"] is True
     assert received.parameters["truncation_side"] == "left"
     assert received.parameters["truncate_prompt_tokens"] == 7
-    # what is left of it when the request is sent
+    # the rest of it when the request is sent
     assert 0 < received.parameters["deadline_ms"] <= 60_000
     assert received.parameters["request_priority"] == 4
 

@@ -34,14 +34,14 @@ class Calls:
     """What the models were asked, and how they behave."""
 
     received: list = field(default_factory=list)
-    """Of each call: model, method, input and options."""
+    """Each call: model, method, input and options."""
     delay: float = 0.0
     """Seconds before each answer, and before each part."""
     failure: Exception | None = None
     fail_after: int = 0
     """Number of parts before the failure."""
     least_logprob: float = -1.5
-    """Of the second most likely token."""
+    """Log probability of the second most likely token."""
     utf8: dict = field(default_factory=dict)
     """UTF-8 of each token, by id; those that were not chosen are reported too. Empty is an older server."""
     logprob_of_row: dict = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Calls:
     scores_of: Callable = field(default=lambda logits: logits)
     """Makes scores of the logits of a ranker."""
     settings: dict = field(default_factory=dict)
-    """Of each model's config."""
+    """Settings of each model's config."""
     inputs: tuple = ()
     """Names of the inputs in each model's config."""
     prompt: str = ""

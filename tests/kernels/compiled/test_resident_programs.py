@@ -7,7 +7,7 @@ from varlen_bench.inspect_kernels import ARCHES, compile_call
 from varlen_bench.ops.compiled import CompiledCall
 from varlen_kernels.triton.attention_decode import candidate_launches, resident_programs
 
-# Of a multiprocessor; shared memory by compute capability.
+# Limits of a multiprocessor; shared memory by compute capability.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 REGISTERS, WARPS, SHARED_BYTES = 65_536, 64, {80: 164 * 1024, 90: 228 * 1024}
 # Registers are allocated to a warp, and shared memory to a program, which needs some more.

@@ -15,7 +15,7 @@ from tests.backend.requests import random_prompts
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
-from varlen.decoding.choice import TokenChoice
+from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
@@ -29,7 +29,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
-from varlen.scheduling.choices import BeamStep, SampledToken
+from varlen.scheduling.device_plan import BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_bench.gpu_report import decoders, encoders, figures
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
@@ -142,7 +142,7 @@ def step_runner(folder: Path, device: str, **settings: bool) -> StepRunner:
     grammars = cast(Grammars, None)
     config = EngineConfig(device=device, **STEPS, **settings)
     limits = edit_limits(checkpoint, config)
-    choice = TokenChoice(checkpoint, grammars, bad_words, torch.device(device), limits)
+    choice = TokenChooser(checkpoint, grammars, bad_words, torch.device(device), limits)
     return StepRunner(checkpoint, config, choice)
 
 
@@ -259,7 +259,7 @@ def test_beams_of_a_model_without_positions_follow_on_the_device(
         options = RequestOptions(generation=GenerationOptions(num_beams=2, max_tokens=3))
         (sequence,) = unanswered_sequences(Request((prompt,), options))
         assert isinstance(sequence, GeneratedSequence)
-        first = Chunk(sequence, 0, (0,), (0,), (sequence,), (2,), (5, 3, 9), beam_places=(0, 1))
+        first = Chunk(sequence, 0, (0,), (0,), (sequence,), (2,), (5, 3, 9), beam_slots=(0, 1))
         beams = first._replace(token_ids=(0, 0), encodes=(), beams=2)
         steps = (
             first,

@@ -10,16 +10,16 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.adopt.stock_ensemble import NAME, write_stock_ensemble
 from varlen_bench.compare.subject import Subject, command
 from varlen_bench.harness.command import Progress, Run
 from varlen_bench.harness.rows import Cell
 from varlen_bench.peers.exports import exported
-from varlen_tools.adopt.adoption import Adoption, Wish, adopt_model
+from varlen_tools.adopt.adoption import Adoption, adopt_model
 from varlen_tools.adopt.command import print_adoption
 from varlen_tools.adopt.load import Measured
+from varlen_tools.adopt.wish import Wish
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.serve.server import server_command
 
@@ -45,17 +45,11 @@ class AdoptSubject(Subject[Adoption]):
             repository = Path(folder, "repository")
             write_stock_ensemble(repository, Checkpoint.open(self.model), onnx)
             wish = Wish(
-                repository=repository,
+                repository,
                 model=NAME,
                 checkpoint=str(self.model),
-                name=None,
-                output=None,
-                settings={},
-                dtype=None,
-                texts=TEXTS,
                 concurrency=self.concurrency,
                 seconds=3.0 if self.quick else self.seconds,
-                force=False,
             )
             with server_command() as server:
                 yield [adopt_model(wish, server, report=progress)]

@@ -10,7 +10,7 @@ from varlen_bench.peers.engines import Cores, EngineName, Precision
 
 # The engine gets all requests and batches them itself; or it gets batches, in order of arrival or by length.
 Batching = Literal["engine", "arrival", "sorted"]
-# Of a batch size; tokens with their padding.
+# Units of a batch size; tokens with their padding.
 BatchUnit = Literal["sequences", "tokens"]
 
 

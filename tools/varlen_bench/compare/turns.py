@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from varlen_bench.compare.results import AnyResult, Result
 from varlen_bench.compare.systems import System
@@ -17,6 +18,8 @@ from varlen_bench.harness.command import Progress
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
 from varlen_bench.peers.environments import interpreter
 from varlen_tools.messages import first_line
+
+AnySystem = TypeVar("AnySystem")
 
 # Threads of the last system stop spinning in this time.
 _PAUSE_SECONDS = 0.2
@@ -87,6 +90,11 @@ def measure_in_turns(
             own = [each for each in results if each.system == result.system]
             with noted_failure(own, report):
                 result.rounds.append(measure(result))
+
+
+def in_turn(systems: Sequence[AnySystem], turn: int) -> Sequence[AnySystem]:
+    """Return systems in the order of a turn: A B, B A, and so on."""
+    return systems[::-1] if turn % 2 else systems
 
 
 @contextmanager

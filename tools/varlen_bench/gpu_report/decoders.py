@@ -148,7 +148,7 @@ def prompt_chunk(runner: StepRunner, length: int, options: GenerationOptions) ->
     sequence = new_sequence(options)
     blocks = tuple(range(-(-length // runner.kv.block_size)))
     places = tuple(range(options.num_beams)) if sequence.is_searched else ()
-    return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_places=places)
+    return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_slots=places)
 
 
 def step_of(chunks: tuple[Chunk, ...]) -> Batch:

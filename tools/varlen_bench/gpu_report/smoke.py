@@ -15,7 +15,7 @@ from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.call import OpCall
 from varlen_bench.ops.table import TABLE, op_call
 
-# Of one token, inside a tile, exactly a tile, and longer.
+# Lengths of one token, inside a tile, exactly a tile, and longer.
 _LENGTHS = [5, 1, 64, 90]
 
 

@@ -17,6 +17,7 @@ import typer
 
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.compare.subject import Subject, command
+from varlen_bench.compare.turns import in_turn
 from varlen_bench.harness.accuracy import Vectors, cosines
 from varlen_bench.harness.command import Only, Progress, Run, Seed
 from varlen_bench.harness.neighbour import half_a_busy_core
@@ -326,7 +327,7 @@ class LoadTest:
                 for part in _PAIRED:
                     rate = part * capacity
                     load = self._load("paired", mix, seconds, capacity, rate=rate, seed=turn)
-                    for served in systems[::-1] if turn % 2 else systems:
+                    for served in in_turn(systems, turn):
                         self._measure(served, load, turn=turn)
 
     def _measure_one_by_one(self, *systems: Served) -> None:
@@ -335,7 +336,7 @@ class LoadTest:
             for mix in self._settings.mixes:
                 seed = self._settings.seed + turn
                 load = Load("lone", mix, self._settings.seconds, seed, max_waiting=1)
-                for served in systems[::-1] if turn % 2 else systems:
+                for served in in_turn(systems, turn):
                     self._measure(served, load, turn=turn)
 
     def _measure_overload(self, served: Served) -> None:
@@ -405,7 +406,7 @@ def reason(error: Exception) -> str:
     return text.split("\\n\\nAt:")[0].strip(' "')
 
 
-# Of the capacity: the first load, and one that is too much.
+# Parts of the capacity: the first load, and one that is too much.
 _FIRST, _TOO_MUCH = 0.8, 1.15
 # Factors while no load is sustained, or every load is.
 _DOWN, _UP = 0.6, 1.25

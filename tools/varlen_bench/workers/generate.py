@@ -21,7 +21,6 @@ from varlen_bench.compare.passes import (
     percentiles_ms,
     run_together,
 )
-from varlen_bench.compare.stepping import step_in_thread
 from varlen_bench.compare.systems import System, by_name
 from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
@@ -29,7 +28,7 @@ from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
 from varlen_bench.workers.llamacpp import load_llamacpp
-from varlen_bench.workers.stepped import load_openvino, load_vllm
+from varlen_bench.workers.stepped import load_openvino, load_vllm, step_in_thread
 
 if TYPE_CHECKING:
     from varlen.config import DType

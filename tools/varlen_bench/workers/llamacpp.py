@@ -15,27 +15,22 @@ from typing import Any
 import numpy as np
 
 from varlen_bench.compare.passes import Ids
-from varlen_bench.compare.stepping import Add, Step
 from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.engines import Cores, Precision
 from varlen_bench.peers.gguf_files import write_gguf
+from varlen_bench.workers.stepped import Add, Step
 
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """A request that runs.
-
-    Attributes:
-        number: number of the request.
-        place: its sequence in the KV cache.
-        waiting: tokens that are not in the cache yet.
-        cached: number of tokens in the cache.
-        left: tokens of the answer that are missing.
-    """
+    """A request that runs."""
 
     number: int
+    # its sequence in the KV cache
     place: int
+    # tokens that are not in the cache yet
     waiting: list[int]
+    # tokens of the answer that are missing
     left: int
     cached: int = 0
 
@@ -46,10 +41,6 @@ def load_llamacpp(
     """Return the functions of llama.cpp's library that add a request and run a step.
 
     int8 and int4 are Q8_0 and Q4_0, weights with a scale for each block of 32. Keys and values are fp16, its default.
-
-    Args:
-        running: most requests that run at the same time.
-        step_tokens: most tokens of a step.
     """
     import llama_cpp
 

@@ -22,12 +22,12 @@ from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
 from varlen_tools.adopt import existing as existing_model
 from varlen_tools.adopt.checkpoint import find_checkpoint, is_varlen
-from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.adopt.existing import Existing, Request
 from varlen_tools.adopt.load import Measured
 from varlen_tools.adopt.session import Session, open_session
 from varlen_tools.adopt.side import ModelSide, existing_side, our_dtype, our_side
 from varlen_tools.adopt.view import with_parts, write_view
+from varlen_tools.adopt.wish import AdoptError, Wish
 from varlen_tools.doctor.comparison import Comparison, compare_values
 from varlen_tools.fetch import FetchError, check_arguments, fetch, staging_parent
 from varlen_tools.model_config import Inputs
@@ -39,32 +39,6 @@ from varlen_tools.serve.server import ServerCommand
 _UNIT = 0.02
 # Dtypes from the finest on.
 _COARSE: tuple[DType, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What is adopted, and how.
-
-    Attributes:
-        model: the model that clients ask; None if there is only one that can be meant.
-        checkpoint: folder or hub name of the Hugging Face checkpoint; None looks for it in the repository.
-        name: name of the new model; None appends `_varlen` to the name of the old one.
-        output: output of the old model that is the answer; None chooses it.
-        dtype: dtype of the old model, in which the new one is measured too; None reads it from an ONNX file.
-        seconds: time of the load on each model; 0 leaves it out.
-    """
-
-    repository: Path
-    model: str | None
-    checkpoint: str | None
-    name: str | None
-    output: str | None
-    settings: Mapping[str, str]
-    dtype: DType | None
-    texts: Sequence[str]
-    concurrency: int
-    seconds: float
-    force: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +97,16 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         _check_target(target, force=wish.force)
         source = wish.checkpoint or str(find_checkpoint(wish.repository, model))
         with _refusing():
-            check_arguments(source, name, wish.settings)
+            check_arguments(source, name, wish.parameters)
         report(f"starting a server with {model}")
         with open_session(command, view, [model]) as session:
             old = session.read(model, wish.output)
             report(f"making {name} of {source}")
             # in the view until it is compared: a server may watch the repository
             made = _make(wish, session, old, view / name, source)
-        dtype = wish.dtype or next((side.dtype for side in made.old_sides if side.dtype), None)
-        old_dtype = dtype or "fp32"
+        dtypes: list[DType | None] = [wish.dtype, *(side.dtype for side in made.old_sides)]
+        dtype: DType | None = next(filter(None, dtypes), None)
+        old_dtype: DType = dtype or "fp32"
         folders = [made.folder]
         if equal := _equal_dtype(old_dtype, find_source(made.folder, {}).config):
             folders.insert(0, _in_dtype(made.folder, equal))
@@ -140,7 +115,7 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
         # a server that loads a model while it runs loads one of any client, which is code
         with open_session(command, view, [model, *configs]) as session:
             news = [_new(old, each, made.task, made.answers) for each in configs]
-            sent = [_requests(new, wish.texts, made.checkpoint) for new in news]
+            sent = [_requests(new, wish.sent_texts, made.checkpoint) for new in news]
             old_load, *loads = _measure(session, wish, [made.requests, *sent], report)
             candidates = [
                 _candidate(session, made, old_dtype, configs[ours[0].model], ours, load)
@@ -177,14 +152,14 @@ def _make(wish: Wish, session: Session, old: Existing, target: Path, source: str
     """Write the new model, with the task that answers as the old model does."""
     view, name = target.parent, target.name
     target.unlink(missing_ok=True)
-    folder = _fetch(view, source, name, wish.settings)
+    folder = _fetch(view, source, name, wish.parameters)
     checkpoint = find_source(folder, {}).open_checkpoint()
-    requests = _requests(old, wish.texts, checkpoint)
+    requests = _requests(old, wish.sent_texts, checkpoint)
     answers = session.ask(requests)
     old_sides = _old_sides(wish, session, with_parts(view, [old.name]), requests, checkpoint)
-    task = _task(answers[0], checkpoint, wish.settings)
-    if task not in (checkpoint.task, wish.settings.get("task")):
-        folder = _fetch(view, str(folder / "1"), name, {**wish.settings, "task": task})
+    task = _task(answers[0], checkpoint, wish.parameters)
+    if task not in (checkpoint.task, wish.parameters.get("task")):
+        folder = _fetch(view, str(folder / "1"), name, {**wish.parameters, "task": task})
     return _Made(folder, checkpoint, task, requests, answers, old_sides)
 
 
@@ -219,7 +194,7 @@ def _old_sides(
     tokenizer = session.find_tokenizer(names)
     lengths: dict[str, list[int]] = {}
     if tokenizer is not None:
-        sent = _requests(tokenizer, wish.texts, checkpoint)
+        sent = _requests(tokenizer, wish.sent_texts, checkpoint)
         # a step may take what only its ensemble sends
         with suppress(InferenceServerException):
             lengths[tokenizer.name] = [answer.size for answer in session.ask(sent)]

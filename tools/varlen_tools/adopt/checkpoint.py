@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.adopt.wish import AdoptError
 from varlen_tools.model_source import read_model_config
 
 # Folders between a model and its checkpoint. A limit, since links may lead in circles.

@@ -3,73 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import typer
 
 from varlen_client.cli.options import print_message, usage_error
+from varlen_tools.adopt.wish import AdoptError, Wish
+from varlen_tools.options import with_options
 
 if TYPE_CHECKING:
     from varlen_tools.adopt.adoption import Adoption, Candidate
     from varlen_tools.adopt.load import Measured
     from varlen_tools.adopt.side import ModelSide
 
-ExistingDType: TypeAlias = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
-
-def adopt(
-    repository: Annotated[
-        Path, typer.Argument(help="Model repository with a model that tokenizes or takes tokens.")
-    ],
-    *,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model that clients ask; default: the only ensemble, or only model."),
-    ] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint that the model was made of, a folder or a hub name; default: the one in the repository."
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the new model; default: the old one's and _varlen.")
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option(help="Output of the old model that is its answer.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Task of the new model; default: by the answers' shape.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Engine parameter of the new model, key=value. May be repeated."
-        ),
-    ] = None,
-    dtype: Annotated[
-        ExistingDType | None,
-        typer.Option(
-            help="Dtype of the existing model, in which the new one is measured too; default: the one of its ONNX file,"
-            " else fp32."
-        ),
-    ] = None,
-    texts: Annotated[
-        Path | None,
-        typer.Option(help="UTF-8 file with one text per line; default: built-in English texts."),
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=1024, help="Requests in flight under load.")
-    ] = 16,
-    seconds: Annotated[
-        float, typer.Option(min=0, max=3600, help="Seconds of load on each model; 0: none.")
-    ] = 9.0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an earlier model of the new name.")
-    ] = False,
-) -> None:
+@with_options(Wish)
+def adopt(context: typer.Context, wish: Wish) -> None:  # noqa: ARG001
     """Write the varlen model of an existing model, and compare.
 
     Compares answers, throughput and p99 of both on this server.
@@ -78,32 +28,17 @@ def adopt(
     try:
         # torch and the backend, which other commands do not need
         from varlen.errors import CheckpointError, ConfigError
-        from varlen.execution.int8.calibration_texts import TEXTS
-        from varlen_tools.adopt.adoption import Wish, adopt_model
-        from varlen_tools.adopt.errors import AdoptError
+        from varlen_tools.adopt.adoption import adopt_model
         from varlen_tools.local_server import ServerError, end_on_sigterm
-        from varlen_tools.model_source import parse_settings
-        from varlen_tools.quantize import read_texts
         from varlen_tools.serve.server import server_command
     except ModuleNotFoundError as error:
         usage_error(f"adopt needs {error.name}: pip install 'varlen[serve]'")
-    if not repository.is_dir():
-        usage_error(f"{repository} is not a folder; give a model repository")
+    if not wish.repository.is_dir():
+        usage_error(f"{wish.repository} is not a folder; give a model repository")
     end_on_sigterm()
     try:
-        wish = Wish(
-            repository=repository,
-            model=model,
-            checkpoint=checkpoint,
-            name=name,
-            output=output,
-            dtype=dtype,
-            settings=({"task": task} if task else {}) | parse_settings(settings),
-            texts=TEXTS if texts is None else read_texts(texts),
-            concurrency=concurrency,
-            seconds=seconds,
-            force=force,
-        )
+        # refused before a server starts
+        wish.check()
         with server_command() as command:
             done = adopt_model(wish, command, report=print_message)
     except (AdoptError, CheckpointError, ConfigError, OSError) as error:

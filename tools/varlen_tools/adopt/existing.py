@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from tritonclient.grpc import InferInput, InferRequestedOutput
 
-from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.adopt.wish import AdoptError
 
 # Names of outputs that are answers, the first one there counts; else there has to be only one.
 _ANSWERS = ("sentence_embedding", "embedding", "pooler", "logits", "scores", "last_hidden_state")

@@ -14,10 +14,10 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from varlen.request.request import Float32Array
-from varlen_tools.adopt.errors import AdoptError
 from varlen_tools.adopt.existing import Existing, Request, read_existing, read_tokenizer
 from varlen_tools.adopt.load import Measured, compare_loads
 from varlen_tools.adopt.view import with_parts
+from varlen_tools.adopt.wish import AdoptError
 from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from varlen_tools.adopt.errors import AdoptError
+from varlen_tools.adopt.wish import AdoptError
 from varlen_tools.model_source import read_model_config
 
 ONNX_BACKEND = "onnxruntime"

@@ -13,7 +13,7 @@ import torch
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.checkpoint_rules import search_rules
-from varlen.decoding.choice import TokenChoice
+from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.errors import ConfigError
@@ -109,7 +109,7 @@ def profile_steps(
     tokens = max(most * (context + 1) + rows, config.max_step_tokens)
     config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
     timed = TimedKernels(kernels_for(_CPU))
-    choice = _TimedChoice(_token_choice(checkpoint, config), timed)
+    choice = _TimedChooser(_token_chooser(checkpoint, config), timed)
     runner = StepRunner(checkpoint, config, choice, kernels=timed)
     workload = _Workload(context, beams, runner.kv.block_size, checkpoint.translate is not None)
     _check_fits(runner, workload, most)
@@ -153,7 +153,7 @@ def _check_fits(runner: StepRunner, workload: _Workload, most: int) -> None:
         )
 
 
-def _token_choice(checkpoint: Checkpoint, config: EngineConfig) -> TokenChoice:
+def _token_chooser(checkpoint: Checkpoint, config: EngineConfig) -> TokenChooser:
     """Return the choice of tokens of a checkpoint that generates or translates."""
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
     ends = search_rules(checkpoint).end_ids
@@ -162,17 +162,17 @@ def _token_choice(checkpoint: Checkpoint, config: EngineConfig) -> TokenChoice:
     grammars = Grammars(sandbox, vocab_size, max_bytes=config.grammar_cache_bytes)
     bad_words = BadWords(tokenizer.huggingface, vocab_size, ends)
     limits = edit_limits(checkpoint, config)
-    return TokenChoice(checkpoint, grammars, bad_words, _CPU, limits)
+    return TokenChooser(checkpoint, grammars, bad_words, _CPU, limits)
 
 
-class _TimedChoice:
-    """A `StepChoice` whose part on the host is timed as an op."""
+class _TimedChooser:
+    """A `Chooser` whose part on the host is timed as an op."""
 
-    def __init__(self, choice: TokenChoice, timed: TimedKernels) -> None:
-        self.on_device = choice.on_device
-        self.given = choice.given
-        self.forget = choice.forget
-        self.outputs = timed.timed("choose", choice.outputs)
+    def __init__(self, chooser: TokenChooser, timed: TimedKernels) -> None:
+        self.plan = chooser.plan
+        self.given = chooser.given
+        self.forget = chooser.forget
+        self.outputs = timed.timed("choose", chooser.outputs)
 
 
 def _set_states(sequences: Sequence[GeneratedSequence], states: Sequence[object]) -> None:
@@ -275,7 +275,7 @@ class _Workload:
                     (sequence,),
                     source_block_ids=tuple(blocks[self.target_blocks :]),
                     encodes=tuple(source.tolist()) if encodes and source is not None else (),
-                    beam_places=self._places(sequence),
+                    beam_slots=self._places(sequence),
                 )
             )
         shape = BatchShape.of([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks])

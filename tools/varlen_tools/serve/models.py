@@ -76,7 +76,7 @@ def find_models(
     """Return the checked sources; nothing is fetched yet.
 
     Args:
-        report: function that shows what is left out.
+        report: function that shows the parts that are left out.
 
     Raises:
         ServeError: a source is none, an option does not fit, or two models have the same name.
@@ -125,7 +125,7 @@ def model_folders(folder: Path, report: Callable[[str], object]) -> list[Path]:
 
     Args:
         folder: a model, with config.pbtxt and versions, or a repository of such models.
-        report: function that shows what is left out.
+        report: function that shows the parts that are left out.
     """
     if not folder.is_dir() or (folder / "config.json").is_file():
         return []

@@ -15,7 +15,7 @@ from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import Batch, BatchResult
-from varlen.scheduling.choices import BeamAnswer, SampledToken
+from varlen.scheduling.device_plan import BeamAnswer, SampledToken
 from varlen.scheduling.iteration.iteration import GenerationCounts, IterationScheduler
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence
@@ -82,7 +82,7 @@ def simulate(
         max_running_sequences=config.max_running_sequences,
         # what is too long for the blocks is refused
         max_sequence_tokens=num_blocks * config.kv_block_tokens + 1,
-        short_places=config.short_places,
+        short_slots=config.short_slots,
         short_tokens=SHORT_TOKENS,
     )
     admission = Admission(config.max_queued_requests, config.max_queued_tokens or NO_LIMIT)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from varlen.request.request import Float32Array, Int32Array
-from varlen.scheduling.choices import Edits
+from varlen.scheduling.device_plan import Edits
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, NO_BIAS, UNSEEN
 
 
@@ -35,9 +35,9 @@ class EditList:
         self._biases = np.full(size + 64, NO_BIAS, np.float32)
         self._tokens[:size] = np.concatenate((first, others))
         self._counts[: len(first)] = np.where(np.isin(first, prompt_ids), 0, UNSEEN)
-        places = {token: index for index, token in enumerate(first.tolist())}
+        index_of = {token: index for index, token in enumerate(first.tolist())}
         for token, bias in biases.items():
-            self._biases[places[token]] = bias
+            self._biases[index_of[token]] = bias
 
     @property
     def arrays(self) -> tuple[Int32Array, Int32Array, Float32Array]:
@@ -71,7 +71,7 @@ class EditedRow(NamedTuple):
 
     Attributes:
         row: the row.
-        place: place of its list on the device, or NO_PLACE.
+        slot: slot of its list on the device, or NO_PLACE.
         is_added: whether the token of the step is added to the list first.
         num_banned: number of first tokens of the list that are banned.
         penalties: repetition, presence and frequency penalty.
@@ -79,7 +79,7 @@ class EditedRow(NamedTuple):
     """
 
     row: int
-    place: int
+    slot: int
     is_added: bool
     num_banned: int
     penalties: tuple[float, float, float]
@@ -99,6 +99,6 @@ def edits_of(rows: Sequence[EditedRow]) -> Edits:
             lists.append(each.begun.arrays)
             bounds = end, end + len(lists[-1][0])
             end = bounds[1]
-        columns[:] = each.row, each.place, each.is_added, each.num_banned, *bounds
+        columns[:] = each.row, each.slot, each.is_added, each.num_banned, *bounds
     penalties = np.array([each.penalties for each in rows], np.float32)
     return Edits(table, penalties, *(np.concatenate(parts) for parts in zip(*lists, strict=True)))

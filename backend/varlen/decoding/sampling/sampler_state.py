@@ -37,7 +37,7 @@ class SamplerState:
         biases: numbers that are added to logits by token; -inf bans a token.
         edits: its edit list, if the host has edited its logits.
         forbidden: tokens of its bad words.
-        matcher: its place in its grammar, if it has one.
+        matcher: its position in its grammar, if it has one.
         allowed: tokens that its grammar allows next, `[vocabulary]`; None without one, or while it is not known.
         token_ids: tokens of the prompt and of the answer so far, where the choice depends on them.
         is_void: whether no token is wanted: the sequence has ended, or the token before could not be chosen.

@@ -19,13 +19,13 @@ from torch import Tensor
 from varlen.decoding.grammar.grammar_matcher import wait_for_masks
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.edit_list import EditedRow, edits_of
-from varlen.decoding.sampling.edit_places import EditedSequence, EditPlaces
+from varlen.decoding.sampling.edit_slots import EditedSequence, EditSlots
 from varlen.decoding.sampling.random_numbers import uniform_numbers
 from varlen.decoding.sampling.sampler_state import SamplerState
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.memory.device_copies import moved
 from varlen.request.request import TokenLogprobs
-from varlen.scheduling.choices import Draws, EditLimits, SampledToken
+from varlen.scheduling.device_plan import Draws, EditLimits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.cpu.greedy import best_tokens
 from varlen_kernels.ops import kernels_for
@@ -67,7 +67,7 @@ class Sampler:
         self._grammars = grammars
         self._bad_words = bad_words
         self._kernels = kernels_for(device)
-        self._places = EditPlaces(edit_limits, vocab_size)
+        self._edit_slots = EditSlots(edit_limits, vocab_size)
         # lists of the host are complete, and stay there
         self._no_tokens = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
         self._no_state = EditState.new(0, edit_limits.entries, device)
@@ -83,7 +83,7 @@ class Sampler:
         """
         states = [self._state(sequence) for sequence in sequences]
         if not all(state.is_drawn for state in states):
-            self._places.skip(states)
+            self._edit_slots.skip(states)
             return None
         edited = [
             EditedSequence(row, sequence, state, length)
@@ -96,7 +96,7 @@ class Sampler:
         draws = _draws_of(states, lengths)
         if not edited:
             return draws
-        edits = self._places.next_edits(edited)
+        edits = self._edit_slots.next_edits(edited)
         return None if edits is None else draws._replace(edits=edits)
 
     def note(
@@ -119,7 +119,7 @@ class Sampler:
 
     def forget(self) -> None:
         """Forget what the device keeps of sequences: it has lost it."""
-        self._places.forget()
+        self._edit_slots.forget()
 
     def sample(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]

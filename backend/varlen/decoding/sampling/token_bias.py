@@ -159,6 +159,6 @@ def add_to_rows(
         return
     ids, numbers = zip(*changes.values(), strict=True)
     rows = np.repeat(np.array([*changes], np.int64), [len(each) for each in ids])
-    place = torch.from_numpy(np.stack((rows, np.concatenate(ids)))).to(logits.device).unbind()
+    index = torch.from_numpy(np.stack((rows, np.concatenate(ids)))).to(logits.device).unbind()
     added = torch.from_numpy(np.concatenate(numbers)).to(logits.device)
-    logits.index_put_(place, added, accumulate=True)
+    logits.index_put_(index, added, accumulate=True)

@@ -21,7 +21,7 @@ from varlen.decoding.search.beam_sampling import draw, edited, limited, normaliz
 from varlen.decoding.search.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Float32Array
-from varlen.scheduling.choices import BeamAnswer, BeamStep
+from varlen.scheduling.device_plan import BeamAnswer, BeamStep
 
 
 class BeamSearch:

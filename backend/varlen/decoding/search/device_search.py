@@ -13,7 +13,7 @@ from varlen.decoding.search.beam_group import length_penalty, stops_when_full
 from varlen.decoding.search.token_edits import TokenEditor, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, Float32Array, Int32Array
-from varlen.scheduling.choices import BeamAnswer, BeamStep, SearchRules
+from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SearchRules
 
 
 def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) -> bool:
@@ -90,8 +90,8 @@ class DeviceSearch:
         has_ended, num_answers = ends
         if not has_ended:
             return BeamStep(tuple(beams[:, 0].tolist()), ())
-        places = range(min(num_answers, self._options.n))
-        return BeamStep((), (), tuple(self._answer(beams[i], float(scores[i])) for i in places))
+        rows = range(min(num_answers, self._options.n))
+        return BeamStep((), (), tuple(self._answer(beams[i], float(scores[i])) for i in rows))
 
     def _answer(self, found: Int32Array, score: float) -> BeamAnswer:
         """Return an answer, which `SearchResults` has in this row of its beams."""

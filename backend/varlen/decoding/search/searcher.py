@@ -26,7 +26,7 @@ from varlen.decoding.search.device_search import DeviceSearch, can_leave_to_devi
 from varlen.decoding.search.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array
-from varlen.scheduling.choices import BeamStep, SearchRules
+from varlen.scheduling.device_plan import BeamStep, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam import BeamEdits
@@ -50,13 +50,13 @@ class _Part:
 
     Attributes:
         search: the search.
-        place: its place among the searches of the step.
+        index: its index among the searches of the step.
         begin, end: its rows.
         kind: the way in which its step is taken.
     """
 
     search: BeamSearch
-    place: int
+    index: int
     begin: int
     end: int
     kind: _Kind
@@ -139,20 +139,20 @@ class Searcher:
         # others could not begin
         steps = [_failure()] * len(sequences)
         for part in parts:
-            steps[part.place] = _guarded(advances[part.begin])
+            steps[part.index] = _guarded(advances[part.begin])
         return steps
 
     def _parts(self, sequences: Sequence[GeneratedSequence], rows: Sequence[int]) -> list[_Part]:
         """Return the searches of a step, without those that cannot begin."""
         parts: list[_Part] = []
         begin = 0
-        for place, (sequence, count) in enumerate(zip(sequences, rows, strict=True)):
+        for index, (sequence, count) in enumerate(zip(sequences, rows, strict=True)):
             with suppress(_CannotBeginError):
                 if sequence.sampler_state is None:
                     self._begin(sequence)
                 search = sequence.sampler_state
                 assert isinstance(search, BeamSearch)
-                parts.append(_Part(search, place, begin, begin + search.num_rows, _kind(search)))
+                parts.append(_Part(search, index, begin, begin + search.num_rows, _kind(search)))
             begin += count
         return parts
 

@@ -153,7 +153,7 @@ class TokenEditor:
         self._fixed = {token: factor for token, factor in fixed.items() if token < vocab_size}
         self._fixed_tokens = np.array(list(self._fixed), dtype=np.int32)
         self._fixed_factors = np.array(list(self._fixed.values()), dtype=np.float32)
-        self._fixed_places = {token: place for place, token in enumerate(self._fixed)}
+        self._fixed_index = {token: index for index, token in enumerate(self._fixed)}
         # by number of rows
         self._fixed_edits_of: dict[int, TokenEdits] = {}
 
@@ -213,7 +213,7 @@ class TokenEditor:
             forbidden = self._forbidden.next(history.generated)
             banned = [*early, *self._repeated(history), *forbidden]
             bans.append(
-                [place for token in banned if (place := self._fixed_places.get(token)) is not None]
+                [index for token in banned if (index := self._fixed_index.get(token)) is not None]
             )
             new = dict.fromkeys((token for token in banned if token not in self._fixed), math.inf)
             added.append({**history.factors, **new} if new else history.factors)
@@ -222,12 +222,12 @@ class TokenEditor:
         sizes = [fixed + len(each) for each in added]
         tokens, factors = np.empty(sum(sizes), np.int32), np.empty(sum(sizes), np.float32)
         end = 0
-        for places, each, size in zip(bans, added, sizes, strict=True):
+        for indices, each, size in zip(bans, added, sizes, strict=True):
             start, end = end, end + size
             tokens[start : start + fixed] = self._fixed_tokens
             factors[start : start + fixed] = self._fixed_factors
-            if places:
-                factors[[start + place for place in places]] = math.inf
+            if indices:
+                factors[[start + index for index in indices]] = math.inf
             tokens[start + fixed : end] = list(each)
             factors[start + fixed : end] = list(each.values())
         if not end:

@@ -10,7 +10,7 @@ from varlen.decoding.text.stop_strings import StopStrings
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, GeneratedPart
-from varlen.scheduling.choices import BeamAnswer, SampledToken
+from varlen.scheduling.device_plan import BeamAnswer, SampledToken
 
 
 class TextWriter:

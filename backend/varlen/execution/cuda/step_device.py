@@ -7,19 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.step_launcher import StepChoice
+from varlen.execution.step_launcher import Chooser
 from varlen.execution.step_packing import tokens_of_rows
 from varlen.memory.out_of_memory import memory_errors
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.choices import BeamStep, DeviceChoice, DeviceChosen, SampledToken
+from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, SampledToken
 
 
 class GpuSteps:
     """Steps of one model on a GPU: a `StepDevice`."""
 
-    def __init__(
-        self, steps: CudaSteps, prepare: Callable[[Batch], None], choice: StepChoice
-    ) -> None:
+    def __init__(self, steps: CudaSteps, prepare: Callable[[Batch], None], choice: Chooser) -> None:
         """Use the graphs of a model.
 
         Args:
@@ -31,15 +29,15 @@ class GpuSteps:
         self._prepare = prepare
         self._choice = choice
 
-    def pack(self, step: Batch, choice: DeviceChoice) -> DeviceChoice:  # noqa: ARG002  # packed when it starts
+    def pack(self, step: Batch, choice: DevicePlan) -> DevicePlan:  # noqa: ARG002  # packed when it starts
         """Return `choice`: a step is packed when it starts, into memory that the GPU reads."""
         return choice
 
-    def may_queue(self, packed: DeviceChoice) -> bool:  # noqa: ARG002  # of every device
+    def may_queue(self, packed: DevicePlan) -> bool:  # noqa: ARG002  # of every device
         """Return True: a stream takes any step."""
         return True
 
-    def start(self, step: Batch, packed: DeviceChoice) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: DevicePlan) -> Callable[[], Chosen]:
         """Start a step; return a function that waits for what the GPU chooses."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():
             try:
@@ -53,9 +51,9 @@ class GpuSteps:
     def choose(
         self,
         step: Batch,
-        packed: DeviceChoice,  # noqa: ARG002  # of every device
-        choice: DeviceChoice,
-        chosen: DeviceChosen,
+        packed: DevicePlan,  # noqa: ARG002  # of every device
+        choice: DevicePlan,
+        chosen: Chosen,
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, and give the tokens to the next step."""
         with memory_errors(), torch.inference_mode(), self._steps.stream():

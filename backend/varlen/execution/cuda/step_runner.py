@@ -41,7 +41,7 @@ from varlen.memory.usage import Dims, Size
 from varlen.program.program import Value
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Chunk
-from varlen.scheduling.choices import DeviceChoice, DeviceChosen, Draws
+from varlen.scheduling.device_plan import Chosen, DevicePlan, Draws
 from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
@@ -198,8 +198,8 @@ class CudaSteps:
         return self._logits[:rows]
 
     def start(
-        self, chunks: Sequence[Chunk], choice: DeviceChoice, given: Int32Array
-    ) -> Callable[[], DeviceChosen]:
+        self, chunks: Sequence[Chunk], choice: DevicePlan, given: Int32Array
+    ) -> Callable[[], Chosen]:
         """Start a step; return a function that waits for what is chosen here.
 
         Called in the context of `stream`, for at most two steps before the function of the first one is called.
@@ -207,7 +207,7 @@ class CudaSteps:
         Args:
             chunks: chunks of the step.
             choice: the part of the choice that is left to the GPU.
-            given: the choices of the host for beams, see `StepChoice.given`.
+            given: the choices of the host for beams, see `Chooser.given`.
         """
         buffers, rows = next(self._next_buffers), sum(chunk.num_logit_rows for chunk in chunks)
         draws, numbers = choice.draws, None
@@ -231,16 +231,16 @@ class CudaSteps:
             self._graphs.copy(numbers, results)
         if draws is None and numbers is None:
             # the host waits for the logits
-            return DeviceChosen
+            return Chosen
         wait = self._graphs.record()
 
-        def chosen() -> DeviceChosen:
+        def chosen() -> Chosen:
             wait()
             token_ids = () if draws is None else buffers.tokens[:rows].tolist()
             if numbers is None:
-                return DeviceChosen(token_ids)
+                return Chosen(token_ids)
             # the step after the next one writes there again
-            return DeviceChosen(token_ids, choices_of(numbers.clone(), searches))
+            return Chosen(token_ids, choices_of(numbers.clone(), searches))
 
         return chosen
 

@@ -16,7 +16,7 @@ from varlen_kernels.reference.linear_int8 import WeightCodes, largest_code, near
 
 # Columns of the input whose errors are corrected together, which bounds the memory: about half a GB.
 TOGETHER = 4096
-# Of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
+# Part of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
 _DAMPING = 0.01
 # Columns of the input whose errors reach the columns after them in one product.
 _BLOCK = 64

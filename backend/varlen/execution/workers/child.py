@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("varlen")
 
-# Of a log line or an error, which JSON may make six times as long.
+# Characters of a log line or an error, which JSON may make six times as long.
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 # Message that says that all processes have loaded; others are work.
 _LOADED = b""
-# Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _SET_PARENT_DEATH_SIGNAL = 1
 
 _T = TypeVar("_T")

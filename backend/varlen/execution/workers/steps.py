@@ -19,7 +19,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.execution.cpu.step_runner import map_logits
 from varlen.execution.device import check_ranks, choose_device
 from varlen.execution.model_info import GraphUse, StepInfo
-from varlen.execution.step_launcher import StepChoice, StepLauncher, StepModel
+from varlen.execution.step_launcher import Chooser, StepLauncher, StepModel
 from varlen.execution.step_packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
@@ -32,12 +32,12 @@ from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.choices import (
+from varlen.scheduling.device_plan import (
     BeamStep,
-    DeviceChoice,
-    DeviceChosen,
+    Chosen,
+    ChosenBeams,
+    DevicePlan,
     SampledToken,
-    SearchChoices,
 )
 from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.telemetry.metrics import CountedMetric, Stats
@@ -51,7 +51,7 @@ _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 def load_step_model(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    choice: StepChoice,
+    choice: Chooser,
     stats: Stats,
     *,
     gpu: int,
@@ -103,7 +103,7 @@ class ProcessSteps:
         graph_use: cost of CUDA graphs, which it has none of.
     """
 
-    def __init__(self, host: ModelProcess[StepInfo], choice: StepChoice, stats: Stats) -> None:
+    def __init__(self, host: ModelProcess[StepInfo], choice: Chooser, stats: Stats) -> None:
         """Connect to the process.
 
         Args:
@@ -163,7 +163,7 @@ class ProcessSteps:
             return True
         return self._worker.wait(max(0.0, timeout))
 
-    def pack(self, step: Batch, choice: DeviceChoice) -> PackedStep:
+    def pack(self, step: Batch, choice: DevicePlan) -> PackedStep:
         """Return a step as the process takes it; see `StepDevice`."""
         return pack_step(step, self.info.block_size, choice)
 
@@ -175,7 +175,7 @@ class ProcessSteps:
         arrays = (each for group in groups for each in group.values())
         return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
 
-    def start(self, step: Batch, packed: PackedStep) -> Callable[[], DeviceChosen]:
+    def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
         """Send a step to the process; return a function that waits for what it chooses.
 
         What the process has not chosen it does not know.
@@ -192,7 +192,7 @@ class ProcessSteps:
         return lambda: _chosen_of(*answers())
 
     def choose(
-        self, step: Batch, packed: PackedStep, choice: DeviceChoice, chosen: DeviceChosen
+        self, step: Batch, packed: PackedStep, choice: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
@@ -237,6 +237,6 @@ class ProcessSteps:
             os.close(descriptor)
 
 
-def _chosen_of(token_ids: Array, *searches: Array) -> DeviceChosen:
+def _chosen_of(token_ids: Array, *searches: Array) -> Chosen:
     """Return what a process has chosen in a step."""
-    return DeviceChosen(token_ids.tolist(), SearchChoices(*searches) if searches else None)
+    return Chosen(token_ids.tolist(), ChosenBeams(*searches) if searches else None)

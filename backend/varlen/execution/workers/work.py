@@ -18,7 +18,7 @@ from varlen.execution.executor import CoreShare, StepOrder
 from varlen.execution.model_info import ModelInfo, StepInfo
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.runner import Runner, WorkOfBatch
-from varlen.execution.step_launcher import NoChoice
+from varlen.execution.step_launcher import NoChooser
 from varlen.execution.step_packing import PackedStep
 from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_draws
@@ -130,7 +130,7 @@ class StepWork:
         torch.set_num_threads(cores_of_rank(setup.config))
         # the engine chooses what the process does not
         runner = StepRunner(
-            setup.open_checkpoint(), setup.config, NoChoice(), link=link or NO_OTHERS
+            setup.open_checkpoint(), setup.config, NoChooser(), link=link or NO_OTHERS
         )
         self._runner, self.info = runner, runner.info
         self.use, self.release = runner.use, runner.release_arenas

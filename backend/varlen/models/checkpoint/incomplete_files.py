@@ -9,7 +9,7 @@ from varlen.models.checkpoint.files import read_bytes
 _POINTER = b"version https://git-lfs.github.com/spec/"
 # A pointer has about 130.
 _MOST_POINTER_BYTES = 1024
-# Of a safetensors file: the size of its header.
+# The first bytes of a safetensors file are the size of its header.
 _LENGTH_BYTES = 8
 # Endings of files that serving reads, or that it can be made to read.
 _READ = (".safetensors", ".json", ".txt", ".model", ".spm", ".bin", ".pt", ".jinja")

@@ -48,7 +48,7 @@ _MODULES = (
 _ORDER = re.compile(
     r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
 )
-# Of models with a vector for each token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
+# Modules of models with a vector per token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
 _LATE_ORDER = re.compile(r"Transformer(,Dense)*(,Normalize)?")
 _PYLATE_ORDER = re.compile(r"Transformer(,Dense)*")
 _PYLATE_DENSE = "pylate.models.Dense.Dense"

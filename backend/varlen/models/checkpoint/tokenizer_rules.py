@@ -32,7 +32,7 @@ _MOST_PIECE = 256
 _MOST_AFFIX = 100
 
 _QUANTIFIER = re.compile(r"[*+?]|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\}")
-# Of one character, or between two; not of an earlier group.
+# An escape of one character, or between two; not of an earlier group.
 _ESCAPE = re.compile(
     r"\\(?:[pP]\{\^?[\w =]+\}|x\{[0-9A-Fa-f ]+\}|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|[^\w]|[wWsSdDhHtnrfvaebBAZzG])"
 )

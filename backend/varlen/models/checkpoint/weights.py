@@ -32,7 +32,7 @@ _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
-# Of a safetensors file: the size of its header, and the most that this may be. A tensor takes 100 bytes.
+# Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 32 << 20
 # TensorFlow's names of the two tensors of a layer norm; transformers renames them in the same way.

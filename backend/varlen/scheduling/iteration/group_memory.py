@@ -44,7 +44,10 @@ class BlockCopies:
         self.next[destination] = source
 
     def assign(self, chunks: Iterable[Chunk]) -> dict[int, int]:
-        """Return the copies that the step of these chunks makes, which change while it is in flight."""
+        """Return the copies that the step of these chunks makes.
+
+        They change while it is in flight.
+        """
         # a copy is the last block of its table; the host copies none for beams
         written = {chunk.block_ids[-1] for chunk in chunks if not chunk.beams}
         copies = {copy: source for copy, source in self.next.items() if copy in written}
@@ -119,9 +122,9 @@ class GroupMemory:
         self.blocks = blocks
         self.reserves = reserves
         self.copies = BlockCopies(blocks)
-        # places of beams that none has, and how many there are
-        self._free_places: list[int] = []
-        self._num_places = 0
+        # slots of beams that none has, and how many there are
+        self._free_slots: list[int] = []
+        self._num_slots = 0
 
     def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
         """Return the most blocks that a prompt with its samples or beams may hold."""
@@ -170,8 +173,8 @@ class GroupMemory:
         first.block_ids = shared
         first.num_computed = len(shared) * blocks.block_size
         if group.has_beams:
-            places = self._take_places(group.max_branches)
-            group.beams = BeamBlocks(places, first.num_tokens, blocks.block_size)
+            slots = self._take_slots(group.max_branches)
+            group.beams = BeamBlocks(slots, first.num_tokens, blocks.block_size)
         return True
 
     def next_chunks(
@@ -275,7 +278,7 @@ class GroupMemory:
             _, more = self._branch_need(first.prompt, first.generation.max_tokens)
             for alone in groups:
                 alone.reserved = more
-            # the first to write a shared block copies it; the last one writes in place, so it needs one block less
+            # the first to write a shared block copies it; the last one writes in slot, so it needs one block less
             groups[-1].reserved = group.reserved - more * (len(group.sequences) - 1)
             group.reserved -= sum(alone.reserved for alone in groups)
         self.copies.release(table)
@@ -300,8 +303,8 @@ class GroupMemory:
             self.copies.release(table)
         group.first.block_ids = []
         if group.beams is not None:
-            for place in group.beams.places:
-                heapq.heappush(self._free_places, place)
+            for slot in group.beams.slots:
+                heapq.heappush(self._free_slots, slot)
         group.source_block_ids, group.beams = [], None
         self._unreserve(group)
 
@@ -334,7 +337,7 @@ class GroupMemory:
             tuple(group.source_block_ids),
             () if source is None else tuple(source.tolist()),
             follows,
-            () if group.beams is None else group.beams.places,
+            () if group.beams is None else group.beams.slots,
             beams,
         )
         first.num_computed = end
@@ -364,12 +367,12 @@ class GroupMemory:
         self.blocks.unreserve(group.reserved)
         group.reserved = 0
 
-    def _take_places(self, count: int) -> tuple[int, ...]:
-        """Return the lowest free places of beams."""
-        while len(self._free_places) < count:
-            heapq.heappush(self._free_places, self._num_places)
-            self._num_places += 1
-        return tuple(heapq.heappop(self._free_places) for _ in range(count))
+    def _take_slots(self, count: int) -> tuple[int, ...]:
+        """Return the lowest free slots of beams."""
+        while len(self._free_slots) < count:
+            heapq.heappush(self._free_slots, self._num_slots)
+            self._num_slots += 1
+        return tuple(heapq.heappop(self._free_slots) for _ in range(count))
 
     def _use_reserved(self, group: Group) -> bool:
         """Return whether a group has a reserved block left, and use it."""

@@ -1,8 +1,8 @@
-"""The waiting and the running groups of a scheduler, in one order, and the ones that the next step runs.
+"""The waiting and the running groups, and the ones that the next step runs.
 
-Waiting groups start in this order; the first that does not fit holds back those behind it. It takes the place of
-running groups that are far behind it, which go on later, if that loses few tokens. If it lacks places, short groups
-behind it start in places of their own. When a running group needs a block and there is none, the last running groups
+Waiting groups start in this order; the first that does not fit holds back those behind it. It preempts
+running groups that are far behind it, which go on later, if that loses few tokens. If it lacks slots, short groups
+behind it start in slots of their own. When a running group needs a block and there is none, the last running groups
 give back theirs.
 
 What a step in flight runs is not preempted: the next step has to wait for its end then.
@@ -27,12 +27,12 @@ from varlen.scheduling.iteration.step_size import StepLimits, StepSize
 
 
 @dataclass(slots=True)
-class Places:
+class RunningSlots:
     """How many sequences may run, and how many do.
 
     Attributes:
-        count: places of all sequences.
-        short_count: places beside them for short ones. Short ones beyond these take places of all.
+        count: slots of all sequences.
+        short_count: slots beside them for short ones. Short ones beyond these take slots of all.
         short_tokens: tokens of the longest short one, prompt and generated tokens together.
         others, short: running branches of other groups and of short ones.
     """
@@ -44,11 +44,11 @@ class Places:
     short: int = 0
 
     @classmethod
-    def of(cls, limits: StepLimits) -> Places:
-        """Return the places of running sequences, all free."""
+    def of(cls, limits: StepLimits) -> RunningSlots:
+        """Return the slots of running sequences, all free."""
         # each running sequence has a token in every step; in a pipeline, one step may be the only one in flight
         count = min(limits.max_running_sequences, limits.max_step_tokens)
-        short_count = min(limits.short_places, limits.max_step_tokens - count)
+        short_count = min(limits.short_slots, limits.max_step_tokens - count)
         return cls(count, short_count, limits.short_tokens)
 
     @property
@@ -57,7 +57,7 @@ class Places:
         return self.others + self.short
 
     def is_short(self, group: Group) -> bool:
-        """Return whether a group may take a place for short ones."""
+        """Return whether a group may take a slot for short ones."""
         first, options = group.first, group.first.generation
         # one of many samples is a part of a large request
         if max(options.n, options.num_beams) > 1:
@@ -65,7 +65,7 @@ class Places:
         return first.num_tokens + group.source_tokens + options.max_tokens <= self.short_tokens
 
     def have(self, group: Group) -> bool:
-        """Return whether there is a place for each branch of a group."""
+        """Return whether there is a slot for each branch of a group."""
         others, short = self.others, self.short
         if self.is_short(group):
             short += group.max_branches
@@ -75,7 +75,7 @@ class Places:
 
     @property
     def have_short(self) -> bool:
-        """Whether one of the places for short ones is free."""
+        """Whether one of the slots for short ones is free."""
         return self.short < self.short_count
 
     def take(self, group: Group) -> None:
@@ -138,7 +138,7 @@ def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf)
 def take_share(
     parts: list[Part], running: Iterable[Group], step_tokens: int, stages: int
 ) -> list[Part]:
-    """Return the parts of the next step of a pipeline, and count the steps that skip the others.
+    """Return the parts of a pipeline's next step, and count it for the others.
 
     Args:
         parts: groups that may run, in order.
@@ -172,16 +172,16 @@ class GroupQueues:
         order_preemptions: number of branches that gave back their blocks to a group before them.
     """
 
-    def __init__(self, memory: GroupMemory, places: Places, stages: int) -> None:
+    def __init__(self, memory: GroupMemory, slots: RunningSlots, stages: int) -> None:
         """Start without a group.
 
         Args:
             memory: block tables of the running groups.
-            places: places of running branches.
+            slots: slots of running branches.
             stages: stages of the model's pipeline; 1 is no pipeline.
         """
         self._memory = memory
-        self._places = places
+        self._slots = slots
         self._stages = stages
         # whether a group has started or stopped running since the last look at the running ones
         self._has_changed = False
@@ -200,12 +200,12 @@ class GroupQueues:
     @property
     def num_running(self) -> int:
         """Number of running branches."""
-        return self._places.taken
+        return self._slots.taken
 
     def add(self, group: Group) -> None:
         """Add a group to the waiting groups, in order."""
         self._waiting.add(group)
-        if self._places.is_short(group):
+        if self._slots.is_short(group):
             self._short.add(group)
         self.num_waiting += group.max_branches
 
@@ -236,28 +236,28 @@ class GroupQueues:
     def _start_waiting(self, step: StepSize, held: Set[Group]) -> None:
         """Start waiting groups, up to the first that does not fit.
 
-        If that one lacks places, short groups behind it start too.
+        If that one lacks slots, short groups behind it start too.
 
         Args:
             step: size of the next step.
             held: groups that steps in flight run.
 
         Raises:
-            HeldByStepError: one would take the place of a held group; those before it have started.
+            HeldByStepError: one would preempt a held group; the waiting groups before it have started.
         """
-        lacks_places = False
+        lacks_slots = False
         while self._waiting:
             group = self._waiting[0]
             # what does not fit into the step starts in a later one: a source text runs in one piece
             fits = not self.running or group.least_tokens <= self._free_tokens(step)
             if not fits and step.is_reduced:
                 break
-            lacks_places = fits and not self._places.have(group)
-            has_started = fits and not lacks_places and self._start(group)
+            lacks_slots = fits and not self._slots.have(group)
+            has_started = fits and not lacks_slots and self._start(group)
             if not has_started and not self._make_room(group, step, held):
                 break
         # without this condition, short ones could keep it from blocks for ever
-        if self._waiting and lacks_places:
+        if self._waiting and lacks_slots:
             self._start_short(step)
 
     def _extend(self, parts: Iterable[Part], held: Set[Group]) -> None:
@@ -308,21 +308,21 @@ class GroupQueues:
         self._memory.release(group)
 
     def _make_room(self, group: Group, step: StepSize, held: Set[Group]) -> bool:
-        """Preempt running groups behind a waiting one that needs their place.
+        """Preempt running groups behind a waiting one that needs their slots.
 
-        Returns whether the waiting one has a place now.
+        Returns whether the waiting one has a slot now.
 
         A preempted group runs its tokens again. Counted as tokens of the waiting group, they may not move it behind
         the preempted one, so what is lost is at most as much as what is served.
         """
-        memory, rank, places = self._memory, group.order[0], copy(self._places)
+        memory, rank, slots = self._memory, group.order[0], copy(self._slots)
         blocks, tokens = memory.blocks.available, self._free_tokens(step)
         if blocks + sum(map(memory.held, self.running)) < memory.least_available(group, keep=0):
             return False
         last_first, behind = reversed(self.running), list[Group]()
         while (
-            not places.have(group)
-            or blocks < memory.least_available(group, keep=places.taken)
+            not slots.have(group)
+            or blocks < memory.least_available(group, keep=slots.taken)
             # what is larger than a step runs when nothing else does
             or (tokens < group.least_tokens and len(behind) < len(self.running))
         ):
@@ -333,7 +333,7 @@ class GroupQueues:
             if rank >= other.order[0]:
                 return False
             behind.append(other)
-            places.leave(other)
+            slots.leave(other)
             blocks += memory.freed(other)
             tokens += other.least_tokens
         if not held.isdisjoint(behind):
@@ -344,14 +344,14 @@ class GroupQueues:
         return bool(behind)
 
     def _start_short(self, step: StepSize) -> None:
-        """Start short groups in the places for them."""
-        while self._short and self._places.have_short:
+        """Start short groups in the slots for them."""
+        while self._short and self._slots.have_short:
             group = self._short[0]
             if group.least_tokens > self._free_tokens(step) or not self._start(group):
                 break
 
     def _start(self, group: Group) -> bool:
-        """Start a waiting group that has a place; return False if blocks are few."""
+        """Start a waiting group that has a slot; return False if blocks are few."""
         # each running sequence may need one soon; without them the new one would be preempted at once
         if not self._memory.allocate_first(group, keep=self.num_running):
             return False
@@ -370,7 +370,7 @@ class GroupQueues:
         return step.tokens - used
 
     def _preempt(self, group: Group) -> None:
-        """Release the blocks of a group, and let it wait in its old place."""
+        """Release the blocks of a group, and let it wait in its old order."""
         self.remove_running(group)
         group.restart()
         for sequence in group.sequences:
@@ -380,9 +380,9 @@ class GroupQueues:
     def _run(self, group: Group) -> None:
         self._has_changed = True
         self.running.add(group)
-        self._places.take(group)
+        self._slots.take(group)
 
     def _stop(self, group: Group) -> None:
         self._has_changed = True
         self.running.remove(group)
-        self._places.leave(group)
+        self._slots.leave(group)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from varlen.scheduling.fair_share import Claim
 from varlen.scheduling.sequence import GeneratedSequence
 
-# In the place of a block that was given back, of the prompt's last one, and of one that only the device knows.
+# Instead of a block that was given back, of the prompt's last one, and of one that only the device knows.
 _GIVEN_BACK, _OF_PROMPT, _UNKNOWN = -1, -2, 0
 
 
@@ -17,17 +17,17 @@ _GIVEN_BACK, _OF_PROMPT, _UNKNOWN = -1, -2, 0
 class BeamBlocks:
     """Blocks of the beams of a search.
 
-    A column is a place in block tables: the blocks of one column hold the same positions.
+    A column is an index of block tables: the blocks of one column hold the same positions.
 
     Attributes:
-        places: place of each beam among all beams that run, in the state that the device keeps of them.
+        slots: slot of each beam in the state that the device keeps of all beams that run.
         num_tokens: length of the prompt.
         block_size: tokens of a block.
         blocks: blocks of one column after another, one for each beam. The first beam goes on in the last block of the
             prompt, so a column that begins with the prompt has one less.
     """
 
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
     num_tokens: int
     block_size: int
     blocks: list[int] = field(default_factory=list)
@@ -39,10 +39,10 @@ class BeamBlocks:
     @property
     def num_beams(self) -> int:
         """Number of beams."""
-        return len(self.places)
+        return len(self.slots)
 
     def column(self, position: int) -> slice:
-        """Return the place of the blocks that hold a position of the answer."""
+        """Return the indices of the blocks that hold a position of the answer."""
         full, rest = divmod(self.num_tokens, self.block_size)
         begin = self.num_beams * (position // self.block_size - full) - (rest > 0)
         return slice(max(0, begin), begin + self.num_beams)
@@ -61,13 +61,13 @@ class BeamBlocks:
             position: position of the token that runs.
             prompt_blocks: block table of the prompt.
         """
-        column, place = divmod(position, self.block_size)
+        column, offset = divmod(position, self.block_size)
         is_first = position == self.num_tokens
         known = prompt_blocks[:column] if is_first else [_UNKNOWN] * column
         last = self.blocks[self.column(position)]
-        if is_first and place:
+        if is_first and offset:
             last = [prompt_blocks[column], *last]
-        elif place:
+        elif offset:
             last = [_UNKNOWN] * self.num_beams
         return tuple(block for own in last for block in (*known, own))
 
@@ -88,10 +88,10 @@ class BeamBlocks:
         self._parents.clear()
         read = {block for table in self._tables for block in table} | {_GIVEN_BACK}
         full = range(self.column(position).start)
-        unread = [place for place in full if self.blocks[place] not in read]
-        given_back = [self.blocks[place] for place in unread]
-        for place in unread:
-            self.blocks[place] = _GIVEN_BACK
+        unread = [index for index in full if self.blocks[index] not in read]
+        given_back = [self.blocks[index] for index in unread]
+        for index in unread:
+            self.blocks[index] = _GIVEN_BACK
         return given_back
 
     def _continue(self, parents: Sequence[int], position: int) -> None:
@@ -100,9 +100,9 @@ class BeamBlocks:
         The rule is the one of `varlen_kernels.reference.follow_beams`. A table gets the block of a column once the
         first position of it has run.
         """
-        place = position % self.block_size
+        offset = position % self.block_size
         if position == self.num_tokens:
-            own = [_OF_PROMPT, *self.blocks[self.column(position)]] if place else []
+            own = [_OF_PROMPT, *self.blocks[self.column(position)]] if offset else []
             self._tables = [[block] for block in own] or [[] for _ in parents]
             return
         before = self._tables
@@ -110,7 +110,7 @@ class BeamBlocks:
             own = self.blocks[self.column(position - 1)]
             before = [[*table, block] for table, block in zip(before, own, strict=True)]
         self._tables = [[*before[parent]] for parent in parents]
-        if not place:
+        if not offset:
             return
         unused = iter(sorted(set(range(self.num_beams)).difference(parents)))
         for beam, parent in enumerate(parents):
@@ -125,7 +125,7 @@ class Group:
     They are the samples of a prompt until it has run, or its beams.
 
     Attributes:
-        order: place among running and waiting sequences: by rank, then by arrival, then by row.
+        order: sort key among running and waiting groups: by rank, then by arrival, then by row.
         sequences: sequences of the answer, at least one.
         claim: tokens that it shares with the other samples of its prompt.
         first: the first sequence of the answer, whose status is the group's.
@@ -133,7 +133,7 @@ class Group:
         has_beams: whether its answer is searched with beams.
         max_branches: most of its samples or beams that run at the same time.
         streams: whether its client reads the answer token by token. The answer of a search comes in one part.
-        beams: blocks that its beams write, and their places, while it runs.
+        beams: blocks that its beams write, and their slots, while it runs.
         source_tokens: length of its source text; 0 without one.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.

@@ -1,9 +1,9 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
-Every running sequence runs in every step. One that generates runs its last token; prompts have what is left of the
+Every running sequence runs in every step. One that generates runs its last token; prompts have the rest of the
 step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`fair_share`): prompt
 and `max_tokens` are the size of a request, so a short one passes long ones, for a while. Waiting sequences start in
-this order, and may take the place of running ones (`group_queues`).
+this order, and may preempt running ones (`group_queues`).
 
 KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that memory
 never interrupts it. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
@@ -22,7 +22,7 @@ free at once.
 
 A model may be divided into stages, which run one after another. Then as many steps are in flight as there are stages,
 each with its share of the running groups, so that no stage is idle. A group is in one step at a time,
-and its tokens are known when its next step is scheduled. All steps share blocks and places. If a step fails, the other
+and its tokens are known when its next step is scheduled. All steps share blocks and slots. If a step fails, the other
 steps go on, unless KV memory is lost. The seconds of a step are the time between the ends of two steps. A sequence runs
 in one of `stages` steps, so `admit` expects too short a run time for a sequence that waits for other steps.
 
@@ -58,10 +58,10 @@ from varlen.scheduling.batch import (
     append_token,
     write_answers,
 )
-from varlen.scheduling.choices import BeamStep, SampledToken
+from varlen.scheduling.device_plan import BeamStep, SampledToken
 from varlen.scheduling.fair_share import Claims
 from varlen.scheduling.iteration.group_memory import GroupMemory
-from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, Places
+from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
 from varlen.scheduling.iteration.groups import Group
 from varlen.scheduling.iteration.step_size import StepCost, StepLimits, StepSize, tokens_of_step
 from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
@@ -167,13 +167,13 @@ class IterationScheduler:
             admission: counts waiting work.
         """
         self._limits = limits
-        places = Places.of(limits)
+        slots = RunningSlots.of(limits)
         # steps of a pipeline divide the running sequences
-        self._sequences_per_step = max(1, places.count // limits.stages)
+        self._sequences_per_step = max(1, slots.count // limits.stages)
         self._blocks = blocks
         self._memory = GroupMemory(blocks, reserves=kv_policy == "reserve")
         self._admission = admission
-        self._queues = GroupQueues(self._memory, places, limits.stages)
+        self._queues = GroupQueues(self._memory, slots, limits.stages)
         self._claims = Claims()
         self._cost = StepCost()
         self._step_size = StepSize(limits.max_step_tokens)

@@ -28,9 +28,9 @@ class StepLimits:
     Attributes:
         max_step_tokens: largest step, in tokens.
         inter_token_latency_seconds: target of the seconds of a step while sequences are streamed; 0 is no target.
-        max_running_sequences: largest number of sequences that run at the same time, without `short_places`.
+        max_running_sequences: largest number of sequences that run at the same time, without `short_slots`.
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
-        short_places: places beside them for short sequences.
+        short_slots: slots beside them for short sequences.
         short_tokens: tokens of the longest short one, prompt and generated tokens together.
         stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
     """
@@ -39,7 +39,7 @@ class StepLimits:
     inter_token_latency_seconds: float
     max_running_sequences: int
     max_sequence_tokens: int
-    short_places: int
+    short_slots: int
     short_tokens: int
     stages: int = 1
 

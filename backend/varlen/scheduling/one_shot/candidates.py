@@ -19,7 +19,7 @@ MAX_UNITS = 96
 class Candidates:
     """Batches of consecutive units: `[i, k]` is the batch of units `i` to `i + k`.
 
-    A unit is one sequence. Of more than `MAX_UNITS` sequences, units in the second half are several sequences.
+    A unit is one sequence. With more than `MAX_UNITS` sequences, units in the second half are several sequences.
     Entries of batches beyond the last unit are undefined.
 
     Attributes:

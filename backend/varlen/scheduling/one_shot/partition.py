@@ -150,7 +150,7 @@ def best_partition(costs: FloatArray) -> list[range]:
             not allowed, which a batch of one item always is.
 
     Returns:
-        The items of each batch. Of equally good partitions, the one with the largest first batch.
+        The items of each batch. Equally good partitions: the one with the largest first batch.
     """
     count, sizes = costs.shape
     # least cost of the items from each one on

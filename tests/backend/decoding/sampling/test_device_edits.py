@@ -13,7 +13,7 @@ from tests.backend.decoding.text.small_tokenizers import byte_level
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.step_packing import DeviceEdits, begun_arrays, draw_arrays, tensors_of
-from varlen.scheduling.choices import EditLimits
+from varlen.scheduling.device_plan import EditLimits
 from varlen_kernels import cpu
 from varlen_kernels.reference.logit_edits import KEPT
 

@@ -17,7 +17,7 @@ from varlen.decoding.search.token_edits import TokenRules
 from varlen.execution.step_packing import DeviceSearches, choices_of, pack_step, tensors_of
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import DeviceChoice
+from varlen.scheduling.device_plan import DevicePlan
 from varlen_kernels import cpu, reference
 
 VOCABULARY = 12
@@ -86,9 +86,7 @@ class Steps:
                     (0,) * (num_beams or 1),
                     (0,) * (num_beams or 1),
                     (sequence,),
-                    beam_places=tuple(
-                        range(5 * number, 5 * number + sequence.generation.num_beams)
-                    ),
+                    beam_slots=tuple(range(5 * number, 5 * number + sequence.generation.num_beams)),
                     beams=num_beams,
                 )
             )
@@ -96,7 +94,7 @@ class Steps:
             rules.append(search.rules(length))
             rows += [model.logprobs(beam) for beam in beams]
         step = Batch((), BatchShape.of([1]), 0.0, "", tuple(chunks))
-        choice = DeviceChoice(searches=rules, renormalizes=self.renormalizes)
+        choice = DevicePlan(searches=rules, renormalizes=self.renormalizes)
         packed = pack_step(step, 64, choice)
         logits = torch.from_numpy(np.array(rows, np.float32))
         numbers = self.device.advance(logits, packed.searches, tensors_of(packed.searches))

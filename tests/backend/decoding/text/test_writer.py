@@ -12,7 +12,7 @@ from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.decoding.text.writer import TextWriter
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
-from varlen.scheduling.choices import SampledToken
+from varlen.scheduling.device_plan import SampledToken
 
 TOKENIZER = byte_level()
 EOS = TOKENIZER.token_to_id(END)

@@ -16,7 +16,7 @@ from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.quality import LogitQuality, compare_logits
 from varlen.execution.int8.quantization import BITS
 from varlen.execution.programs import record_steps
-from varlen.execution.step_launcher import NoChoice
+from varlen.execution.step_launcher import NoChooser
 from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
@@ -57,7 +57,7 @@ def calibrated(folder):
 
 def runner_of(folder, dtype="int8"):
     config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
-    return StepRunner(Checkpoint.open(folder), config, NoChoice())
+    return StepRunner(Checkpoint.open(folder), config, NoChooser())
 
 
 def answers_of(generator, prompts):

@@ -21,7 +21,7 @@ from varlen.execution.workers.messages import (
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Masks, Payload, Prompt, RequestOptions, Unpooled, Vectors
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import DeviceChoice, Draws, Edits, SearchRules
+from varlen.scheduling.device_plan import DevicePlan, Draws, Edits, SearchRules
 
 from ..test_step_packing import sequence_of_source
 
@@ -110,7 +110,7 @@ def beams_of(search, *, has_source, num_beams=2):
     chunk = chunk_of(1, has_source=has_source)
     tokens, blocks = (0,) * num_beams, tuple(range(num_beams))
     places = tuple(range(search, search + num_beams))
-    return chunk._replace(token_ids=tokens, block_ids=blocks, beam_places=places, beams=num_beams)
+    return chunk._replace(token_ids=tokens, block_ids=blocks, beam_slots=places, beams=num_beams)
 
 
 RULES = SearchRules(2, False, True, 5, (3, 4), np.array([7, 8, 9], np.int32), 1.5, 2.0)
@@ -124,13 +124,13 @@ EDITS = Edits(
 )
 NOTHING_BEGINS = EDITS._replace(**dict.fromkeys(("tokens", "counts", "biases"), np.empty(0)))
 CHOICES = {
-    "chosen by the engine": DeviceChoice(),
-    "greedy": DeviceChoice(Draws(LIMITS, None)),
-    "drawn": DeviceChoice(Draws(LIMITS, np.array([0.1, 0.5, 1 - 2**-53]))),
-    "edited": DeviceChoice(Draws(LIMITS, np.array([0.1, 0.5, 0.2]), EDITS)),
-    "edited as before": DeviceChoice(Draws(LIMITS, None, NOTHING_BEGINS)),
-    "no tokens": DeviceChoice(Draws([], None)),
-    "searched": DeviceChoice(searches=[RULES, None], renormalizes=True),
+    "chosen by the engine": DevicePlan(),
+    "greedy": DevicePlan(Draws(LIMITS, None)),
+    "drawn": DevicePlan(Draws(LIMITS, np.array([0.1, 0.5, 1 - 2**-53]))),
+    "edited": DevicePlan(Draws(LIMITS, np.array([0.1, 0.5, 0.2]), EDITS)),
+    "edited as before": DevicePlan(Draws(LIMITS, None, NOTHING_BEGINS)),
+    "no tokens": DevicePlan(Draws([], None)),
+    "searched": DevicePlan(searches=[RULES, None], renormalizes=True),
 }
 
 

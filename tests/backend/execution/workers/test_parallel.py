@@ -101,11 +101,11 @@ RANKS, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
     "processes, name, blocks",
     [
         (RANKS, "gpt2", 11),
-        (RANKS, "qwen3", 11),
-        ({"tensor_parallel": 4}, "llama", 22),
         (STAGES, "gpt2", 15),
+        pytest.param(RANKS, "qwen3", 11, marks=pytest.mark.full),
+        pytest.param({"tensor_parallel": 4}, "llama", 22, marks=pytest.mark.full),
         # as many blocks as the largest of stages has, which has one layer of three
-        ({"pipeline_parallel": 3}, "qwen3", 11),
+        pytest.param({"pipeline_parallel": 3}, "qwen3", 11, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -125,7 +125,7 @@ def test_tokens_are_those_of_one_process(make, processes, name, blocks):
 
 
 @pytest.mark.parametrize("processes", [RANKS, STAGES], ids=str)
-@pytest.mark.parametrize("name", ["marian", "t5"])
+@pytest.mark.parametrize("name", ["marian", pytest.param("t5", marks=pytest.mark.full)])
 def test_translations_are_those_of_one_process(make, name, processes):
     def translations(model):
         requests = [

@@ -14,7 +14,7 @@ from varlen.models.notes import checkpoint_notes
 from varlen.models.registry import FAMILIES
 
 UNREAD = "read by no release of transformers from 4.48 to 5.23"
-# Of a model that reads more than BERT does.
+# Field of a model that reads more than BERT does.
 CODE = {"AutoModel": "modeling.Model"}
 FIRST_RELEASE = {"layer_norm_type": "layer_norm", "position_embedding_type": "rope"}
 

@@ -18,9 +18,9 @@ from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.batch import BatchResult
-from varlen.scheduling.choices import BeamAnswer, BeamStep, SampledToken
+from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.iteration.group_queues import Places
+from varlen.scheduling.iteration.group_queues import RunningSlots
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.telemetry.metrics import Stats
@@ -189,7 +189,7 @@ class KvExecutor(HeldExecutor):
         """Return the block table and the tokens of each row of a chunk."""
         if not chunk.beams:
             return [(chunk.block_ids, self._tokens(chunk))]
-        _, tokens = self.chosen.get(chunk.beam_places, (None, [0] * chunk.beams))
+        _, tokens = self.chosen.get(chunk.beam_slots, (None, [0] * chunk.beams))
         return list(zip(self._tables(chunk), [[token] for token in tokens], strict=True))
 
     def _tables(self, chunk):
@@ -199,7 +199,7 @@ class KvExecutor(HeldExecutor):
         given = [chunk.block_ids[i :: column + 1] for i in range(column + 1)]
         given = [list(row) for row in zip(*given, strict=True)]
         assert len(given) == chunk.beams == chunk.sequence.generation.num_beams
-        key = chunk.beam_places, chunk.start
+        key = chunk.beam_slots, chunk.start
         if key in self.tables:
             # it runs again
             return self.tables[key]
@@ -209,8 +209,8 @@ class KvExecutor(HeldExecutor):
                 # the end of the prompt
                 self.memory[table[-1]] = dict(self._block(tables[0][-1]))
         else:
-            before = self.tables[chunk.beam_places, chunk.start - 1]
-            parents, _ = self.chosen[chunk.beam_places]
+            before = self.tables[chunk.beam_slots, chunk.start - 1]
+            parents, _ = self.chosen[chunk.beam_slots]
             tables = [[*before[parent]] for parent in parents]
             unused = [before[row][-1] for row in range(chunk.beams) if row not in parents]
             for row, parent in enumerate(parents):
@@ -219,7 +219,7 @@ class KvExecutor(HeldExecutor):
                 elif parent in parents[:row]:
                     tables[row][-1] = unused.pop(0)
                     self.memory[tables[row][-1]] = dict(self._block(before[parent][-1]))
-        self._forget_tables(chunk.beam_places)
+        self._forget_tables(chunk.beam_slots)
         self.tables[key] = tables
         return tables
 
@@ -245,8 +245,8 @@ class KvExecutor(HeldExecutor):
         dead = first.generation.num_beams - len(step.parents)
         if not chunk.beams:
             # the tables of a search before it
-            self._forget_tables(chunk.beam_places)
-        self.chosen[chunk.beam_places] = (
+            self._forget_tables(chunk.beam_slots)
+        self.chosen[chunk.beam_slots] = (
             [*step.parents, *[0] * dead],
             [*step.token_ids, *[0] * dead],
         )
@@ -335,7 +335,7 @@ class Bench:
         running=8,
         longest=200,
         max_requests=100,
-        short_places=0,
+        short_slots=0,
         short_tokens=0,
         slots=1,
         stages=1,
@@ -348,7 +348,7 @@ class Bench:
             inter_token_latency_seconds=latency,
             max_running_sequences=running,
             max_sequence_tokens=longest,
-            short_places=short_places,
+            short_slots=short_slots,
             short_tokens=short_tokens,
             stages=stages,
         )
@@ -448,7 +448,7 @@ class Bench:
         running = [s for s in self.sequences if s.status == "running"]
         others = [sequence for sequence in running if not self.is_short(sequence)]
         assert len(others) <= self.limits.max_running_sequences
-        most = self.limits.max_running_sequences + self.limits.short_places
+        most = self.limits.max_running_sequences + self.limits.short_slots
         assert max(len(running), sum(map(len, map(lengths_of, step.chunks)))) <= most
         # a step with a source that fills it has no place for others
         groups = self.scheduler._queues.running
@@ -523,10 +523,10 @@ class Bench:
         tables = [branch.block_ids for branch in branches]
         tables += [group.source_block_ids for group in groups]
         tables += [group.beams.held() for group in groups if group.beams]
-        taken = [place for group in groups if group.beams for place in group.beams.places]
+        taken = [slot for group in groups if group.beams for slot in group.beams.slots]
         assert len(set(taken)) == len(taken)
-        places = Places.of(self.limits)
-        assert all(0 <= place < places.count + places.short_count for place in taken)
+        slots = RunningSlots.of(self.limits)
+        assert all(0 <= slot < slots.count + slots.short_count for slot in taken)
         # a step that failed copies them again
         copies, kept = self.scheduler._memory.copies, self.scheduler._memory.copies.kept
         assert set(kept) <= copies.sources()

@@ -295,7 +295,7 @@ def open_requests(bench, replies, submit):
     "large", [{"n": 8, "max_tokens": 30}, {"max_tokens": 90}], ids=["n", "long"]
 )
 def test_a_short_request_waits_for_one_step_whatever_large_ones_wait(policy, large):
-    bench = Bench(policy=policy, num_blocks=900, short_places=1, short_tokens=12)
+    bench = Bench(policy=policy, num_blocks=900, short_slots=1, short_tokens=12)
 
     def submit_large():
         return bench.submit(prompt_of(6, len(bench.sequences)), tenant="large", **large)
@@ -316,7 +316,7 @@ def test_a_short_request_waits_for_one_step_whatever_large_ones_wait(policy, lar
 
 @_both_policies
 def test_short_requests_do_not_keep_a_large_one_from_places_and_blocks(policy):
-    bench = Bench(policy=policy, num_blocks=40, block_size=4, short_places=2, short_tokens=12)
+    bench = Bench(policy=policy, num_blocks=40, block_size=4, short_slots=2, short_tokens=12)
 
     def submit_short():
         return bench.submit(prompt_of(6, len(bench.sequences)), max_tokens=6)
@@ -333,7 +333,7 @@ def test_short_requests_do_not_keep_a_large_one_from_places_and_blocks(policy):
 
 
 def test_places_for_short_sequences_are_no_more_than_a_step_has_tokens():
-    bench = Bench(step_tokens=9, running=8, short_places=4, short_tokens=12)
+    bench = Bench(step_tokens=9, running=8, short_slots=4, short_tokens=12)
     for seed in range(14):
         bench.submit(prompt_of(2, seed), max_tokens=9)
 

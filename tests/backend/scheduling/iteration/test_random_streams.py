@@ -64,7 +64,7 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
         step_tokens=rng.randint(7, 24),
         latency=rng.choice([0.0, 4.0]),
         running=6,
-        short_places=rng.randint(0, 2),
+        short_slots=rng.randint(0, 2),
         short_tokens=14,
         **mode,
     )
@@ -157,7 +157,7 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     step_tokens=st.integers(1, 12),
     latency=st.sampled_from([0.0, 0.5, 3.0, 6.0]),
     running=st.integers(1, 6),
-    short_places=st.integers(0, 2),
+    short_slots=st.integers(0, 2),
     short_tokens=st.integers(0, 16),
     slots=st.sampled_from([1, 2]),
     stages=st.sampled_from([1, 2, 3]),

@@ -9,7 +9,7 @@ from tests.backend.scheduling.iteration import generation
 from tests.backend.scheduling.iteration.generation import Bench, answer, search_answers, tokens_of
 from varlen.errors import EngineError, RequestCancelled, RequestError
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.choices import BeamStep
+from varlen.scheduling.device_plan import BeamStep
 
 _both_policies = pytest.mark.parametrize("policy", ["reserve", "optimistic"])
 PROMPT = [5, 1, 4, 1, 5, 9]

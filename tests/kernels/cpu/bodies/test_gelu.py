@@ -68,7 +68,7 @@ def test_nan_changes_only_its_own_result():
 @pytest.mark.parametrize("least", [1, 2000], ids=["compiled", "torch"])
 def test_a_row_has_the_same_bits_alone_and_among_others(monkeypatch, least):
     monkeypatch.setattr(cpu, "_LEAST_FEATURES", least)
-    # torch computes what is left of whole vectors in another way
+    # torch computes the rest beside whole vectors in another way
     x = 4 * rand(9, 1280)
 
     together = cpu.activate(x, kind="gelu_tanh")

@@ -10,10 +10,11 @@ from numba.core import types
 
 from tests.kernels.float64 import rand
 from varlen_kernels.cpu.calls import calls, int8_torch
-from varlen_kernels.cpu.calls.calls import ARGUMENTS, FUNCTION, PARTS, UNITS, run_calls, run_op
+from varlen_kernels.cpu.calls.calls import run_calls, run_op
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import threads
 from varlen_kernels.cpu.native.native import int64_vector
+from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
 from varlen_kernels.cpu.native.threads import using_cores
 from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS
 

@@ -20,10 +20,10 @@ from varlen.decoding.search.searcher import Searcher
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Int32Array
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.choices import (
+from varlen.scheduling.device_plan import (
     BeamStep,
-    DeviceChoice,
-    DeviceChosen,
+    Chosen,
+    DevicePlan,
     Draws,
     EditLimits,
     SampledToken,
@@ -39,20 +39,20 @@ class _Row(NamedTuple):
     """An output that the host chooses.
 
     Attributes:
-        place: its place among the outputs of the step.
+        output: index of the output in the step.
         sequence: its sequence.
         length: number of tokens of the answer, or of each beam.
         rows: its rows of the logits.
     """
 
-    place: int
+    output: int
     sequence: GeneratedSequence
     length: int
     rows: range
 
 
-class TokenChoice:
-    """Chooses with a sampler or a searcher, sequence by sequence: a `StepChoice`."""
+class TokenChooser:
+    """Chooses with a sampler or a searcher, sequence by sequence: a `Chooser`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TokenChoice:
         device: torch.device,
         edit_limits: EditLimits,
     ) -> None:
-        """Prepare the choice.
+        """Prepare the sampler and the searches.
 
         Args:
             checkpoint: checkpoint of the model.
@@ -81,52 +81,52 @@ class TokenChoice:
         self._sampler = Sampler(vocab_size, rules.end_ids, grammars, bad_words, device, edit_limits)
         self._searcher = Searcher(vocab_size, rules, bad_words, device, renormalizes=renormalizes)
 
-    def on_device(self, step: Batch) -> DeviceChoice:
-        """Return what the device chooses in a step; see `StepChoice`.
+    def plan(self, step: Batch) -> DevicePlan:
+        """Return what the device chooses in a step; see `Chooser`.
 
         Tokens are drawn on the device if this is so of all samples of the step.
         """
         rows = [chunk for chunk in step.chunks if chunk.samples]
-        searching = [chunk for chunk in rows if chunk.beam_places]
+        searching = [chunk for chunk in rows if chunk.beam_slots]
         if not searching:
             draws = self._sampler.draws(*step.sampled)
-            return DeviceChoice(draws, is_whole=draws is not None)
+            return DevicePlan(draws, is_whole=draws is not None)
         rules = [self._searcher.rules(each.sequence, each.num_generated) for each in searching]
         is_whole, draws = None not in rules, None
         if len(searching) < len(rows):
             draws = self._draws(rows)
             is_whole = is_whole and draws is not None
-        return DeviceChoice(draws, rules, is_whole, self._renormalizes)
+        return DevicePlan(draws, rules, is_whole, self._renormalizes)
 
     def _draws(self, chunks: Sequence[Chunk]) -> Draws | None:
         """Return draws of all rows of logits; nothing uses the draws of searches."""
         samples: list[tuple[GeneratedSequence, int]] = []
-        places: list[int] = []
+        rows: list[int] = []
         end = 0
         for chunk in chunks:
-            if not chunk.beam_places:
+            if not chunk.beam_slots:
                 samples += [(sequence, chunk.num_generated) for sequence in chunk.samples]
-                places += range(end, end + len(chunk.samples))
+                rows += range(end, end + len(chunk.samples))
             end += chunk.num_logit_rows
         draws = self._sampler.draws(*zip(*samples, strict=True))
         if draws is None:
             return None
         limits, uniform, edits = [_GREEDY] * end, draws.uniform, draws.edits
-        for place, limit in zip(places, draws.limits, strict=True):
-            limits[place] = limit
+        for index, limit in zip(rows, draws.limits, strict=True):
+            limits[index] = limit
         if uniform is not None:
             uniform = np.zeros(end)
-            uniform[places] = draws.uniform
+            uniform[rows] = draws.uniform
         if edits is not None:
-            edits.rows[:, 0] = np.array(places)[edits.rows[:, 0]]
+            edits.rows[:, 0] = np.array(rows)[edits.rows[:, 0]]
         return Draws(limits, uniform, edits)
 
     def forget(self) -> None:
-        """Forget what the device keeps of sequences; see `StepChoice`."""
+        """Forget what the device keeps of sequences; see `Chooser`."""
         self._sampler.forget()
 
     def given(self, step: Batch) -> Int32Array:
-        """Return what the host has chosen for the beams of a step; see `StepChoice`."""
+        """Return what the host has chosen for the beams of a step; see `Chooser`."""
         given: Int32Array = np.full(
             (sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32
         )
@@ -143,29 +143,29 @@ class TokenChoice:
         return given
 
     def outputs(
-        self, step: Batch, choice: DeviceChoice, chosen: DeviceChosen, logits: Tensor | None
+        self, step: Batch, plan: DevicePlan, chosen: Chosen, logits: Tensor | None
     ) -> list[SampledToken | BeamStep]:
-        """Return the outputs of a step; see `StepChoice`."""
-        has_edits = choice.draws is not None and choice.draws.edits is not None
-        if choice.is_whole and not choice.searches:
+        """Return the outputs of a step; see `Chooser`."""
+        has_edits = plan.draws is not None and plan.draws.edits is not None
+        if plan.is_whole and not plan.searches:
             if has_edits:
                 self._sampler.note(*step.sampled, chosen.token_ids)
             return [SampledToken(token_id) for token_id in chosen.token_ids]
         outputs: list[SampledToken | BeamStep] = []
         of_host: list[_Row] = []
-        of_searches = _results(choice, chosen)
+        of_searches = _results(plan, chosen)
         row = 0
         for chunk in step.chunks:
             length = chunk.num_generated
-            for place, sequence in enumerate(chunk.samples, start=row):
-                if chunk.beam_places and (result := next(of_searches)) is not None:
+            for index, sequence in enumerate(chunk.samples, start=row):
+                if chunk.beam_slots and (result := next(of_searches)) is not None:
                     outputs.append(_read(sequence, length, *result))
-                elif not chunk.beam_places and choice.draws is not None:
+                elif not chunk.beam_slots and plan.draws is not None:
                     if has_edits:
-                        self._sampler.note([sequence], [length], [chosen.token_ids[place]])
-                    outputs.append(SampledToken(chosen.token_ids[place]))
+                        self._sampler.note([sequence], [length], [chosen.token_ids[index]])
+                    outputs.append(SampledToken(chosen.token_ids[index]))
                 else:
-                    rows = range(place, place + max(1, chunk.beams))
+                    rows = range(index, index + max(1, chunk.beams))
                     of_host.append(_Row(len(outputs), sequence, length, rows))
                     outputs.append(BeamStep((), ()))
             row += chunk.num_logit_rows
@@ -174,7 +174,7 @@ class TokenChoice:
             if part:
                 assert logits is not None
                 for each, output in zip(part, self._choose(logits, part), strict=True):
-                    outputs[each.place] = output
+                    outputs[each.output] = output
         return outputs
 
     def _choose(self, logits: Tensor, chosen: Sequence[_Row]) -> Sequence[SampledToken | BeamStep]:
@@ -191,18 +191,18 @@ class TokenChoice:
 _Result: TypeAlias = tuple[Int32Array, Int32Array, Float32Array]
 
 
-def _results(choice: DeviceChoice, chosen: DeviceChosen) -> Iterator[_Result | None]:
+def _results(plan: DevicePlan, chosen: Chosen) -> Iterator[_Result | None]:
     """Yield the part of `SearchResults` of each search; None if the host takes its step."""
-    place = beam = 0
-    for rules in choice.searches:
+    index = beam = 0
+    for rules in plan.searches:
         if rules is None:
             yield None
             continue
         assert chosen.searches is not None
         ends, beams, scores = chosen.searches
         own = slice(beam, beam + rules.num_beams)
-        yield ends[place], beams[own], scores[own]
-        place, beam = place + 1, own.stop
+        yield ends[index], beams[own], scores[own]
+        index, beam = index + 1, own.stop
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""What steps of generation choose: tokens, steps of searches and their answers."""
+"""What the device chooses in a step, and the tokens and answers that follow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class EditLimits(NamedTuple):
     """Room for edit lists on the device.
 
     Attributes:
-        places: number of lists.
+        slots: number of lists.
         entries: largest number of tokens of a list.
     """
 
-    places: int
+    slots: int
     entries: int
 
 
@@ -84,14 +84,14 @@ class SearchRules(NamedTuple):
     best_divisor: float
 
 
-class DeviceChoice(NamedTuple):
-    """What is chosen where the logits are, in a step, and by which rules.
+class DevicePlan(NamedTuple):
+    """Rules of the choices that the device makes in a step.
 
     Attributes:
         draws: numbers that tokens are drawn with, for each row of logits; None if the host chooses them, or there are
             none.
         searches: rules of each search of the step that chooses; None if the host takes its step.
-        is_whole: whether nothing is left to the host.
+        is_whole: whether the host chooses nothing.
         renormalizes: whether log probabilities are normalized again without banned tokens.
     """
 
@@ -101,16 +101,16 @@ class DeviceChoice(NamedTuple):
     renormalizes: bool = False
 
 
-class SearchChoices(NamedTuple):
-    """What searches have chosen, see `reference.SearchResults`."""
+class ChosenBeams(NamedTuple):
+    """Results of searches on the device, see `reference.SearchResults`."""
 
     ends: Int32Array
     beams: Int32Array
     scores: Float32Array
 
 
-class DeviceChosen(NamedTuple):
-    """What was chosen where the logits are.
+class Chosen(NamedTuple):
+    """Tokens and beams that the device has chosen.
 
     Attributes:
         token_ids: token of each row of logits, if tokens were drawn; else empty.
@@ -118,7 +118,7 @@ class DeviceChosen(NamedTuple):
     """
 
     token_ids: Sequence[int] = ()
-    searches: SearchChoices | None = None
+    searches: ChosenBeams | None = None
 
 
 @dataclass(frozen=True, slots=True)
