@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from varlen.execution.packing import dims_of, packed_batch
+from varlen.execution.packing import dims_of, prompt_arrays, tensors_of
 from varlen.program.program import PackedBatch, Program, State, Value
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import reference
@@ -15,7 +15,9 @@ from varlen_kernels import reference
 def pack(program: Program, prompts: Sequence[Prompt], options: RequestOptions) -> PackedBatch:
     """Return a batch of prompts, all with the same options."""
     dims = dims_of([prompt.num_tokens for prompt in prompts])
-    return packed_batch(program.inputs, dims, prompts, [options] * len(prompts))
+    names = [value.name for value in program.inputs]
+    arrays = prompt_arrays(names, prompts, [options] * len(prompts))
+    return PackedBatch(tensors_of(arrays), dims)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Calls of many rows, and of models that generate: bounded concurrency, results in order, one timeout.
+"""Calls of rows and of generation: bounded concurrency, results in order, one timeout.
 
 The first failure cancels the other requests. Errors name rows of the whole call.
 """

@@ -1,6 +1,7 @@
-"""Every error that this client raises, in one tree; cancelling a call from asyncio raises `asyncio.CancelledError`.
+"""Every error that this client raises, in one tree.
 
 ServerUnavailable comes after the last retry. ModelProcessEnded, DeadlineMissed and RequestTimeout are never retried.
+Cancelling a call from asyncio raises `asyncio.CancelledError`.
 """
 
 # Each name states what happened, so only the root ends in "Error".

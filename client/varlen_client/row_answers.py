@@ -1,4 +1,4 @@
-"""Outputs of row calls, their check, and how answers are read from the outputs of all requests."""
+"""Outputs of row calls, their check, and the answers that are read from them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class RowTask(Generic[_Answer]):
     not_sent: Collection[str] = ()
 
     def requested(self, options: Options) -> Outputs:
-        """Return the outputs of a call; InvalidRequest is raised for a wrong value of an option."""
+        """Return the outputs of a call; raises InvalidRequest for a wrong option."""
         return self.outputs if isinstance(self.outputs, tuple) else self.outputs(options)
 
     def of_model(self, outputs: Outputs, info: ModelInfo, *, counts_tokens: bool) -> Outputs:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from varlen_client.errors import InvalidRequest, ServerError
 from varlen_client.generation import Messages, OperationRequest, json_text
 from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
 from varlen_client.tasks import Options, parameters_of
-from varlen_client.wire import InferRequest, ModelInfo, Parameters, Rows, TokenIds, read_inputs
+from varlen_client.wire import InferRequest, Parameters, Rows, TokenIds, read_inputs
 
 # What is tokenized: texts, or chats.
 Tokenizable: TypeAlias = Sequence[str] | Sequence[Messages]
@@ -92,62 +92,47 @@ class TokenizerSender(RequestSender):
 
         async def send_all() -> list[_Object]:
             info = await self._session.model_info(call.deadline)
+            # of outputs that are arrays any will do, and this one exists
+            output = next(iter(info.outputs))
+
+            async def ask(request: OperationRequest) -> list[_Object]:
+                [response] = await self._session.all_responses(info, request, call.deadline)
+                return await _objects(response.get(_GENERATED, ()), 1)
+
+            async def infer(request: InferRequest) -> list[_Object]:
+                found = (await self._session.infer(info, request, call.deadline)).get(output)
+                if not isinstance(found, np.ndarray) or found.dtype != np.object_:
+                    raise ServerError(
+                        f"{output} has no texts; the server is older than this client"
+                    )
+                return await _objects(found.ravel().tolist(), len(request.rows))
+
             if info.generates:
-                return await self._send_prompts(call, info, rows, parameters, is_chat=is_chat)
-            if is_chat:
+                name: Literal["messages", "text_input"] = "messages" if is_chat else "text_input"
+                prompts = (
+                    (
+                        range(row, row + 1),
+                        OperationRequest((name, text.decode()), parameters, stream=False),
+                    )
+                    for row, (text,) in enumerate(rows.texts)
+                )
+                parts = await call.send_all(prompts, ask, concurrency=self._concurrency)
+            elif is_chat:
                 raise InvalidRequest(
                     f"model {info.name!r} does not generate; chats need a model that does"
                 )
-            return await self._send_rows(call, info, rows, parameters)
+            else:
+                texts = rows
+                if info.requires_pairs:
+                    texts = Rows(tuple((text, b"") for (text,) in rows.texts))
+                requests = (
+                    (each, InferRequest(each, texts.tensors(each), (output,), parameters))
+                    for each in texts.split(self._request_rows(info))
+                )
+                parts = await call.send_all(requests, infer, concurrency=self._concurrency)
+            return [each for part in parts for each in part]
 
         return await call.within_timeout(send_all())
-
-    async def _send_prompts(
-        self,
-        call: RowCall,
-        info: ModelInfo,
-        rows: Rows,
-        parameters: Parameters,
-        *,
-        is_chat: bool,
-    ) -> list[_Object]:
-        async def send(request: OperationRequest) -> list[_Object]:
-            [response] = await self._session.all_responses(info, request, call.deadline)
-            return await _objects(response.get(_GENERATED, ()), 1)
-
-        requests = (
-            (
-                range(row, row + 1),
-                OperationRequest(
-                    ("messages" if is_chat else "text_input", text.decode()),
-                    parameters,
-                    stream=False,
-                ),
-            )
-            for row, (text,) in enumerate(rows.texts)
-        )
-        return _joined(await call.send_all(requests, send, concurrency=self._concurrency))
-
-    async def _send_rows(
-        self, call: RowCall, info: ModelInfo, rows: Rows, parameters: Parameters
-    ) -> list[_Object]:
-        # any output will do, and this one exists
-        name = next(iter(info.outputs))
-
-        async def send(request: InferRequest) -> list[_Object]:
-            arrays = await self._session.infer(info, request, call.deadline)
-            found = arrays.get(name)
-            if not isinstance(found, np.ndarray) or found.dtype != np.object_:
-                raise ServerError(f"{name} has no texts; the server is older than this client")
-            return await _objects(found.ravel().tolist(), len(request.rows))
-
-        if info.requires_pairs:
-            rows = Rows(tuple((text, b"") for (text,) in rows.texts))
-        requests = (
-            (each, InferRequest(each, rows.tensors(each), (name,), parameters))
-            for each in rows.split(self._request_rows(info))
-        )
-        return _joined(await call.send_all(requests, send, concurrency=self._concurrency))
 
 
 def _is_chat(row: object) -> bool:
@@ -189,10 +174,6 @@ async def _objects(texts: Sequence[str | bytes], rows: int) -> list[_Object]:
     except (ValueError, AssertionError) as error:
         raise ServerError(f"the response cannot be read: {error!r}") from error
     return found
-
-
-def _joined(parts: Iterable[list[_Object]]) -> list[_Object]:
-    return [each for part in parts for each in part]
 
 
 def _tokenized(found: _Object) -> TokenizedText:

@@ -154,6 +154,9 @@ def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     assert (rows[-1]["step_ms"], rows[-1]["limit_ms"]) == (80, 50)
     assert (rows[-1]["requests"], rows[-1]["tokens"], rows[-1]["rounds"]) == (None,) * 3
     assert len({tuple(row) for row in rows}) == 1
+    # an isolated step that failed has a note, and the command ends with 0
+    assert not GenerateSubject().has_failed([Result(system=SYSTEMS[OURS])])
+    assert GenerateSubject().has_failed([result(OURS, [])])
     at_once, poisson, step = GenerateSubject().tables(results)
     assert at_once.lines[0][0] == "ctranslate2-int8-sorted"
     assert [len(table.lines) for table in (at_once, poisson, step)] == [7, 3, 1]

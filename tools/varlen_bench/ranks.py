@@ -250,7 +250,7 @@ MEASUREMENTS: Mapping[str, Callable[[RanksSubject, Path], Iterator[Row]]] = {
 
 def control_seconds(sequences: int, samples: int) -> list[float]:
     """Return samples of the seconds to pack a decode step and send it."""
-    from varlen.execution.step_packing import part_of_step
+    from varlen.execution.packing import part_of_step
     from varlen.execution.workers.messages import step_message
 
     blocks = -(-_CONTEXT // _BLOCK)
@@ -284,7 +284,7 @@ def generators(
     """Yield a GPT-2-small in one process, and the same in several, which `setting` asks for."""
     from varlen.config import EngineConfig
     from varlen.in_process.generator import Generator
-    from varlen.service.generation import Iterative
+    from varlen.service.generation import GeneratorParts
     from varlen.service.service import Service
     from varlen.telemetry.metrics import Stats
 
@@ -295,7 +295,7 @@ def generators(
     def load(count: int) -> Generator:
         settings = {"device": "cpu", "dtype": dtype, "threads": str(processes), setting: str(count)}
         config = EngineConfig.from_parameters(settings)
-        return Generator(Service.load(Iterative, folder, config, Stats(), isolated=True))
+        return Generator(Service.load(GeneratorParts, folder, config, Stats(), isolated=True))
 
     name = "ranks" if setting == "tensor_parallel" else "stages"
     with load(1) as one, load(processes) as several:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from varlen_client import Client, VarlenClientError
-from varlen_client.cli.embed import print_similarity
+from varlen_client.cli.rows import print_similarity
 from varlen_client.wire import Floats
 from varlen_tools.local_server import LocalServer, ServerError, end_on_sigterm
 

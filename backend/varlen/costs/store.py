@@ -1,6 +1,6 @@
 """Measured costs on disk, a JSON file for each entry: a second start measures nothing.
 
-Costs are found by what decides them, such as model, device and libraries. Several servers may share one folder. No
+The key of costs has all that decides them: model, device, libraries and others. Several servers may share one folder. No
 problem with it is an error: a damaged entry is replaced. A folder that cannot be read or written, or that other users
 can write to, is not used. Each problem is logged as a warning.
 """
@@ -45,7 +45,6 @@ class StoredCosts:
         key: facts that decide these costs.
         measured_at: time of the measurement, with its time zone.
         allowed_seconds: the bound of the measurement.
-        measurement: the measured batches.
     """
 
     key: CostKey

@@ -1,4 +1,4 @@
-"""What a checkpoint says about choosing tokens: rules of beam search, and defaults of requests."""
+"""Rules of a checkpoint for beam search, and defaults of requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -66,7 +66,6 @@ def request_defaults(
     """Return a checkpoint's own options for requests.
 
     Args:
-        checkpoint: the checkpoint.
         max_sequence_tokens: longest sequence of the served model.
         source: setting of the model; it does not concern translations.
 

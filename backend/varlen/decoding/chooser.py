@@ -40,9 +40,7 @@ class _Row(NamedTuple):
 
     Attributes:
         output: index of the output in the step.
-        sequence: its sequence.
         length: number of tokens of the answer, or of each beam.
-        rows: its rows of the logits.
     """
 
     output: int
@@ -65,10 +63,7 @@ class TokenChooser:
         """Prepare the sampler and the searches.
 
         Args:
-            checkpoint: checkpoint of the model.
             grammars: grammars of sequences with structured output.
-            bad_words: tokens of words that requests forbid.
-            device: device of the logits.
             edit_limits: room for edit lists on the device.
 
         Raises:

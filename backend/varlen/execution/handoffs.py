@@ -87,6 +87,10 @@ class Handoffs:
         """Go on to the place of the next batch."""
         self.place = (self.place + 1) % self._places
 
+    def received_names(self, program: int) -> set[str]:
+        """Return the names of what the stage before writes for a program, given its number."""
+        return {value.name for value in self._parts[program].received}
+
     def received(self, program: int, dims: Dims) -> dict[str, Tensor]:
         """Return what the stage before has written for a batch of these dimensions.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -145,7 +144,7 @@ def _source_limit(config: EngineConfig) -> int:
     return config.max_step_tokens - config.max_running_sequences
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A loaded model.
 
@@ -155,17 +154,19 @@ class ModelInfo:
         device_name: name of the device, for the log.
         dtype: data type of weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
-        max_sequence_tokens: longest sequence, in tokens.
-        max_batch_tokens: largest batch of several sequences of a worker, in tokens, padding included.
+        max_sequence_tokens: longest sequence, in tokens; prompt and answer together.
+        max_batch_tokens: largest batch of several sequences of a worker, padding included, or largest step, in tokens.
         max_arena_tokens: longest sequence that the arena of a worker holds, in tokens.
         weight_bytes: memory of the weights, in bytes; workers share it.
         arena_bytes: largest memory of intermediates, in bytes, of one worker.
+        cost_fields: fields that decide the run time of batches beside settings.
         is_padded: whether sequences are padded to the longest of their batch, for comparison.
         workers: number of batches that run at the same time.
-        cost_fields: fields that decide the run time of batches beside settings.
+        max_logit_rows: most rows of logits of a step.
+        num_blocks: number of KV blocks.
+        block_size: tokens of a KV block.
+        block_bytes: memory of a KV block in all layers, in bytes.
     """
-
-    generates: ClassVar = False
 
     task: Task
     device: str
@@ -178,20 +179,23 @@ class ModelInfo:
     max_arena_tokens: int
     weight_bytes: int
     arena_bytes: int
-    is_padded: bool
-    workers: int
     cost_fields: Mapping[str, str]
+    is_padded: bool = False
+    workers: int = 1
+    max_logit_rows: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    block_bytes: int = 0
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether each sequence has a source text, which an encoder reads."""
+        return self.task == "translate"
 
     @property
     def limits(self) -> tuple[object, ...]:
         """The facts that the engine relies on; measured choices may differ from load to load."""
-        return (
-            self.dtype,
-            self.max_sequence_tokens,
-            self.max_batch_tokens,
-            self.max_arena_tokens,
-            self.workers,
-        )
+        return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -201,48 +205,6 @@ class ModelInfo:
         """Return the most masks of a prompt of this length."""
         count = min(length, MAX_MASKS) if self.task == "fill_mask" else 0
         return Masks(np.arange(count, dtype=np.int32))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """A loaded model that generates.
-
-    Attributes:
-        device: kind of the device that runs it: cpu or cuda.
-        device_name: name of the device, for the log.
-        dtype: data type of weights and activations.
-        vocab_size: token ids are below this.
-        has_sources: whether each sequence has a source text, which an encoder reads.
-        max_sequence_tokens: longest sequence, prompt and answer together, in tokens.
-        max_step_tokens: largest step, in tokens.
-        max_logit_rows: most rows of logits of a step.
-        weight_bytes: memory of the weights, in bytes.
-        arena_bytes: largest memory of intermediates, in bytes.
-        num_blocks: number of KV blocks.
-        block_size: tokens of a KV block.
-        block_bytes: memory of a KV block in all layers, in bytes.
-    """
-
-    generates: ClassVar = True
-
-    device: str
-    device_name: str
-    dtype: str
-    vocab_size: int
-    has_sources: bool
-    max_sequence_tokens: int
-    max_step_tokens: int
-    max_logit_rows: int
-    weight_bytes: int
-    arena_bytes: int
-    num_blocks: int
-    block_size: int
-    block_bytes: int
-
-    @property
-    def limits(self) -> tuple[object, ...]:
-        """The facts that the engine relies on: all but the name for the log, and what follows from measured choices."""
-        return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,24 @@
-"""Packs the inputs of a batch into one buffer, which one copy moves.
+"""Packs sequences, each with some tokens, into the inputs of a program.
 
-The program declares the inputs and their shapes.
+Sequences that run as a whole bring prompts and options, sequences of a step bring chunks. Inputs are arrays by name. On
+a GPU they lie in one buffer, which one copy moves. The program declares which inputs it reads, and their shapes.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from varlen.memory.usage import Dims
-from varlen.program.program import PackedBatch, Value
+from varlen.program.program import Value
 from varlen.request.request import (
     MAX_MASKS,
     Float32Array,
@@ -24,26 +29,27 @@ from varlen.request.request import (
     Unpooled,
     Vectors,
 )
+from varlen.scheduling.batch import Batch, Chunk
+from varlen.scheduling.device_plan import BeamStep, DevicePlan, Draws, Edits, SampledToken
+from varlen_kernels.reference.beam import MAX_WIDTH, NO_TOKEN
+from varlen_kernels.reference.beam_search import ENDS_WHEN_FULL, IS_LAST, NOT_GIVEN
+
+# Inputs of a program, or arguments of an op, by name.
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+# The slot of a token that is written nowhere.
+NO_SLOT = -1
+_LARGEST, _LEAST_DIVISOR = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+# Candidates of a beam are a multiple of this, so that few kernels are compiled for the language Triton.
+_WIDTHS = 4
 
 
-def active_terms(weights: Float32Array) -> Float32Array:
-    """Return the terms of a sequence whose weight is not 0, the largest weight first.
-
-    Args:
-        weights: `[vocabulary]`, of each term; none is negative.
-
-    Returns:
-        `[terms, 2]` fp32: the number of each term, which fp32 holds exactly up to 2**24, and its weight. Among
-        equal weights, the lower number comes first.
-    """
-    # numpy finds what is true ten times as fast as what is not 0
-    terms = np.flatnonzero(weights != 0)
-    found = weights[terms]
-    order = np.argsort(-found, kind="stable")
-    rows: Float32Array = np.stack(
-        (terms[order], found[order]), axis=1, dtype=np.float32, casting="unsafe"
-    )
-    return rows
+_NOTHING_CHOSEN = DevicePlan()
+# Number of the step before, of a step that needs none.
+_NO_STEP = -1
+_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0])
+_NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
+_NO_SOURCES: Arrays = {}
 
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
@@ -84,7 +90,7 @@ class InputLayout:
     places: tuple[tuple[Value, tuple[int, ...], slice], ...]
 
     @classmethod
-    def of(cls, inputs: Sequence[Value], dims: Dims) -> "InputLayout":
+    def of(cls, inputs: Sequence[Value], dims: Dims) -> InputLayout:
         """Return the layout of inputs, as a program declares them, of such a batch."""
         places, begin = [], 0
         for value in inputs:
@@ -102,28 +108,57 @@ class InputLayout:
         }
 
 
-def packed_batch(
-    inputs: Sequence[Value],
-    dims: Dims,
-    prompts: Sequence[Prompt],
-    options: Sequence[RequestOptions],
-) -> PackedBatch:
-    """Return a batch in memory of its own on the CPU; see `fill_inputs`."""
-    layout = InputLayout.of(inputs, dims)
-    views = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8))
-    fill_inputs(views, prompts, options)
-    return PackedBatch(views, dims)
+def fill_inputs(views: Mapping[str, npt.NDArray[Any]], arrays: Arrays) -> None:
+    """Write arrays into the inputs of a program, which may have more room; others are left out.
 
-
-def fill_inputs(
-    views: Mapping[str, Tensor], prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-) -> None:
-    """Write a batch into its inputs.
-
-    Unused space becomes tokens of no sequence and sequences of no token.
+    Room that is left becomes tokens of no sequence and sequences of no token.
 
     Args:
-        views: views of an `InputLayout` on the CPU, for at least this many tokens and sequences.
+        views: inputs of an `InputLayout` in memory of the host.
+        arrays: `prompt_arrays` or `step_arrays`.
+    """
+    for name, array in arrays.items():
+        into = views.get(name)
+        if into is None:
+            # no program reads all of them
+            continue
+        used = len(array)
+        into[:used] = array
+        match name:
+            case "slots":
+                into[used:] = NO_SLOT
+            case "cu_seqlens" | "cu_blocks" | "cu_source_blocks":
+                into[used:] = into[used - 1]
+            case "source_rows":
+                # each token is a row
+                into[used:] = range(used, len(into))
+            case "block_ids" | "source_block_ids":
+                # nothing reads beyond the bounds
+                pass
+            case _:
+                into[used:] = 0
+
+
+def padded_inputs(inputs: Sequence[Value], dims: Dims, arrays: Arrays) -> dict[str, Tensor]:
+    """Return inputs of these dimensions, in memory of their own on the CPU; see `fill_inputs`."""
+    layout = InputLayout.of(inputs, dims)
+    views = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8))
+    fill_inputs({name: view.numpy() for name, view in views.items()}, arrays)
+    return views
+
+
+def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
+    """Return arrays as tensors, which share their memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def prompt_arrays(
+    names: Iterable[str], prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+) -> Arrays:
+    """Return inputs of a program that runs whole sequences, by name.
+
+    Args:
+        names: names of the inputs.
         prompts: prompts in the order in which they are packed.
         options: one per prompt.
 
@@ -132,34 +167,43 @@ def fill_inputs(
     """
     lengths = [prompt.num_tokens for prompt in prompts]
     bounds = bounds_of(lengths)
-    tokens, count = int(bounds[-1]), len(lengths)
-    for name, view in views.items():
-        into = view.numpy()
-        into[:] = 0
-        match name:
-            case "token_ids":
-                np.concatenate([prompt.token_ids for prompt in prompts], out=into[:tokens])
-            case "position_ids":
-                into[:tokens] = positions_of(bounds, lengths)
-            case "type_ids":
-                if any(prompt.type_ids is not None for prompt in prompts):
-                    np.concatenate([_type_ids(prompt) for prompt in prompts], out=into[:tokens])
-            case "cu_seqlens":
-                into[: count + 1] = bounds
-                into[count + 1 :] = tokens
-            case "mask_rows":
-                rows = _mask_rows(prompts, bounds)
-                into[: len(rows)] = rows
-            case "normalize":
-                into[:count] = [each.normalize for each in options]
-            case "normalize_tokens":
-                into[:tokens] = np.repeat([each.normalize for each in options], lengths)
-            case "key_lengths":
-                into[:count] = [p.payload_count(Vectors) or p.num_tokens for p in prompts]
-            case "unpooled_lengths":
-                into[:count] = [prompt.payload_count(Unpooled) or 0 for prompt in prompts]
-            case _:
-                raise ValueError(f'the program reads an input "{name}", which prompts do not have')
+    return {name: _prompt_array(name, prompts, options, lengths, bounds) for name in names}
+
+
+def _prompt_array(
+    name: str,
+    prompts: Sequence[Prompt],
+    options: Sequence[RequestOptions],
+    lengths: Sequence[int],
+    bounds: Int32Array,
+) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any]
+    match name:
+        case "token_ids":
+            array = np.concatenate([prompt.token_ids for prompt in prompts], dtype=np.int32)
+        case "position_ids":
+            array = positions_of(bounds, lengths)
+        case "type_ids" if all(prompt.type_ids is None for prompt in prompts):
+            array = np.zeros(bounds[-1], np.int32)
+        case "type_ids":
+            array = np.concatenate([_type_ids(prompt) for prompt in prompts], dtype=np.int32)
+        case "cu_seqlens":
+            array = bounds
+        case "mask_rows":
+            array = _mask_rows(prompts, bounds)
+        case "normalize":
+            array = np.array([each.normalize for each in options])
+        case "normalize_tokens":
+            array = np.repeat([each.normalize for each in options], lengths)
+        case "key_lengths":
+            counts = [prompt.payload_count(Vectors) or prompt.num_tokens for prompt in prompts]
+            array = np.array(counts, np.int32)
+        case "unpooled_lengths":
+            counts = [prompt.payload_count(Unpooled) or 0 for prompt in prompts]
+            array = np.array(counts, np.int32)
+        case _:
+            raise ValueError(f'the program reads an input "{name}", which prompts do not have')
+    return array
 
 
 def _type_ids(prompt: Prompt) -> Int32Array:
@@ -202,3 +246,351 @@ def positions_of(
     positions = np.arange(bounds[-1], dtype=np.int32)
     positions -= np.repeat(bounds[:-1] - starts, lengths)
     return positions
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as arrays, which its runner needs and no more.
+
+    Attributes:
+        copies: `[copies, 2]`, source and destination of blocks to copy before the step.
+        sources: inputs of the encoder, if source texts are encoded before the step; else empty.
+        inputs: inputs of the decoder.
+        order: its number, the number of the step that it needs, or -1, and the place of its logits.
+        follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
+        edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
+        draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
+            chooses the tokens.
+        beams: arguments of `follow_beams`; empty without beams.
+        searches: arguments of `advance_searches`, with `rows` of the logits, `banned_rows` of these and
+            `banned_tokens`, and `sizes`: candidates of a beam, all beams, and whether log probabilities are normalized
+            again without banned tokens. Empty if no search takes its step here.
+    """
+
+    copies: Int32Array
+    sources: Arrays
+    inputs: Arrays
+    order: Int64Array
+    follows: Int32Array
+    edits: Arrays
+    draws: Arrays
+    beams: Arrays
+    searches: Arrays
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return int(self.order[0])
+
+    @property
+    def after(self) -> int | None:
+        """Number of the step that it needs."""
+        after = int(self.order[1])
+        return None if after == _NO_STEP else after
+
+    @property
+    def place(self) -> int:
+        """Number of its place among the logits of steps in flight."""
+        return int(self.order[2])
+
+    def keep_logits(self, place: int) -> None:
+        """Set the place of its logits."""
+        self.order[2] = place
+
+    def take_tokens(self, chosen: npt.NDArray[np.integer[Any]]) -> None:
+        """Set the tokens that the step before has chosen.
+
+        Args:
+            chosen: a token for each row of its logits.
+        """
+        places, rows = self.follows
+        self.inputs["token_ids"][places] = chosen[rows]
+
+
+def pack_step(step: Batch, block_size: int, choice: DevicePlan = _NOTHING_CHOSEN) -> PackedStep:
+    """Return a step as arrays.
+
+    Args:
+        step: the step.
+        block_size: tokens of a block.
+        choice: the part of the choice that is left to the process that runs it.
+    """
+    return PackedStep(
+        np.array(step.copies, np.int32).reshape(-1, 2),
+        source_arrays(step.chunks, block_size),
+        step_arrays(step.chunks, block_size),
+        np.array([step.number, _NO_STEP if step.after is None else step.after, 0], np.int64),
+        followed(step.chunks),
+        {} if choice.draws is None else edit_arrays(choice.draws),
+        {} if choice.draws is None else draw_arrays(choice.draws),
+        beam_arrays(step.chunks),
+        search_arrays(step.chunks, choice),
+    )
+
+
+def part_of_step(
+    inputs: Arrays,
+    copies: Int32Array = _NO_COPIES,
+    sources: Arrays = _NO_SOURCES,
+    order: Int64Array = _NO_ORDER,
+) -> PackedStep:
+    """Return the part of a step that every rank or stage of a model runs.
+
+    Args:
+        inputs: `step_arrays`.
+        copies: `[copies, 2]`, blocks to copy before it.
+        sources: `source_arrays`, encoded before it.
+        order: see `PackedStep`.
+    """
+    return PackedStep(copies, sources, inputs, order, np.empty((2, 0), np.int32), {}, {}, {}, {})
+
+
+def followed(chunks: Sequence[Chunk]) -> Int32Array:
+    """Return where tokens of the step before go, `[2, tokens]`.
+
+    The first row has their places in this step, the second one the rows of its logits.
+    """
+    pairs: list[tuple[int, int]] = []
+    place = 0
+    # chunks of one token, or of beams, come first
+    for each in chunks:
+        if each.follows is not None:
+            pairs.append((place, each.follows))
+        place += len(each.token_ids)
+    return np.array(pairs, np.int32).reshape(-1, 2).T
+
+
+def edit_arrays(draws: Draws) -> Arrays:
+    """Return what changes logits before tokens are drawn as arrays, see `PackedStep`."""
+    if draws.edits is None:
+        return {}
+    rows, penalties, *_ = draws.edits
+    return {"rows": rows, "penalties": penalties, **begun_arrays(draws.edits)}
+
+
+def draw_arrays(draws: Draws) -> Arrays:
+    """Return what tokens are drawn with as arrays, see `PackedStep`."""
+    if draws.uniform is None:
+        return {"temperature": np.zeros(len(draws.limits), np.float32)}
+    temperatures, top_ks, top_ps, min_ps = zip(*draws.limits, strict=True)
+    return {
+        "temperature": np.array(temperatures, np.float32),
+        "top_k": np.array(top_ks, np.int32),
+        "top_p": np.array(top_ps, np.float32),
+        "min_p": np.array(min_ps, np.float32),
+        "uniform": draws.uniform,
+    }
+
+
+def tokens_of_rows(step: Batch, outputs: Sequence[SampledToken | BeamStep]) -> Int32Array:
+    """Return a token for each row of the logits of a step; 0 for beams."""
+    token_ids: list[int] = []
+    of_step = iter(outputs)
+    for chunk in step.chunks:
+        for output in islice(of_step, len(chunk.samples)):
+            if isinstance(output, SampledToken):
+                token_ids.append(output.token_id)
+            else:
+                token_ids += [0] * chunk.num_logit_rows
+    return np.array(token_ids, np.int32)
+
+
+def step_dims(inputs: Arrays) -> Dims:
+    """Return the dimensions of a step, given its inputs."""
+    return {
+        "tokens": len(inputs["token_ids"]),
+        "sequences": len(inputs["context_lens"]),
+        "blocks": len(inputs["block_ids"]),
+        "source_blocks": len(inputs.get("source_block_ids", ())),
+        "logit_rows": len(inputs["logit_rows"]),
+    }
+
+
+def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
+    """Return every input that a program of a step may read, by name.
+
+    Args:
+        chunks: chunks of the step, at least one; all of them have a source text, or none has.
+        block_size: tokens of a block.
+    """
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    tables = np.array([len(chunk.block_ids) for chunk in chunks], np.int32)
+    samples = np.array([len(chunk.samples) for chunk in chunks])
+    beams = np.array([chunk.beams for chunk in chunks])
+    if beams.any():
+        # each beam is a row with a token, a table and logits
+        rows, is_search = np.maximum(beams, 1), beams > 0
+        lengths = np.where(is_search, 1, lengths).astype(np.int32)
+        samples = np.where(is_search, samples > 0, samples)
+        lengths, starts, tables, samples = (
+            np.repeat(each, rows) for each in (lengths, starts, tables // rows, samples)
+        )
+    bounds = bounds_of(lengths)
+    position_ids = positions_of(bounds, lengths, starts)
+    table_bounds = bounds_of(tables)
+    block_ids = flat([chunk.block_ids for chunk in chunks], int(table_bounds[-1]))
+    arrays: dict[str, Int32Array | Int64Array] = {
+        "token_ids": flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
+        "position_ids": position_ids,
+        "slots": slots_of(block_ids, table_bounds, position_ids, lengths, block_size),
+        "cu_seqlens": bounds,
+        "context_lens": starts + lengths,
+        "block_ids": block_ids,
+        "cu_blocks": table_bounds,
+        "logit_rows": np.repeat(bounds[1:] - 1, samples).astype(np.int32),
+    }
+    if chunks[0].source_block_ids:
+        arrays |= _source_tables(chunks)
+    return arrays
+
+
+def source_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
+    """Return every input that a program of an encoder may read, by name.
+
+    There is none if no chunk encodes its source.
+
+    Args:
+        chunks: chunks of the step.
+        block_size: tokens of a block.
+    """
+    new = [chunk for chunk in chunks if chunk.encodes]
+    if not new:
+        return {}
+    lengths = np.fromiter((len(chunk.encodes) for chunk in new), np.int32, len(new))
+    bounds = bounds_of(lengths)
+    position_ids = positions_of(bounds, lengths)
+    block_ids, tables = tables_of([chunk.source_block_ids for chunk in new])
+    return {
+        "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),
+        "position_ids": position_ids,
+        "cu_seqlens": bounds,
+        "slots": slots_of(block_ids, tables, position_ids, lengths, block_size),
+    }
+
+
+def source_dims(arrays: Arrays) -> Dims:
+    """Return the dimensions of the sources of a step, given `source_arrays`."""
+    # an arena has the dimensions of all programs
+    return {
+        "tokens": len(arrays["token_ids"]),
+        "sequences": len(arrays["cu_seqlens"]) - 1,
+        "logit_rows": 0,
+    }
+
+
+def slots_of(
+    block_ids: Int32Array,
+    bounds: Int32Array,
+    position_ids: Int32Array,
+    lengths: Int32Array,
+    block_size: int,
+) -> Int64Array:
+    """Return the slot of each token in the KV caches: block · block_size + place.
+
+    Args:
+        block_ids, bounds: block ids and bounds of the block tables of all sequences, see `tables_of`.
+        position_ids: position ids of all tokens, sequence by sequence.
+        lengths: number of tokens of each sequence.
+        block_size: tokens of a block.
+    """
+    first = np.repeat(bounds[:-1], lengths)
+    blocks: Int64Array = block_ids[first + position_ids // block_size].astype(np.int64)
+    return blocks * block_size + position_ids % block_size
+
+
+def flat(rows: Sequence[Sequence[int]], count: int) -> Int32Array:
+    """Return the `count` numbers of all rows, one row after another."""
+    return np.fromiter(chain.from_iterable(rows), np.int32, count)
+
+
+def tables_of(tables: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """Return the blocks of all tables, and the bounds of each table."""
+    bounds = bounds_of(np.fromiter(map(len, tables), np.int32, len(tables)))
+    return flat(tables, int(bounds[-1])), bounds
+
+
+def _source_tables(chunks: Sequence[Chunk]) -> dict[str, Int32Array]:
+    """Return the tables of sources: each token is a row of its own."""
+    sources = np.fromiter(
+        (chunk.sequence.prompt.num_source_tokens for chunk in chunks), np.int32, len(chunks)
+    )
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    tables = [chunk.source_block_ids for chunk in chunks for _ in chunk.token_ids]
+    block_ids, bounds = tables_of(tables)
+    return {
+        "source_rows": np.arange(len(tables) + 1, dtype=np.int32),
+        "source_lens": np.repeat(sources, lengths),
+        "source_block_ids": block_ids,
+        "cu_source_blocks": bounds,
+    }
+
+
+def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
+    """Return the arguments of `follow_beams`; nothing is given by the host. Empty without beams."""
+    if not any(each.beams for each in chunks):
+        return {}
+    rows: list[tuple[int, ...]] = []
+    places: list[int] = []
+    row = 0
+    for each in chunks:
+        if each.beams:
+            rows.append((row, each.beams, each.num_generated, len(places)))
+            places += each.beam_slots
+        # a chunk of several tokens comes after all beams
+        row += each.beams or 1
+    return {
+        "searches": np.array(rows, np.int32),
+        "places": np.array(places, np.int32),
+        "given": np.full((len(places), 2), NOT_GIVEN, np.int32),
+    }
+
+
+def search_arrays(chunks: Sequence[Chunk], choice: DevicePlan) -> Arrays:
+    """Return what searches take their steps with; empty if none does."""
+    if not any(choice.searches):
+        return {}
+    rows: list[tuple[int, ...]] = []
+    ends: list[int] = []
+    banned: list[Int32Array] = []
+    logit_rows: list[int] = []
+    divisors: list[tuple[float, float]] = []
+    places: list[int] = []
+    rules, logit_row, row, width = iter(choice.searches), 0, 0, 0
+    for each in chunks:
+        count = each.num_logit_rows
+        if each.beam_slots and each.samples and (own := next(rules, None)) is not None:
+            flags = IS_LAST * own.is_last | ENDS_WHEN_FULL * own.ends_when_full
+            forced = NO_TOKEN if own.forced is None else own.forced
+            of_ends = len(ends), len(ends) + len(own.end_ids)
+            length = each.num_generated + 1
+            beams = len(places)
+            rows.append((row, count, own.num_beams, length, flags, forced, *of_ends, beams))
+            places += each.beam_slots
+            ends += own.end_ids
+            divisors.append((own.divisor, own.best_divisor))
+            logit_rows += range(logit_row, logit_row + count)
+            banned += [own.banned] * count
+            row += count
+            width = max(width, own.num_beams + len(own.end_ids))
+        logit_row += count
+    sizes = [len(each) for each in banned]
+    width = min(-(-width // _WIDTHS) * _WIDTHS, MAX_WIDTH)
+    return {
+        "searches": np.array(rows, np.int32),
+        "places": np.array(places, np.int32),
+        # fp32 holds no larger ones, and none may be 0
+        "divisors": np.clip(np.array(divisors), _LEAST_DIVISOR, _LARGEST).astype(np.float32),
+        "ends": np.array(ends, np.int32),
+        "rows": np.array(logit_rows, np.int32),
+        "banned_rows": np.repeat(np.arange(row, dtype=np.int32), sizes),
+        "banned_tokens": np.concatenate(banned),
+        "sizes": np.array([width, len(places), choice.renormalizes], np.int32),
+    }
+
+
+def begun_arrays(edits: Edits | None) -> Mapping[str, npt.NDArray[np.int32 | np.float32]]:
+    """Return the lists that the host sends; empty if there are none."""
+    if edits is None or not len(edits.tokens):
+        return {}
+    return {"tokens": edits.tokens, "counts": edits.counts, "biases": edits.biases}

@@ -1,168 +1,246 @@
-"""A loaded model: prompts in, one fp32 array per prompt out."""
+"""A loaded model on one device: batches in, their outputs out.
+
+A batch is some sequences, each with a number of tokens: all of its tokens in a model that runs whole sequences, or
+those of one step in a model that generates. `model_state` says what differs.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.arenas import batch_arena
+from varlen.execution.arenas import batch_arena, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
-from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.device import choose_device, device_memory
-from varlen.execution.executor import CoreShare
+from varlen.execution.cuda.runner import CudaRunner, CudaSteps
+from varlen.execution.device import choose_device, device_memory, name_of
+from varlen.execution.executor import CoreShare, Outputs
 from varlen.execution.fingerprint import device_name
-from varlen.execution.model_info import GraphUse, ModelInfo, sequence_limit
-from varlen.execution.packing import active_terms
-from varlen.execution.programs import load_program
+from varlen.execution.model_info import (
+    GraphUse,
+    ModelInfo,
+    edit_limits,
+    generation_limit,
+    sequence_limit,
+    step_limit,
+)
+from varlen.execution.model_state import Decoder, EncoderDecoder, OneShot, ProgramRunner
+from varlen.execution.packing import PackedStep
+from varlen.execution.programs import load_programs
 from varlen.execution.rank_link import NO_OTHERS, RankLink
+from varlen.execution.step_launcher import Chooser
 from varlen.execution.warm_up import check_numbers
+from varlen.memory.arena import Arena
 from varlen.memory.memory_use import MemoryUse
-from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,
     SHORTEST_PROMPT,
     Float32Array,
     Prompt,
     RequestOptions,
-    Vectors,
 )
 from varlen.scheduling.batch import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_kernels.ops import kernels_for
 
-# Prompts and options of a batch.
-WorkOfBatch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
-
-
-class DeviceRunner(Protocol):
-    """Runs a program's batches on one device."""
-
-    def run(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> list[Float32Array]:
-        """Return the answer of each sequence; see `Runner.run`."""
-
-    def close(self) -> None:
-        """Release device memory."""
+# What several processes of a model run together: prompts and options, or the part of a step.
+Work: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]] | PackedStep
 
 
 class Runner:
     """Runs batches of one model on one device. Not for two threads at once.
 
-    On a CPU it uses the cores that torch gives its thread; workers give it one.
+    Whole sequences use the cores that torch gives the thread of a CPU; workers give it one. Steps use all of them.
 
     Attributes:
         info: model facts for the engine.
         link: link to the other processes that hold the model.
-        device: device of its weights and batches.
-        program: the recorded forward pass.
-        arena: memory of the intermediates.
-        device_runner: runs the program.
+        device: device of weights, caches and batches.
+        programs: the recorded forward passes.
+        arenas: memory of their intermediates.
+        state: what the model keeps on the device.
         slots: batches that may be in flight; more than one if `launch_batch` starts them.
         graph_use: cost of the CUDA graphs, if there are any.
     """
+
+    state: OneShot | Decoder
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         config: EngineConfig,
+        choice: Chooser | None = None,
         *,
         gpu: int = 0,
         kernels: object | None = None,
         workers: int = 1,
         measures: bool = False,
-        link: RankLink[WorkOfBatch] = NO_OTHERS,
+        link: RankLink[Any] = NO_OTHERS,
     ) -> None:
-        """Load the weights and record the forward pass; on a GPU, capture every bucket.
+        """Load the weights and record the forward passes; on a GPU, capture their graphs.
 
         Args:
             checkpoint: the checkpoint to load.
             config: the settings.
+            choice: chooses tokens from logits on the device; None if the model runs whole sequences.
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
             workers: number of runners of the model, which share `arena_bytes`.
-            measures: whether to measure the fastest way to run linear layers, unless `warmup_seconds` is 0.
-            link: link to the other ranks, if this process holds a part of the model.
+            measures: whether to measure the fastest way to run linear layers of whole sequences, unless
+                `warmup_seconds` is 0. Those of steps are measured in any case.
+            link: link to the other ranks or stages, if this process holds a part of the model.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
-        task: Task = config.task or checkpoint.task
-        checkpoint.check_task(task)
-        if task in ITERATIVE_TASKS:
-            others = [each for each in checkpoint.tasks if each not in ITERATIVE_TASKS]
-            raise ConfigError(
-                f'task is "{task}", whose answers are written token by token by a Generator or the server;'
-                f" allowed here: {', '.join(others) or 'no task of this checkpoint'}"
-            )
-        longest = sequence_limit(checkpoint, config)
-        self.device = choose_device(config.device, gpu)
-        self._config = config
-        self._kernels = kernels or kernels_for(self.device)
-        loaded = load_program(
-            checkpoint, config, task, self.device, self._kernels, measures=measures, link=link
-        )
+        task = _task_of(checkpoint, config, generates=choice is not None)
         self.link = link
-        self.program = loaded.program
-        self._programs = [part.program for part in loaded.parts] or [self.program]
-        self.arena = batch_arena(
-            self.program, config, longest, self.device, workers, self._programs
-        )
-        if link.handoffs is not None:
-            part = loaded.parts[link.stage.number]
-            link.handoffs.map([part], [self.arena.largest])
-        self.device_runner: DeviceRunner = self._make_device_runner()
-        self.info = ModelInfo(
+        limit_of = sequence_limit if choice is None else generation_limit
+        longest = limit_of(checkpoint, config)
+        self.device = choose_device(config.device, gpu)
+        self._config, self._workers = config, workers
+        self._kernels: Any = kernels or kernels_for(self.device)
+        max_step_tokens = 0 if choice is None else step_limit(checkpoint, config)
+        self._loaded = load_programs(
+            checkpoint,
+            config,
             task,
-            self.device.type,
-            device_name(self.device),
-            loaded.dtype,
-            loaded.vocab_size,
-            loaded.type_vocab_size,
-            longest,
-            min(config.max_batch_tokens, self.arena.max_tokens),
-            self.arena.max_tokens,
-            loaded.weight_bytes,
-            self.arena.capacity,
-            config.execution == "padded",
-            workers,
-            loaded.cost_fields,
-        )
-        self.slots, self.graph_use = 1, GraphUse()
-        if isinstance(self.device_runner, CudaRunner):
-            self.slots, self.graph_use = CudaRunner.slots, self.device_runner.graph_use
-            check_numbers(self.device_runner, self.info, config.device_timeout_seconds)
-
-    def another(self) -> "Runner":
-        """Return a runner of the same model on its CPU, with another arena."""
-        other = copy(self)
-        other.arena = batch_arena(
-            self.program,
-            self._config,
-            self.info.max_sequence_tokens,
             self.device,
-            self.info.workers,
-            self._programs,
+            self._kernels,
+            longest=longest,
+            seconds=config.warmup_seconds if measures or choice is not None else 0.0,
+            link=link,
         )
-        other.device_runner = other._make_device_runner()
+        self.programs = self._loaded.programs
+        self.slots, self.graph_use = 1, GraphUse()
+        if choice is None:
+            self._load_whole_sequences(task, longest)
+        else:
+            self._load_steps(checkpoint, choice, task, longest, max_step_tokens)
+
+    def _load_whole_sequences(self, task: Task, longest: int) -> None:
+        """Make the state of a model that runs whole sequences."""
+        config = self._config
+        self.arenas: Sequence[Arena] = [self._batch_arena(longest)]
+        self._map_handoffs()
+        device = self._new_program_runner()
+        self.state = OneShot(device, task, is_padded=config.execution == "padded")
+        self.info = self._info(
+            task,
+            longest,
+            device_name(self.device),
+            max_batch_tokens=min(config.max_batch_tokens, self.arena.max_tokens),
+            is_padded=config.execution == "padded",
+            workers=self._workers,
+        )
+        if isinstance(device, CudaRunner):
+            self.slots, self.graph_use = device.slots, device.graph_use
+            check_numbers(self.state, device.buckets, self.info, config.device_timeout_seconds)
+
+    def _load_steps(
+        self,
+        checkpoint: Checkpoint,
+        choice: Chooser,
+        task: Task,
+        longest: int,
+        max_step_tokens: int,
+    ) -> None:
+        """Make the state of a model that generates."""
+        loaded, config = self._loaded, self._config
+        assert loaded.kv is not None
+        self.arenas = step_arenas(
+            self.programs, config, self.device, max_step_tokens=max_step_tokens
+        )
+        self._map_handoffs()
+        self.state = (EncoderDecoder if task == "translate" else Decoder)(
+            loaded,
+            self.arenas,
+            config,
+            choice,
+            self._kernels,
+            longest=longest,
+            limits=edit_limits(checkpoint, config),
+            link=self.link,
+        )
+        self.slots = self.state.slots
+        if isinstance(self.state.steps, CudaSteps):
+            self.graph_use = self.state.steps.graph_use
+        self.info = self._info(
+            task,
+            longest,
+            name_of(self.device),
+            max_batch_tokens=max_step_tokens,
+            max_logit_rows=self.arena.largest["logit_rows"],
+            num_blocks=loaded.kv.num_blocks,
+            block_size=loaded.kv.block_size,
+            block_bytes=loaded.kv.block_bytes,
+        )
+
+    def _info(self, task: Task, longest: int, device: str, **own: Any) -> ModelInfo:
+        """Return model facts for the engine, with those of a kind of model."""
+        loaded = self._loaded
+        return ModelInfo(
+            task=task,
+            device=self.device.type,
+            device_name=device,
+            dtype=loaded.dtype,
+            vocab_size=loaded.vocab_size,
+            type_vocab_size=loaded.type_vocab_size,
+            max_sequence_tokens=longest,
+            max_arena_tokens=self.arena.max_tokens,
+            weight_bytes=loaded.weight_bytes,
+            arena_bytes=sum(arena.capacity for arena in self.arenas),
+            cost_fields=loaded.cost_fields,
+            **own,
+        )
+
+    def another(self) -> Runner:
+        """Return a runner of the same whole sequences on its CPU, with another arena."""
+        other = copy(self)
+        other.arenas = [self._batch_arena(self.info.max_sequence_tokens)]
+        other.state = OneShot(
+            other._new_program_runner(), self.info.task, is_padded=self.info.is_padded
+        )
         return other
 
     def share_cores(self, share: CoreShare) -> None:
         """Run batches on all cores of its CPU while `share` says that they run alone."""
-        assert isinstance(self.device_runner, CpuRunner)
-        self.device_runner.share_cores(share, self.info.workers)
+        self._cpu_runner.share_cores(share, self._workers)
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Outputs]:
+        """Start a batch; return a function that waits for its outputs.
+
+        On a CPU the batch runs here, and a step in that function. The outputs are the answer of each sequence, or the
+        token of each sample and the step of each search, chunk by chunk. The function raises:
+            MemoryError: too little memory for what the batch needs beside the arena.
+            SkippedStepError: the step before it failed.
+        """
+        if isinstance(self.state, Decoder):
+            return self.state.launch(batch)
+        return self._launch(batch.prompts, batch.options)
+
+    def run_batch(self, batch: Batch) -> Outputs:
+        """Return the outputs of a batch; see `launch_batch`."""
+        return self.launch_batch(batch)()
+
+    def wait(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every launcher
+        """Return True: nothing is known of a batch before its outputs are asked for."""
+        return True
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
-        """Return the answer of each sequence, in the order given.
+        """Return the answer of each of some whole sequences, in the order given.
 
         Args:
             prompts: checked, at least one; together at most `max_batch_tokens` long, padding included if they
@@ -177,29 +255,36 @@ class Runner:
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
-        with memory_errors(), self.link.running((prompts, options)):
-            answers = self.device_runner.run(*self._padded(prompts, options))
-        if not self.link.stage.is_last:
-            return []
-        with memory_errors():
-            return self._finished(prompts, answers[: len(prompts)])
+        return self._launch(prompts, options)()
 
-    def run_batch(self, batch: Batch) -> list[Float32Array]:
-        """Return the answer of each sequence of a batch; see `run`."""
-        return self.run(batch.prompts, batch.options)
+    def _launch(
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> Callable[[], list[Float32Array]]:
+        assert isinstance(self.state, OneShot)
+        with self.link.running((prompts, options)):
+            return self.state.launch(prompts, options)
 
-    def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
-        """Start a batch on a GPU; return a function that waits for its answers."""
-        assert isinstance(self.device_runner, CudaRunner)
-        prompts = batch.prompts
-        with memory_errors():
-            launched = self.device_runner.launch(*self._padded(prompts, batch.options))
+    def run_part(self, work: Work) -> Sequence[Float32Array] | Tensor:
+        """Run this process's part of some work; return what the leader gets: answers, or logits."""
+        if isinstance(work, PackedStep):
+            return self.decoder.run_part(work)
+        return self.run(*work)
 
-        def answers() -> list[Float32Array]:
-            with memory_errors():
-                return self._finished(prompts, launched()[: len(prompts)])
+    @property
+    def decoder(self) -> Decoder:
+        """The state of a model that generates."""
+        assert isinstance(self.state, Decoder)
+        return self.state
 
-        return answers
+    @property
+    def arena(self) -> Arena:
+        """Memory of the intermediates of the first program."""
+        return self.arenas[0]
+
+    @property
+    def program(self) -> Program:
+        """The first program."""
+        return self.programs[0]
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -207,57 +292,61 @@ class Runner:
 
     def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""
-        return self.arena.use()
+        return MemoryUse.total(arena.use() for arena in self.arenas)
 
-    def release_arena(self) -> None:
+    def release_arenas(self) -> None:
         """Return the memory of intermediates to the system, while no batch runs."""
-        self.arena.release()
+        for arena in self.arenas:
+            arena.release()
 
     def compile(self) -> None:
-        """Compile what batches need, so that none of them has to."""
+        """Compile what batches of whole sequences need, so that none of them has to."""
         self.compile_products()
         self.check()
 
     def compile_products(self) -> None:
         """Compile the linear layers for batches of usual sizes."""
-        if isinstance(self.device_runner, CpuRunner):
-            self.device_runner.compile()
+        self._cpu_runner.compile()
 
     def check(self) -> None:
-        """Run one sequence of one token; raise whatever it raises."""
-        self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
+        """Run the smallest batch, or one op where sequences have a state; raise whatever it raises."""
+        if isinstance(self.state, Decoder):
+            torch.zeros(1, device=self.device).add_(1).item()
+        else:
+            self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
         """Release device memory."""
-        self.device_runner.close()
+        self.state.close()
 
-    def _finished(
-        self, prompts: Sequence[Prompt], answers: list[Float32Array]
-    ) -> list[Float32Array]:
-        """Return answers in the form in which they leave the runner."""
-        if self.info.task == "sparse_embed":
-            return [active_terms(weights) for weights in answers]
-        if self.info.task == "token_embed":
-            return [_kept_vectors(*each) for each in zip(prompts, answers, strict=True)]
-        return answers
+    @property
+    def _cpu_runner(self) -> CpuRunner:
+        assert isinstance(self.state, OneShot)
+        assert isinstance(self.state.device, CpuRunner)
+        return self.state.device
 
-    def _padded(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> tuple[Sequence[Prompt], Sequence[RequestOptions]]:
-        """Return a batch and, if the model is padded, the prompts that pad it, last."""
-        if not self.info.is_padded:
-            return prompts, options
-        padding = _padding(prompts)
-        return [*prompts, *padding], [*options, *(DEFAULT_OPTIONS for _ in padding)]
+    def _batch_arena(self, longest: int) -> Arena:
+        parts = self._loaded.parts
+        # stages run the same batches
+        stages = [part.program for part in parts[0]] if parts else [self.programs[0]]
+        return batch_arena(
+            self.programs[0], self._config, longest, self.device, self._workers, stages
+        )
 
-    def _make_device_runner(self) -> DeviceRunner:
-        parts = self.program, self._kernels, self.arena
+    def _map_handoffs(self) -> None:
+        """Map the memory of the values that a stage receives and sends."""
+        if self.link.handoffs is not None:
+            parts = [of_stages[self.link.stage.number] for of_stages in self._loaded.parts]
+            self.link.handoffs.map(parts, [arena.largest for arena in self.arenas])
+
+    def _new_program_runner(self) -> ProgramRunner:
+        parts, link = (self.programs[0], self._kernels, self.arenas[0]), self.link
         with device_memory(
             f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
             " lower max_batch_tokens, max_sequence_tokens or max_batch_sequences"
         ):
             if self.device.type == "cpu":
-                return CpuRunner(*parts, self.link.states, self.link.handoffs)
+                return CpuRunner(*parts, link.states, handoffs=link.handoffs)
             return CudaRunner(
                 *parts,
                 CudaGraphs(self.device, self._config.device_timeout_seconds),
@@ -265,13 +354,22 @@ class Runner:
             )
 
 
-def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
-    places = prompt.payload_tokens(Vectors)
-    return vectors if places is None else vectors[places]
+def _task_of(checkpoint: Checkpoint, config: EngineConfig, *, generates: bool) -> Task:
+    """Return the task of a model.
 
-
-def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts that fill each sequence up to the longest; their answers are dropped."""
-    longest = max(prompt.num_tokens for prompt in prompts)
-    missing = [longest - prompt.num_tokens for prompt in prompts]
-    return [Prompt(np.zeros(count, dtype=np.int32)) for count in missing if count]
+    Raises:
+        CheckpointError: the checkpoint lacks the head of the task.
+        ConfigError: its answers are written token by token, and the model does not generate.
+    """
+    if generates:
+        task: Task = "generate" if checkpoint.translate is None else "translate"
+    else:
+        task = config.task or checkpoint.task
+    checkpoint.check_task(task)
+    if task in ITERATIVE_TASKS and not generates:
+        others = [each for each in checkpoint.tasks if each not in ITERATIVE_TASKS]
+        raise ConfigError(
+            f'task is "{task}", whose answers are written token by token by a Generator or the server;'
+            f" allowed here: {', '.join(others) or 'no task of this checkpoint'}"
+        )
+    return task

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from varlen.errors import EngineError
 from varlen.execution.executor import StepOrder, WaitingLauncher, outcome_of
-from varlen.execution.model_info import GraphUse, StepInfo
+from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch
@@ -94,7 +94,7 @@ class StepModel(WaitingLauncher, Protocol):
     graph_use: GraphUse
 
     @property
-    def info(self) -> StepInfo:
+    def info(self) -> ModelInfo:
         """Model facts for the engine."""
 
     def use(self) -> MemoryUse:
@@ -188,7 +188,7 @@ class StepLauncher(Generic[_Packed]):
     def launch(self, step: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Start a step; return a function that waits for its outputs.
 
-        If the host has to choose the tokens before it, it starts after that. `StepRunner.launch_batch` says what the
+        If the host has to choose the tokens before it, it starts after that. `Runner.launch_batch` says what the
         function raises.
         """
         launched = _Launched[_Packed](step)

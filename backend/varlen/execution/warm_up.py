@@ -21,10 +21,10 @@ import torch
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.cuda.buckets import Bucket
+from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.timeout import call_within
-from varlen.execution.model_info import ModelInfo, StepInfo
-from varlen.execution.step_packing import pack_step
+from varlen.execution.model_info import ModelInfo
+from varlen.execution.packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Batch, Chunk
@@ -33,9 +33,9 @@ from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_kernels.reference.logit_edits import NO_PLACE
 
 if TYPE_CHECKING:
-    from varlen.execution.cuda.runner import CudaRunner
+    from varlen.execution.model_state import OneShot
+    from varlen.execution.runner import Runner
     from varlen.execution.step_launcher import Chooser
-    from varlen.execution.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +49,12 @@ _EDITED = replace(_DRAWN, repetition_penalty=2.0)
 _REPORTED = replace(_EDITED, logprobs=0)
 
 
-def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> None:
+def check_numbers(state: OneShot, buckets: Buckets, info: ModelInfo, timeout: float = 0.0) -> None:
     """Run a random batch of an encoder in the largest graph of each mean length.
 
     Args:
-        runner: runs them.
+        state: runs them.
+        buckets: sizes of the graphs.
         info: model facts for the engine.
         timeout: longest time of each, in seconds; 0 is no limit.
 
@@ -62,8 +63,8 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
         ModelFaultError: the GPU does not end a batch.
     """
     numbers = np.random.default_rng(0)
-    buckets = runner.buckets.largest_of_each_class()
-    for bucket in buckets:
+    largest = buckets.largest_of_each_class()
+    for bucket in largest:
         lengths = random_lengths(bucket, info.max_sequence_tokens, numbers)
         prompts = [
             Prompt(
@@ -74,13 +75,13 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
             for length in lengths.tolist()
         ]
         options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(prompts))]
-        answers = call_within(timeout, partial(runner.run, prompts, options))
+        answers = call_within(timeout, partial(state.run, prompts, options))
         if any(np.isnan(answer).any() for answer in answers):
             raise ConfigError(
                 f"a random batch of {len(prompts)} sequences, {int(lengths.sum())} tokens, has answers with NaN in"
                 f" {info.dtype} on {info.device_name}: set dtype to bf16 or fp32, or device to cpu"
             )
-    _log.info("%d random batches have no NaN in their answers", len(buckets))
+    _log.info("%d random batches have no NaN in their answers", len(largest))
 
 
 def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -> Int32Array:
@@ -98,7 +99,7 @@ def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -
     return lengths
 
 
-def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
+def warm_up(runner: Runner, timeout: float = 0.0) -> None:
     """Run prompts and tokens of a decoder, so that its first request is fast.
 
     Args:
@@ -112,7 +113,7 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     limit = timeout if runner.device.type == "cuda" else 0.0
     lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
     rows = runner.arenas[0].largest["logit_rows"]
-    for options in _options(has_sources=runner.has_sources, rows=rows):
+    for options in _options(has_sources=runner.info.has_sources, rows=rows):
         for length in lengths:
             chunk = _choosing(_chunk(runner, length, 1, options))
             _run(runner, [chunk], limit)
@@ -124,7 +125,7 @@ def warm_up(runner: StepRunner, timeout: float = 0.0) -> None:
     call_within(limit, partial(_check_logits, runner))
 
 
-def warm_up_draws(runner: StepRunner) -> None:
+def warm_up_draws(runner: Runner) -> None:
     """Run steps on a CPU that draw their tokens, and one of a search."""
     limits = [(_DRAWN.temperature, _DRAWN.top_k, _DRAWN.top_p, _DRAWN.min_p)]
     rows = runner.arenas[0].largest["logit_rows"]
@@ -133,14 +134,14 @@ def warm_up_draws(runner: StepRunner) -> None:
     choices = {True: [DevicePlan(searches=[rules])]}
     draws = [Draws(limits, None), Draws(limits, np.zeros(1)), Draws(limits, None, _edits())]
     choices[False] = [DevicePlan(each) for each in draws]
-    for options in _options(has_sources=runner.has_sources, rows=rows):
+    for options in _options(has_sources=runner.info.has_sources, rows=rows):
         prompt = _choosing(_chunk(runner, 1, 1, options))
         for choice in choices[prompt.sequence.is_searched]:
             for chunk in (prompt, *_beams_after(runner, prompt)):
-                runner.run_packed(pack_step(_step([chunk]), runner.kv.block_size, choice))
+                runner.decoder.run_packed(pack_step(_step([chunk]), runner.info.block_size, choice))
 
 
-def warm_up_choice(choice: Chooser, info: StepInfo) -> None:
+def warm_up_choice(choice: Chooser, info: ModelInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
     Where the model runs in a process of its own, that process has warmed it up.
@@ -161,7 +162,7 @@ def warm_up_choice(choice: Chooser, info: StepInfo) -> None:
             choice.outputs(step, nothing, Chosen(), torch.zeros(1, info.vocab_size))
 
 
-def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
+def warm_up_kernels(runner: Runner, timeout: float = 0.0) -> None:
     """Run steps of prompts of all forms: a fault or a compile comes at load.
 
     Args:
@@ -172,22 +173,22 @@ def warm_up_kernels(runner: StepRunner, timeout: float = 0.0) -> None:
         _run(runner, chunks, timeout)
 
 
-def _prompts_of_all_forms(runner: StepRunner) -> Iterator[list[Chunk]]:
+def _prompts_of_all_forms(runner: Runner) -> Iterator[list[Chunk]]:
     """Yield steps of chunks without samples."""
     largest = runner.arenas[0].largest
     max_tokens, max_sequences = largest["tokens"], largest["logit_rows"]
     length = 2
-    while length <= min(runner.max_sequence_tokens, max_tokens):
+    while length <= min(runner.info.max_sequence_tokens, max_tokens):
         yield [_chunk(runner, length, length)]
         if 2 * length <= max_tokens and max_sequences > 1:
             yield [_chunk(runner, length, length)] * 2
         length *= 2
     count = min(max_sequences, max_tokens - 1)
-    if count > 1 and runner.max_sequence_tokens > 1:
+    if count > 1 and runner.info.max_sequence_tokens > 1:
         yield [_chunk(runner, 2, 1), *([_chunk(runner, 1, 1)] * (count - 1))]
 
 
-def _check_logits(runner: StepRunner) -> None:
+def _check_logits(runner: Runner) -> None:
     """Run random tokens in the largest step that only decodes.
 
     Raises:
@@ -197,18 +198,18 @@ def _check_logits(runner: StepRunner) -> None:
     chunk = _chunk(runner, 1, 1)
     # its source is encoded
     like = chunk._replace(samples=(chunk.sequence,), encodes=())
-    token_ids = np.random.default_rng(0).integers(0, runner.vocab_size, count).tolist()
+    token_ids = np.random.default_rng(0).integers(0, runner.info.vocab_size, count).tolist()
     chunks = [
-        like._replace(token_ids=(token_id,), block_ids=(index % runner.kv.num_blocks,))
+        like._replace(token_ids=(token_id,), block_ids=(index % runner.info.num_blocks,))
         for index, token_id in enumerate(token_ids)
     ]
-    if runner.has_nan(chunks):
+    if runner.decoder.has_nan(chunks):
         raise ConfigError(
-            f"random tokens of {count} sequences have logits with NaN in {runner.dtype}: set dtype to bf16 or fp32"
+            f"random tokens of {count} sequences have logits with NaN in {runner.info.dtype}: set dtype to bf16 or fp32"
         )
 
 
-def _run(runner: StepRunner, chunks: Sequence[Chunk], timeout: float) -> None:
+def _run(runner: Runner, chunks: Sequence[Chunk], timeout: float) -> None:
     """Run a step."""
     run = partial(runner.run_batch, _step(chunks))
     call_within(timeout, run, compile_seconds=_COMPILE_SECONDS)
@@ -221,13 +222,11 @@ def _step(chunks: Sequence[Chunk]) -> Batch:
     return Batch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))
 
 
-def _chunk(
-    runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
-) -> Chunk:
+def _chunk(runner: Runner, length: int, source: int, options: GenerationOptions = _GREEDY) -> Chunk:
     """Return a prompt of zeros in block 0 and a source text if needed."""
-    sequence = _sequence(length, source, options, has_sources=runner.has_sources)
-    blocks, sources = ((0,) * -(-count // runner.kv.block_size) for count in (length, source))
-    if not runner.has_sources:
+    sequence = _sequence(length, source, options, has_sources=runner.info.has_sources)
+    blocks, sources = ((0,) * -(-count // runner.info.block_size) for count in (length, source))
+    if not runner.info.has_sources:
         return Chunk(sequence, 0, (0,) * length, blocks, ())
     return Chunk(sequence, 0, (0,) * length, blocks, (), sources, (0,) * source)
 
@@ -239,12 +238,12 @@ def _choosing(chunk: Chunk) -> Chunk:
     return chunk._replace(samples=(sequence,), beam_slots=places)
 
 
-def _beams_after(runner: StepRunner, prompt: Chunk) -> list[Chunk]:
+def _beams_after(runner: Runner, prompt: Chunk) -> list[Chunk]:
     """Return the tokens of beams after a prompt, all in block 0; none without beams."""
     length, beams = len(prompt.token_ids), len(prompt.beam_slots)
-    if not beams or length == runner.max_sequence_tokens:
+    if not beams or length == runner.info.max_sequence_tokens:
         return []
-    blocks = (0,) * -(-(length + 1) // runner.kv.block_size)
+    blocks = (0,) * -(-(length + 1) // runner.info.block_size)
     chunk = prompt._replace(
         start=length, token_ids=(0,) * beams, block_ids=blocks * beams, encodes=(), beams=beams
     )

@@ -20,7 +20,7 @@ from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
-from varlen.service.one_shot import OneShot
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import Task
 from varlen.telemetry.metrics import Stats
@@ -64,9 +64,9 @@ class Encoder(InProcess):
     error unless `truncate`.
     """
 
-    _service: Service[OneShot]
+    _service: Service[EncoderParts]
 
-    def __init__(self, service: Service[OneShot]) -> None:
+    def __init__(self, service: Service[EncoderParts]) -> None:
         self._service = service
 
     @classmethod
@@ -81,7 +81,9 @@ class Encoder(InProcess):
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
-        return cls(Service.load(OneShot, folder, config_of(settings, EncoderSettings), Stats()))
+        return cls(
+            Service.load(EncoderParts, folder, config_of(settings, EncoderSettings), Stats())
+        )
 
     @property
     def task(self) -> Task:

@@ -26,7 +26,7 @@ from varlen.request.request import (
     TokenLogprobs,
 )
 from varlen.scheduling.iteration.iteration import GenerationCounts
-from varlen.service.generation import Iterative
+from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
@@ -73,9 +73,9 @@ class Generator(InProcess):
     `generator.generate(["Once"], max_tokens=32, temperature=0.0)`.
     """
 
-    _service: Service[Iterative]
+    _service: Service[GeneratorParts]
 
-    def __init__(self, service: Service[Iterative]) -> None:
+    def __init__(self, service: Service[GeneratorParts]) -> None:
         self._service = service
 
     @classmethod
@@ -92,7 +92,9 @@ class Generator(InProcess):
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
-        return cls(Service.load(Iterative, folder, config_of(settings, GeneratorSettings), Stats()))
+        return cls(
+            Service.load(GeneratorParts, folder, config_of(settings, GeneratorSettings), Stats())
+        )
 
     def generate(
         self, prompts: Sequence[str] | Sequence[TokenIds], **options: object

@@ -30,7 +30,6 @@ class Draft:
 
     Attributes:
         steps: tasks in order of the rows.
-        options: options of the request.
     """
 
     steps: tuple[TokenizationTask, ...]

@@ -15,7 +15,7 @@ from varlen.tasks import TASKS, Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignOption:
-    """What becomes of one name.
+    """The fate of one name.
 
     Attributes:
         option: our name of the same option; empty if there is none.

@@ -1,7 +1,7 @@
 """Probes: tiny requests that ask whether this replica takes work.
 
 A probe runs for real. It is admitted to a full queue, since a replica that has much to do is not broken: otherwise all
-replicas would be taken out of service together. What a full queue admits in this way is bounded.
+replicas would be taken out of service together. A full queue admits a bounded number of probes.
 """
 
 from varlen.errors import RequestError
@@ -40,7 +40,6 @@ def reserve(options: RequestOptions, each: int) -> int:
     """Return by how much a limit on queued work is larger for a request.
 
     Args:
-        options: options of the request.
         each: share of one probe in what the limit counts.
     """
     return _ADMITTED * each if options.probe else 0

@@ -21,7 +21,7 @@ MAX_TOP_K = 100
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What only one task reads of a prompt; its class says for which.
+    """The part of a prompt that only one task reads; its class says which.
 
     Attributes:
         tokens: `[tokens]` int32, tokens by place, ascending, or by id.
@@ -142,7 +142,6 @@ class Request:
     """A checked request: one or many prompts with their options.
 
     Attributes:
-        prompts, options: prompts to run, and their options.
         arrival: arrival time, in seconds of the engine's clock; None is the time of submission.
         trace: gets the times of the request, if it is traced.
         num_tokens: tokens of all prompts.

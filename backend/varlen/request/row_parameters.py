@@ -190,7 +190,6 @@ class RowParameters:
 
         Args:
             given: values by name.
-            task: task of the model.
             width: width of the model's output.
 
         Raises:
@@ -228,7 +227,6 @@ class RowParameters:
 
         Args:
             deadline_seconds: the earliest of its deadlines, in seconds from now; None is none.
-            normalize, generation, streams: see `RequestOptions`.
         """
         return RequestOptions(
             normalize=normalize,

@@ -1,4 +1,4 @@
-"""Scores of classifiers: the functions between logits and what clients read."""
+"""Scores of classifiers: the functions between logits and the scores of clients."""
 
 from typing import Literal, TypeAlias, get_args
 

@@ -44,7 +44,6 @@ class Admission:
 
         Args:
             max_requests, max_tokens: limits of waiting work.
-            slots: see the class.
         """
         self._max_requests = max_requests
         self._max_tokens = max_tokens

@@ -1,4 +1,4 @@
-"""Batches: sequences that run together, their results, and what these add to answers."""
+"""Batches: sequences that run together, their results, and the parts of answers that follow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class Chunk(NamedTuple):
     A tuple, because a step may have hundreds, and a frozen dataclass takes four times as long to make.
 
     Attributes:
-        sequence: the sequence.
         start: position of the first of these tokens.
         token_ids: the tokens, at least one; their keys and values are stored.
         block_ids: block table of the sequence up to these tokens.

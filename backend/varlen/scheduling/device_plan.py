@@ -1,4 +1,4 @@
-"""What the device chooses in a step, and the tokens and answers that follow."""
+"""The device's choice of tokens in a step, and the tokens and answers that follow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Edits(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What the tokens of a step are drawn with.
+    """Random numbers, limits and edits with which the tokens of a step are drawn.
 
     Attributes:
         limits: temperature, top-k, top-p and min-p of each row.
@@ -61,7 +61,7 @@ class Draws(NamedTuple):
 
 
 class SearchRules(NamedTuple):
-    """What decides a step of a search, beside log probabilities and its steps so far.
+    """Rules of a step of a search, beside log probabilities and its steps so far.
 
     Attributes:
         num_beams: number of its beams.
@@ -126,7 +126,6 @@ class SampledToken:
     """A token that was chosen for a sequence.
 
     Attributes:
-        token_id: the token.
         logprobs: log probabilities, if the request asks for them.
         error: reason why no token could be chosen; ends the request.
         is_pending: whether no token could be chosen yet; the same token is computed again in the next step.
@@ -155,7 +154,7 @@ class BeamAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What one step of a beam search has chosen.
+    """Beams that one step of a search has chosen, or its answers.
 
     Attributes:
         parents: parent index of each new beam; none once the search has ended.

@@ -4,9 +4,9 @@
     executor.start(batch, completed)                 # runs it; up to `slots` batches at a time
     events = scheduler.update(batch, result)         # outputs and failures; sequences finish or go on
 
-A sequence that is not finished after a batch waits for the next one, so models that answer in one step and models
-that generate token by token run in the same loop. Requests come in through a thread-safe inbox, and so do completed
-batches. Every request is answered exactly once, on every path.
+A sequence that is not finished after a batch waits for the next one. So encoders, which answer in one step, and
+decoders, which generate token by token, run in the same loop. Requests come in through a thread-safe inbox, and so do
+completed batches. Every request is answered exactly once, on every path.
 
 Source: Orca (Yu et al. 2022, OSDI), algorithm 1.
 """

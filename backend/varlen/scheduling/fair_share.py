@@ -76,9 +76,6 @@ class FairShare:
         """Return the part of the waiting work that is served before a request.
 
         It is at most 1. Any thread may call it.
-
-        Args:
-            tenant, own, weight: see `enter`.
         """
         waiting = RANK_UNIT * self._waiting
         return min(1.0, self._before(tenant, own, weight) / waiting) if waiting else 1.0
@@ -97,8 +94,6 @@ class FairShare:
         """Count work that waits no longer: it is served, or is needed no more.
 
         Args:
-            tenant: its tenant.
-            work: the work.
             repeated: more work, which was lost and is served once more.
         """
         self._backlogs[tenant].work -= work
@@ -124,7 +119,6 @@ class Claim:
     The part is what starts as one group.
 
     Attributes:
-        tenant: see `FairShare`.
         unserved: tokens that may still run, if its answers have `max_tokens`.
         groups: groups that it consists of now.
     """
@@ -137,18 +131,14 @@ class Claim:
 class Claims:
     """Open claims of all tenants.
 
-    The waiting work of a tenant in `FairShare` is the sum of what its claims have unserved.
+    The waiting work of a tenant in `FairShare` is the sum of the unserved tokens of its claims.
     """
 
     def __init__(self) -> None:
         self._share = FairShare(_PATIENCE)
 
     def enter(self, first: GeneratedSequence) -> tuple[int, Claim]:
-        """Return the rank and the claim of a group that begins to wait.
-
-        Args:
-            first: first sequence of the group.
-        """
+        """Return the rank and the claim of a group that begins to wait."""
         options, tokens = first.options, _work(first.prompt, first.generation)
         rank = self._share.enter(options.tenant, tokens, 1 + options.priority)
         return rank, Claim(options.tenant, tokens)

@@ -89,9 +89,7 @@ class SequenceState:
     """One prompt of a request and its state.
 
     Attributes:
-        request: the request that it belongs to.
         row: its row in the answer.
-        prompt: its tokens.
         num_tokens: length of the prompt.
         status: set by `finish`, and by the scheduler.
     """
@@ -104,7 +102,7 @@ class SequenceState:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether more of it has to run than what runs now."""
+        """Whether it has tokens to run after the present batch."""
         return self.status == "waiting"
 
     @property
@@ -135,7 +133,6 @@ class GeneratedSequence(SequenceState):
         token_ids: the prompt, then what was generated.
         num_computed: number of its tokens whose keys and values are stored when the steps in flight have run.
         num_unknown: number of tokens that steps in flight choose; of a search, of all tokens of a beam.
-        block_ids: its block table.
         writer: set by the engine when it is submitted.
         sampler_state: kept by the sampler, or the search, from one token to the next.
         is_searched: whether its answer is searched with beams, one or more; else its tokens are sampled.

@@ -63,7 +63,7 @@ from varlen.wire.outputs import ArrayAnswer, ModelOutputs
 from varlen.wire.tokenizer import TokenizerAnswer
 
 if TYPE_CHECKING:
-    from varlen.service.generation import Iterative
+    from varlen.service.generation import GeneratorParts
     from varlen.service.service import Service
 
 _log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class TritonPythonModel:
             if isinstance(options, TokenizerAnswer):
                 return draft, lambda _: options
             return draft, partial(ArrayAnswer.to, outputs=outputs, options=options)
-        generation: Iterative = service.model
+        generation: GeneratorParts = service.model
         draft, spec = wire_generate.read_generate_request(
             tensors,
             _parameters(request),
@@ -311,15 +311,15 @@ def _load_service(
     early = started_early(new_session=task not in ITERATIVE_TASKS)
     with early if excludes_gpu(config.device) else nullcontext():
         if task in ITERATIVE_TASKS:
-            from varlen.service.generation import Iterative
-            from varlen.service.one_shot import OneShot
+            from varlen.service.generation import GeneratorParts
+            from varlen.service.one_shot import EncoderParts
             from varlen.service.service import Service
 
-            return Service.load(Iterative, folder, config, stats, gpu=gpu, isolated=True)
-        from varlen.service.one_shot import OneShot
+            return Service.load(GeneratorParts, folder, config, stats, gpu=gpu, isolated=True)
+        from varlen.service.one_shot import EncoderParts
         from varlen.service.service import Service
 
-        return Service.load(OneShot, folder, config, stats, gpu=gpu, isolated=True)
+        return Service.load(EncoderParts, folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:

@@ -19,7 +19,7 @@ from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
-from varlen.execution.model_info import StepInfo, edit_limits, limit_notes, queue_limit, text_limit
+from varlen.execution.model_info import ModelInfo, edit_limits, limit_notes, queue_limit, text_limit
 from varlen.execution.step_launcher import StepModel
 from varlen.execution.workers.steps import load_step_model
 from varlen.intake.checks import Intake
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Iterative:
+class GeneratorParts:
     """A model that generates: a `Kind`.
 
     Attributes:
@@ -81,7 +81,7 @@ class Iterative:
         *,
         gpu: int,
         isolated: bool,
-    ) -> "Service[Iterative]":
+    ) -> "Service[GeneratorParts]":
         """Return the model, warmed up; see `Kind`."""
         torch.set_num_threads(config.threads or usable_cores())
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
@@ -229,7 +229,7 @@ class Iterative:
             info.device_name,
             info.max_sequence_tokens,
             config.max_running_sequences,
-            info.max_step_tokens,
+            info.max_batch_tokens,
             info.num_blocks,
             info.block_size,
             info.num_blocks * info.block_bytes / MEGABYTE,
@@ -278,10 +278,10 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 
 
 def _new_scheduler(
-    config: EngineConfig, info: StepInfo, admission: Admission
+    config: EngineConfig, info: ModelInfo, admission: Admission
 ) -> IterationScheduler:
     limits = StepLimits(
-        max_step_tokens=info.max_step_tokens,
+        max_step_tokens=info.max_batch_tokens,
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
         max_running_sequences=config.max_running_sequences,
         max_sequence_tokens=info.max_sequence_tokens,

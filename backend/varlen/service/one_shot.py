@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class OneShot:
+class EncoderParts:
     """A model of one step: a `Kind`.
 
     Attributes:
@@ -59,7 +59,7 @@ class OneShot:
         *,
         gpu: int,
         isolated: bool,
-    ) -> "Service[OneShot]":
+    ) -> "Service[EncoderParts]":
         """Return the model, warmed up; see `Kind`."""
         workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
         executor = workers.new_executor()

@@ -108,7 +108,7 @@ class Service(Generic[_Kind]):
         """Return the model of a checkpoint folder, warmed up.
 
         Args:
-            kind: `OneShot` or `Iterative`.
+            kind: `EncoderParts` or `GeneratorParts`.
             folder: holds the checkpoint.
             config: the settings.
             stats: gets the counts of the engine.

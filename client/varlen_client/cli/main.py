@@ -61,15 +61,13 @@ PANELS: Mapping[str, Mapping[str, str]] = {
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 # The commands of this distribution by their module.
 _OWN = {
-    "embed": ("embed", "similarity"),
-    "generate": ("generate",),
+    "generate": ("generate", "translate"),
     "rows": (
-        *("classify", "rerank", "fill-mask", "sparse-embed"),
+        *("embed", "similarity", "classify", "rerank", "fill-mask", "sparse-embed"),
         *("token-embed", "token-classify", "hidden"),
     ),
     "serve_http": ("serve-http",),
     "status": ("status",),
-    "translate": ("translate",),
 }
 # The distribution that has all others.
 _OTHERS = "varlen"

@@ -152,7 +152,7 @@ class Connections:
     def parse(
         self, connection: Connection, loop: asyncio.AbstractEventLoop, *, at_once: bool = False
     ) -> None:
-        """Parse the bytes of a connection in turn with others; a piece at once if this turn has time."""
+        """Parse bytes in turn with others; a piece `at_once` if this turn has time."""
         self._schedule(loop)
         has_time = not self._unparsed and time.perf_counter() < self._turn_end
         if not (at_once and has_time) or connection.parse_piece():

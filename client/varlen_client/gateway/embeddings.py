@@ -50,7 +50,7 @@ _MAX_TYPES = 2
 
 
 def encoded(array: Floats, name: VectorType) -> Any:
-    """Return an array as JSON: numbers, or OpenAI's base64, which is fp32 with the least byte first."""
+    """Return an array as numbers, or as OpenAI's base64: little-endian fp32."""
     if name == "base64":
         return base64.b64encode(array.astype("<f4").tobytes()).decode()
     return array.tolist()

@@ -1,4 +1,4 @@
-"""What the gateway says of itself and of models: pages for browsers, `/info`, lists of models, health and metrics.
+"""Pages for browsers, `/info`, lists of models, health and metrics.
 
 The page `/` tries each model, and `/docs` is the reference of routes. Both are one file, `page.html`, which loads
 nothing but answers of this gateway. Its `Content-Security-Policy` lets the browser run no other script, send nothing to

@@ -405,7 +405,7 @@ def _chat_choice(
     part: Generation | GeneratedPart,
     sent: int | None,
 ) -> dict[str, Any]:
-    """Return a choice whose text is in this field; the first of an answer has the role."""
+    """Return a choice with its text in `field`; the first part has the role."""
     role = {"role": "assistant"} if sent is None else {}
     return {
         "index": index,

@@ -71,7 +71,7 @@ class JsonSize:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, if it is JSON, is read by `read_body`; FastAPI does not check it again."""
+    """A route whose JSON is read by `read_body`, and not checked again by FastAPI."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the function that answers requests."""
@@ -80,26 +80,21 @@ class BodyRoute(APIRoute):
             return handle
         form: type[Fields] = self.body_field.field_info.annotation  # type: ignore[assignment]
 
+        class LimitedRequest(Request):
+            async def json(self) -> Fields:
+                try:
+                    return await read_body(form, await self.body(), self.app.state.ignore_fields)
+                # FastAPI passes on no other errors
+                except InvalidRequest as error:
+                    raise BodyRefused(str(error)) from None
+                except RequestValidationError as error:
+                    param, message = describe(error)
+                    raise BodyRefused(message, param) from None
+
         async def read_and_handle(request: Request) -> Response:
-            request.json = partial(_read, form, request)  # type: ignore[method-assign]
-            return await handle(request)
+            return await handle(LimitedRequest(request.scope, request.receive))
 
         return read_and_handle
-
-
-async def _read(form: type[_Form], request: Request) -> _Form:
-    """Return the body of a request.
-
-    Raises:
-        BodyRefused: the body has another form; FastAPI passes on no other errors.
-    """
-    try:
-        return await read_body(form, await request.body(), request.app.state.ignore_fields)
-    except InvalidRequest as error:
-        raise BodyRefused(str(error)) from None
-    except RequestValidationError as error:
-        param, message = describe(error)
-        raise BodyRefused(message, param) from None
 
 
 async def read_body(form: type[_Form], body: bytes, ignore: Ignore | None) -> _Form:

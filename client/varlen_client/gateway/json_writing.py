@@ -53,7 +53,7 @@ def json_response(content: Mapping[str, Any] | Sequence[Any] | Rows | Blocks) ->
 def listed(
     model: str, data: Iterable[Any], tokens: int | None, *, prefix: str | None = None
 ) -> Response:
-    """Return an answer in OpenAI's form of a list; in vLLM's it has a time, and an id with a `prefix`."""
+    """Return a list in OpenAI's form, or vLLM's, whose id has a `prefix`."""
     answer: dict[str, Any] = {"object": "list", "model": model, "data": Rows(data)}
     if prefix is not None:
         answer |= {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
@@ -61,7 +61,7 @@ def listed(
 
 
 def usage_of(prompt_tokens: int | None, completion_tokens: int | None = None) -> dict[str, Any]:
-    """Return the field `usage` of an answer, if its tokens are known; embeddings have no completion."""
+    """Return the field `usage` of an answer, if its tokens are known."""
     if prompt_tokens is None:
         return {}
     counts = {

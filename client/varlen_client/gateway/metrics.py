@@ -33,7 +33,7 @@ class Observed:
 
 
 def path_names(routes: Sequence[Route]) -> Callable[[str], str]:
-    """Return a function that returns the path of the route of a path, such as `/v1/models/{name}`, or `other`."""
+    """Return a function from paths to names of routes, such as `/v1/models/{name}`, or `other`."""
 
     def name_of(path: str) -> str:
         found = (route.path_format for route in routes if route.path_regex.match(path))

@@ -1,4 +1,4 @@
-"""Clients of the server's models, one for each that requests name, and the check of token ids.
+"""Clients of the models that requests name, and the check of token ids.
 
 Clients of OpenAI's embeddings send ids of OpenAI's tokenizer. Another model has most of these ids too, and would answer
 with a wrong vector. Ids of a model's own tokenizer have its special tokens, which OpenAI's have not.
@@ -200,7 +200,7 @@ def tenant_of(key: str) -> str:
 
 
 def check_special_tokens(sample: TokenizedText, rows: Sequence[Sequence[int]]) -> None:
-    """Raise InvalidRequest unless each row of ids begins and ends with the special tokens of a sample."""
+    """Raise InvalidRequest unless each row has the special tokens of a sample around it."""
     count = len(sample.special)
     start = sample.special.index(False) if False in sample.special else count
     stop = count - sample.special[start:][::-1].index(False) if start < count else count
@@ -218,7 +218,7 @@ def check_special_tokens(sample: TokenizedText, rows: Sequence[Sequence[int]]) -
 
 
 async def _check_ids(model: NamedModel, rows: Sequence[Sequence[int]], timeout: float) -> None:
-    """Raise InvalidRequest if the model takes no token ids, or its tokenizer did not make these."""
+    """Raise InvalidRequest unless a model takes token ids, and its tokenizer made these."""
     info = await model.client.model_info()
     if info.inputs and "input_ids" not in info.inputs:
         raise InvalidRequest(f"model {info.name!r} takes texts, and no token ids; {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: `/rerank` of TEI, Cohere, Jina, vLLM and Infinity, and vLLM's `/v1/score`."""
+"""Scores of pairs of texts: `/rerank` of five interfaces, and vLLM's `/v1/score`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session of the asyncio client with one model of a server or its replicas, and its retries.
+"""A session with one model of a server or its replicas, and its retries.
 
 Inference changes no state of the server, so a request may be sent twice. Two failures are retried: the server reports
 UNAVAILABLE (queue full, model not ready), or there is no connection (refused, or lost before the response). Before a

@@ -24,6 +24,7 @@ from varlen.execution.cuda.buckets import Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import TimedExecutor
 from varlen.execution.executor import OverlappingExecutor
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.workers import Workers, load_workers
 from varlen.memory.arena import Arena
@@ -34,7 +35,7 @@ from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import RequestState
 from varlen.service import one_shot
 from varlen.service.costs import warm_up
-from varlen.service.one_shot import OneShot
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import SnapshotMetric, Stats
 from varlen_kernels import reference
@@ -58,21 +59,21 @@ def gpu(clock):
 
 
 @pytest.fixture
-def device_runner(runner, gpu):
+def state(runner, gpu):
     arena = Arena(Layout(runner.program.buffers, 256), largest_dims(MAX_TOKENS), CPU)
-    made = CudaRunner(runner.program, reference, arena, gpu)
+    made = OneShot(CudaRunner(runner.program, reference, arena, gpu))
     # its graphs, which were timed
     gpu.ran.clear()
     return made
 
 
 @pytest.fixture
-def model(device_runner, gpu):
+def model(state, gpu):
     """Return a function that makes a model, and closes it after the test."""
     made = []
 
     def make(**settings):
-        made.append(GpuModel(device_runner, gpu, **settings))
+        made.append(GpuModel(state, gpu, **settings))
         return made[-1]
 
     yield make
@@ -186,7 +187,7 @@ def test_seconds_are_those_in_which_a_batch_ran_alone(model):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_buffers_are_overwritten_only_after_they_were_read(runner, device_runner, gpu, seed):
+def test_buffers_are_overwritten_only_after_they_were_read(runner, state, gpu, seed):
     """Batches start, run and are read in any allowed order."""
     chance, waiting, done = random.Random(seed), [], 0
     while done < 25:
@@ -194,7 +195,7 @@ def test_buffers_are_overwritten_only_after_they_were_read(runner, device_runner
         if choice < 0.4 and len(waiting) < CudaRunner.slots:
             lengths = [chance.randint(1, 8) for _ in range(chance.randint(1, 4))]
             batch = random_prompts(lengths, seed=chance.randint(0, 1000), types=2)
-            waiting.append((batch, device_runner.launch(batch, [NORMALIZED] * len(batch))))
+            waiting.append((batch, state.launch(batch, [NORMALIZED] * len(batch))))
         elif choice < 0.8:
             # late: a copy reads what is in its source only now
             gpu.run_next()
@@ -207,10 +208,10 @@ def test_buffers_are_overwritten_only_after_they_were_read(runner, device_runner
             done += 1
 
 
-def test_a_third_batch_waits_until_the_answers_of_one_were_read(device_runner, gpu):
+def test_a_third_batch_waits_until_the_answers_of_one_were_read(state, gpu):
     batch, options = random_prompts([3]), [NORMALIZED]
-    first, _ = (device_runner.launch(batch, options) for _ in range(2))
-    third = Thread(target=device_runner.launch, args=(batch, options), daemon=True)
+    first, _ = (state.launch(batch, options) for _ in range(2))
+    third = Thread(target=state.launch, args=(batch, options), daemon=True)
     third.start()
     while gpu.run_next():
         pass
@@ -296,7 +297,7 @@ def test_a_thread_of_the_engine_answers_each_request_once_whatever_fails(runner,
 
     gpu = Failing(clock)
     arena = Arena(Layout(runner.program.buffers, 256), largest_dims(MAX_TOKENS), CPU)
-    made = GpuModel(CudaRunner(runner.program, reference, arena, gpu), gpu)
+    made = GpuModel(OneShot(CudaRunner(runner.program, reference, arena, gpu)), gpu)
     gpu.faults.extend(
         ("running" if n % 2 else "starting", OSError(n)) if n % 5 == 0 else None for n in range(30)
     )
@@ -324,10 +325,11 @@ def overlapping(runner):
     """Return workers as of a GPU, which is the CPU."""
     other = copy(runner)
     arena = Arena(Layout(runner.program.buffers, 256), largest_dims(512, 16), CPU)
-    other.device_runner = CudaRunner(runner.program, reference, arena, RepeatedWork())
+    graphs = CudaRunner(runner.program, reference, arena, RepeatedWork())
+    other.state = OneShot(graphs)
     other.slots = CudaRunner.slots
     info = replace(runner.info, max_batch_tokens=512, workers=1)
-    return Workers(info, [other], launcher=other, graphs=other.device_runner.graph_use)
+    return Workers(info, [other], launcher=other, graphs=graphs.graph_use)
 
 
 def test_a_launched_batch_gives_the_answers_of_one_that_runs(overlapping, runner):
@@ -343,7 +345,7 @@ def test_a_launched_batch_gives_the_answers_of_one_that_runs(overlapping, runner
 
 def test_a_batch_that_is_measured_runs_alone(overlapping):
     executor = overlapping.new_executor()
-    graphs = overlapping.runners[0].device_runner._graphs
+    graphs = overlapping.runners[0].state.device._graphs
     timed = graphs.replayed
 
     warm_up(overlapping.info, executor, EngineConfig())
@@ -360,7 +362,7 @@ def test_a_service_on_a_gpu_gives_the_answers_of_the_cpu(
     config = EngineConfig(
         device="cpu", max_batch_sequences=16, warmup_seconds=1, cache_folder=str(tmp_path)
     )
-    loaded = Service.load(OneShot, small_bert, config, Stats())
+    loaded = Service.load(EncoderParts, small_bert, config, Stats())
     batches = [tuple(random_prompts([1 + n % 20, 7], seed=n, types=2)) for n in range(30)]
     replies = [FakeReply() for _ in batches]
 

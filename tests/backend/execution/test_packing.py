@@ -11,6 +11,7 @@ from varlen.execution.packing import (
     dims_of,
     fill_inputs,
     largest_dims,
+    prompt_arrays,
     split_answers,
 )
 from varlen.models.blocks import inputs as declare
@@ -43,11 +44,17 @@ def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0):
     return layout.views(torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8))
 
 
+def fill(inputs, prompts, options):
+    """Pack prompts into inputs."""
+    views = {name: view.numpy() for name, view in inputs.items()}
+    fill_inputs(views, prompt_arrays(views, prompts, options))
+
+
 def test_sequences_lie_one_after_the_other():
     inputs = inputs_for(6, 3)
     prompts = [Prompt(ids(7, 8, 9), ids(0, 1, 1)), Prompt(ids(5, 6)), Prompt(ids(4), ids(1))]
 
-    fill_inputs(inputs, prompts, [PLAIN, NORMALIZED, PLAIN])
+    fill(inputs, prompts, [PLAIN, NORMALIZED, PLAIN])
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
         "token_ids": [7, 8, 9, 5, 6, 4],
@@ -62,7 +69,7 @@ def test_sequences_lie_one_after_the_other():
 def test_room_to_spare_holds_tokens_of_no_sequence_and_sequences_of_no_token():
     inputs = inputs_for(6, 4)
 
-    fill_inputs(inputs, [Prompt(ids(7, 8)), Prompt(ids(9))], [NORMALIZED, NORMALIZED])
+    fill(inputs, [Prompt(ids(7, 8)), Prompt(ids(9))], [NORMALIZED, NORMALIZED])
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
         "token_ids": [7, 8, 9, 0, 0, 0],
@@ -77,7 +84,7 @@ def test_room_to_spare_holds_tokens_of_no_sequence_and_sequences_of_no_token():
 def test_a_batch_carries_only_the_inputs_that_are_declared():
     inputs = inputs_for(3, 2, [ALL_INPUTS[3], ALL_INPUTS[0]])
 
-    fill_inputs(inputs, [Prompt(ids(7, 8), ids(1, 1)), Prompt(ids(9))], [PLAIN, NORMALIZED])
+    fill(inputs, [Prompt(ids(7, 8), ids(1, 1)), Prompt(ids(9))], [PLAIN, NORMALIZED])
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
         "cu_seqlens": [0, 2, 3],
@@ -89,7 +96,7 @@ def test_refuses_an_input_that_prompts_do_not_have():
     inputs = inputs_for(2, 1, [Recorder().input("slots", ("tokens",), torch.int32)])
 
     with pytest.raises(ValueError, match='reads an input "slots", which prompts do not have'):
-        fill_inputs(inputs, [Prompt(ids(7, 8))], [PLAIN])
+        fill(inputs, [Prompt(ids(7, 8))], [PLAIN])
 
 
 def test_the_dimensions_of_a_batch_are_those_of_its_inputs():
@@ -146,7 +153,7 @@ def test_sequences_may_have_fewer_keys_than_tokens():
     inputs = inputs_for(6, 3, [key_lengths, declare.normalize_tokens(OPS)])
 
     prompts = [Prompt(ids(7, 8, 9), payload=Vectors(count=2)), Prompt(ids(5, 6))]
-    fill_inputs(inputs, prompts, [PLAIN, NORMALIZED])
+    fill(inputs, prompts, [PLAIN, NORMALIZED])
 
     assert inputs["key_lengths"].tolist() == [2, 2, 0]
     assert inputs["normalize_tokens"].tolist() == [False, False, False, True, True, False]
@@ -155,9 +162,7 @@ def test_sequences_may_have_fewer_keys_than_tokens():
 def test_sequences_may_start_with_tokens_that_are_not_pooled():
     inputs = inputs_for(6, 3, [declare.unpooled_lengths(OPS)])
 
-    fill_inputs(
-        inputs, [Prompt(ids(7, 8, 9), payload=Unpooled(count=2)), Prompt(ids(5, 6))], [PLAIN] * 2
-    )
+    fill(inputs, [Prompt(ids(7, 8, 9), payload=Unpooled(count=2)), Prompt(ids(5, 6))], [PLAIN] * 2)
 
     assert inputs["unpooled_lengths"].tolist() == [2, 0, 0]
 
@@ -166,7 +171,7 @@ def test_masks_are_rows_of_the_batch_and_spare_rows_are_the_first_token():
     inputs = inputs_for(8, 3, masks=5)
     masked = [Prompt(ids(7, 8, 9), payload=Masks(ids(0, 2))), Prompt(ids(9), payload=Masks(ids(0)))]
 
-    fill_inputs(inputs, [masked[0], Prompt(ids(5)), masked[1]], [PLAIN] * 3)
+    fill(inputs, [masked[0], Prompt(ids(5)), masked[1]], [PLAIN] * 3)
 
     assert inputs["mask_rows"].tolist() == [0, 2, 4, 0, 0]
 

@@ -9,9 +9,9 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.arenas import KvSize, step_arenas
-from varlen.execution.bound_program import BoundProgram
+from varlen.execution.cpu.runner import CpuRunner
+from varlen.execution.packing import source_arrays, source_dims
 from varlen.execution.programs import record_steps
-from varlen.execution.source_encoder import SourceEncoder
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint_folder import Checkpoint
@@ -43,10 +43,12 @@ def encoded(programs, *steps):
     encoder = programs[1]
     caches = {state.name: torch.full(state.shape, torch.nan) for state in encoder.states}
     arena = Arena(Layout(encoder.buffers, 64), LARGEST, CPU)
-    runner = SourceEncoder(BoundProgram(encoder, reference, arena, caches, BLOCK_SIZE))
+    runner = CpuRunner(encoder, reference, arena, caches, of_steps=True)
     with torch.inference_mode():
         for chunks in steps:
-            runner.encode(chunks)
+            arrays = source_arrays(chunks, BLOCK_SIZE)
+            if arrays:
+                runner.run(arrays, source_dims(arrays), [])
     return caches
 
 

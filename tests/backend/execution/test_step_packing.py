@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.execution.step_packing import step_dims, step_inputs
+from varlen.execution.packing import step_arrays, step_dims
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
@@ -45,7 +45,7 @@ def steps(draw, *, sources=False):
 def test_each_token_has_its_position_and_its_slot(step):
     chunks, block_size = step
 
-    inputs = {name: tensor.tolist() for name, tensor in step_inputs(chunks, block_size).items()}
+    inputs = {name: array.tolist() for name, array in step_arrays(chunks, block_size).items()}
 
     places = [(c, c.start + i) for c in chunks for i in range(len(c.token_ids))]
     assert inputs["token_ids"] == [token for c in chunks for token in c.token_ids]
@@ -68,7 +68,7 @@ def test_each_token_has_its_position_and_its_slot(step):
 def test_each_token_is_a_row_that_reads_its_whole_source(step):
     chunks, block_size = step
 
-    inputs = {name: tensor.tolist() for name, tensor in step_inputs(chunks, block_size).items()}
+    inputs = {name: array.tolist() for name, array in step_arrays(chunks, block_size).items()}
 
     rows = [chunk for chunk in chunks for _ in chunk.token_ids]
     assert inputs["source_rows"] == list(range(len(rows) + 1))
@@ -79,7 +79,7 @@ def test_each_token_is_a_row_that_reads_its_whole_source(step):
         row.source_block_ids for row in rows
     ]
     # the rest is as without sources
-    others = step_inputs([chunk._replace(source_block_ids=()) for chunk in chunks], block_size)
+    others = step_arrays([chunk._replace(source_block_ids=()) for chunk in chunks], block_size)
     assert inputs == inputs | {name: tensor.tolist() for name, tensor in others.items()}
 
 
@@ -87,7 +87,7 @@ def test_each_token_is_a_row_that_reads_its_whole_source(step):
 def test_the_dimensions_are_those_of_the_inputs(step):
     chunks, block_size = step
 
-    inputs = step_inputs(chunks, block_size)
+    inputs = step_arrays(chunks, block_size)
     dims = step_dims(inputs)
 
     assert dims == {

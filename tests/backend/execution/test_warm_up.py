@@ -17,10 +17,10 @@ from varlen.execution import runner as runner_module
 from varlen.execution import warm_up as warm_up_module
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.execution.step_launcher import NoChooser
-from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -57,7 +57,7 @@ def make(runner):
     def make(kernels=reference):
         largest = largest_dims(MAX_TOKENS, MAX_SEQUENCES)
         arena = Arena(Layout(runner.program.buffers, 256), largest, torch.device("cpu"))
-        return CudaRunner(runner.program, kernels, arena, RepeatedWork())
+        return OneShot(CudaRunner(runner.program, kernels, arena, RepeatedWork()))
 
     return make
 
@@ -69,7 +69,7 @@ def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeyp
     )
 
     with caplog.at_level(logging.INFO, "varlen"):
-        check_numbers(executor, runner.info)
+        check_numbers(executor, executor.device.buckets, runner.info)
 
     classes = Buckets(MAX_TOKENS, MAX_SEQUENCES).largest_of_each_class()
     assert len(classes) == 3
@@ -84,13 +84,15 @@ def test_batches_of_a_model_that_fills_masks_have_masks(make, runner, monkeypatc
     executor, ran = make(), []
     monkeypatch.setattr(executor, "run", lambda prompts, options: ran.extend(prompts) or [])
 
-    check_numbers(executor, replace(runner.info, task="fill_mask"))
+    check_numbers(executor, executor.device.buckets, replace(runner.info, task="fill_mask"))
 
     assert all(each.num_masks == min(each.num_tokens, MAX_MASKS) for each in ran)
 
 
 def test_a_model_that_computes_numbers_passes(make, runner):
-    check_numbers(make(), runner.info)
+    executor = make()
+
+    check_numbers(executor, executor.device.buckets, runner.info)
 
 
 def test_nan_refuses_the_model(make, runner):
@@ -107,7 +109,7 @@ def test_nan_refuses_the_model(make, runner):
     with pytest.raises(
         ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"
     ):
-        check_numbers(executor, runner.info)
+        check_numbers(executor, executor.device.buckets, runner.info)
 
 
 def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypatch):
@@ -115,7 +117,7 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
     monkeypatch.setattr(executor, "run", lambda *_: go_on.wait(10.0))
 
     with pytest.raises(ModelFaultError, match="it hangs"):
-        check_numbers(executor, runner.info, timeout=0.05)
+        check_numbers(executor, executor.device.buckets, runner.info, timeout=0.05)
 
     go_on.set()
 
@@ -123,9 +125,9 @@ def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypat
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
-    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
+    runner = Runner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
     warm_up(runner)
-    run, steps = runner.steps.run, []
+    run, steps = runner.decoder.steps.run, []
 
     def broken(arrays, place):
         steps.append(len(arrays["context_lens"]))
@@ -135,7 +137,7 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
             found[6, 3] = torch.nan
         return found
 
-    monkeypatch.setattr(runner.steps, "run", broken)
+    monkeypatch.setattr(runner.decoder.steps, "run", broken)
     with pytest.raises(ConfigError, match="7 sequences have logits with NaN in float32"):
         warm_up(runner)
     assert steps[-1] == 7
@@ -146,10 +148,10 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     make_checkpoint, monkeypatch, hangs_at
 ):
     config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=2, warmup_seconds=0)
-    runner = StepRunner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChooser())
-    run, limits, go_on = runner.steps.run, [], Event()
+    runner = Runner(Checkpoint.open(make_checkpoint("GPT2LMHeadModel")), config, NoChooser())
+    run, limits, go_on = runner.decoder.steps.run, [], Event()
     runner.device = torch.device("cuda")
-    monkeypatch.setattr(runner, "_copy_blocks", lambda copies: None)
+    monkeypatch.setattr(runner.decoder, "_copy_blocks", lambda copies: None)
     within = warm_up_module.call_within
 
     def recorded(seconds, function, *, compile_seconds=0.0):
@@ -165,7 +167,7 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     assert steps[-1] == (60, 0)
 
     monkeypatch.setattr(
-        runner.steps,
+        runner.decoder.steps,
         "run",
         lambda arrays, place: (
             go_on.wait(10.0) if len(limits) - 1 == hangs_at % len(steps) else run(arrays, place)
@@ -178,7 +180,7 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
 
 
 def test_too_little_memory_for_graphs_names_the_setting_to_lower(small_bert, monkeypatch):
-    def no_memory(*_):
+    def no_memory(*_, **__):
         raise torch.AcceleratorError(
             "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"
         )
@@ -194,10 +196,10 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     config = EngineConfig(
         device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
     )
-    runner = StepRunner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
-    run, shapes = runner.steps.run, []
+    runner = Runner(Checkpoint.open(make_checkpoint(kind)), config, NoChooser())
+    run, shapes = runner.decoder.steps.run, []
     monkeypatch.setattr(
-        runner.steps,
+        runner.decoder.steps,
         "run",
         lambda arrays, place: (
             shapes.append(np.diff(arrays["cu_seqlens"]).tolist()) or run(arrays, place)

@@ -23,9 +23,9 @@ NORMALIZED = RequestOptions(normalize=True)
 class Launcher:
     """Starts batches on the virtual GPU; packing takes virtual time."""
 
-    def __init__(self, device_runner, gpu, slots=CudaRunner.slots):
+    def __init__(self, state, gpu, slots=CudaRunner.slots):
         self.slots = slots
-        self.device_runner = device_runner
+        self.state = state
         self.gpu = gpu
         self.batches = []
 
@@ -33,7 +33,7 @@ class Launcher:
         self.gpu.clock.now += PACK
         self.batches.append(batch)
         prompts = [each.prompt for each in batch.sequences]
-        return self.device_runner.launch(prompts, [each.options for each in batch.sequences])
+        return self.state.launch(prompts, [each.options for each in batch.sequences])
 
     def padding_tokens(self, shape):
         return 0
@@ -46,9 +46,9 @@ class Launcher:
 class GpuModel:
     """An engine over the virtual GPU, stepped by hand."""
 
-    def __init__(self, device_runner, gpu, *, slots=2, seconds=RUN + 2 * COPY, timeout=0.0):
+    def __init__(self, state, gpu, *, slots=2, seconds=RUN + 2 * COPY, timeout=0.0):
         self.gpu, self.clock = gpu, gpu.clock
-        self.launcher = Launcher(device_runner, gpu, slots)
+        self.launcher = Launcher(state, gpu, slots)
         self.executor = with_timeout(OverlappingExecutor(self.launcher, gpu.clock), timeout)
         costs = cost_table(lambda *_: seconds, max_length=MAX_TOKENS)
         scheduler = make_scheduler(costs, MAX_TOKENS, policy="token_budget")

@@ -2,7 +2,7 @@
 
 from tests.checkpoints import SMALL_DECODERS, SMALL_ENCODERS
 from varlen.config import EngineConfig
-from varlen.execution.step_packing import part_of_step, source_arrays, step_arrays
+from varlen.execution.packing import part_of_step, source_arrays, step_arrays
 from varlen.execution.warm_up import _choosing, _chunk
 
 UNDIVIDED = {"ModernBert", "DebertaV2"}
@@ -37,11 +37,11 @@ CONFIG = EngineConfig(device="cpu", dtype="fp32", warmup_seconds=0, max_running_
 
 
 def logits_of(runner):
-    """Return the logits of a step of a `StepRunner`, perhaps with a source text."""
+    """Return the logits of a step of a `Runner`, perhaps with a source text."""
     chunk = _choosing(_chunk(runner, 5, 7))._replace(token_ids=(2, 9, 4, 7, 5))
-    if runner.has_sources:
+    if runner.info.has_sources:
         chunk = chunk._replace(encodes=(9, 8, 30, 12, 11, 40, 2))
     chunk = chunk._replace(samples=(chunk.sequence,))
-    inputs = (arrays([chunk], runner.kv.block_size) for arrays in (step_arrays, source_arrays))
+    inputs = (arrays([chunk], runner.info.block_size) for arrays in (step_arrays, source_arrays))
     step = part_of_step(next(inputs), sources=next(inputs))
     return runner.run_part(step).clone()

@@ -18,7 +18,6 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
 from varlen.execution.step_launcher import NoChooser
-from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint.layers import Linear, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
@@ -190,9 +189,9 @@ def test_ranks_round_sums_in_bf16_as_one_process_does(make_checkpoint, rng):
 def test_ranks_of_a_generator_give_the_logits_of_one_process(make_checkpoint, kind, size):
     checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))
 
-    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChooser()))
+    expected = logits_of(Runner(checkpoint, CONFIG, NoChooser()))
     found, *_ = on_ranks(
-        size, lambda link: logits_of(StepRunner(checkpoint, CONFIG, NoChooser(), link=link))
+        size, lambda link: logits_of(Runner(checkpoint, CONFIG, NoChooser(), link=link))
     )
 
     scale = expected[expected.isfinite()].abs().max()
@@ -204,9 +203,9 @@ def test_a_rank_holds_little_more_than_its_part(make_checkpoint):
     checkpoint = Checkpoint.open(make_checkpoint("GPT2LMHeadModel", **sizes))
 
     def weight_bytes(link):
-        return StepRunner(checkpoint, CONFIG, NoChooser(), link=link).weight_bytes
+        return Runner(checkpoint, CONFIG, NoChooser(), link=link).info.weight_bytes
 
-    whole = StepRunner(checkpoint, CONFIG, NoChooser()).weight_bytes
+    whole = Runner(checkpoint, CONFIG, NoChooser()).info.weight_bytes
     for part in on_ranks(2, weight_bytes):
         assert part <= 1.1 / 2 * whole
 

@@ -20,7 +20,6 @@ from varlen.execution.cpu import stage_cut
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.runner import Runner
 from varlen.execution.step_launcher import NoChooser
-from varlen.execution.step_runner import StepRunner
 from varlen.memory.shared import new_shared
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import NO_STATES
@@ -176,10 +175,10 @@ def test_stages_in_bf16_hand_over_what_one_process_computes(make_checkpoint, rng
 )
 def test_stages_of_a_generator_give_the_logits_of_one_process(make_checkpoint, kind, count):
     checkpoint = Checkpoint.open(make_checkpoint(kind, **{**DECODERS, **TRANSLATORS}[kind]))
-    expected = logits_of(StepRunner(checkpoint, CONFIG, NoChooser()))
+    expected = logits_of(Runner(checkpoint, CONFIG, NoChooser()))
 
     def logits(link):
-        return logits_of(StepRunner(checkpoint, staged(count), NoChooser(), link=link))
+        return logits_of(Runner(checkpoint, staged(count), NoChooser(), link=link))
 
     *_, found = on_stages(count, logits)
 
@@ -191,18 +190,18 @@ def test_a_stage_holds_the_weights_of_its_own_layers(make_checkpoint):
     checkpoint = Checkpoint.open(make_checkpoint("GPT2LMHeadModel", **sizes))
 
     def held(link):
-        runner = StepRunner(checkpoint, staged(3), NoChooser(), link=link)
+        runner = Runner(checkpoint, staged(3), NoChooser(), link=link)
         assert not any(weight.is_meta for weight in runner.programs[0].weights)
-        return runner.weight_bytes, runner.kv.num_blocks, len(runner.programs[0].states)
+        return runner.info.weight_bytes, runner.info.num_blocks, len(runner.programs[0].states)
 
-    whole = StepRunner(checkpoint, CONFIG, NoChooser())
+    whole = Runner(checkpoint, CONFIG, NoChooser())
     stages = on_stages(3, held)
 
     sizes = [size for size, *_ in stages]
     # the first and the last one have the table of tokens
-    table = whole.vocab_size * 64 * 4
-    assert sum(sizes) == whole.weight_bytes + table
-    assert max(sizes) <= (whole.weight_bytes + 2 * table) / 3 * 1.1
+    table = whole.info.vocab_size * 64 * 4
+    assert sum(sizes) == whole.info.weight_bytes + table
+    assert max(sizes) <= (whole.info.weight_bytes + 2 * table) / 3 * 1.1
     assert len({blocks for _, blocks, _ in stages}) == 1
     assert sum(states for *_, states in stages) == 2 * 6
 

@@ -15,13 +15,13 @@ from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError, ModelFaultError
-from varlen.execution.step_packing import pack_step
-from varlen.execution.step_runner import StepRunner
+from varlen.execution.packing import pack_step
+from varlen.execution.runner import Runner
 from varlen.execution.workers import steps
 from varlen.execution.workers.limits import RestartLimit
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
-from varlen.service.generation import Iterative
+from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import CountedMetric, Stats
 
@@ -79,7 +79,7 @@ def translator(tmp_path_factory):
 def generator_of(folder, *, restarts=100, stats=None, **settings):
     """Yield a generator whose model runs in a process, which may end often."""
     config = EngineConfig(**{**SETTINGS, **settings})
-    service = Service.load(Iterative, folder, config, stats or Stats(), isolated=True)
+    service = Service.load(GeneratorParts, folder, config, stats or Stats(), isolated=True)
     service.model.runner.host.restarts = RestartLimit(restarts, 600.0)
     with Generator(service) as generator:
         yield generator
@@ -178,7 +178,7 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
     decoder, policy, monkeypatch
 ):
     config = EngineConfig(**{**SETTINGS, "kv_policy": policy})
-    with Generator(Service.load(Iterative, decoder, config, Stats())) as made:
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
         expected = answers_of(made, EDITED)[1]
     listed = []
 
@@ -274,7 +274,7 @@ def test_a_step_that_fails_in_the_worker_fails_its_requests_and_no_worker_ends(
 
 def test_closing_while_the_worker_starts_again_answers_what_is_open_and_leaves_no_process(decoder):
     config = EngineConfig(**SETTINGS)
-    service = Service.load(Iterative, decoder, config, Stats(), isolated=True)
+    service = Service.load(GeneratorParts, decoder, config, Stats(), isolated=True)
     made = Generator(service)
     expected = made.generate([SHARED], max_tokens=8, temperature=0.0, ignore_eos=True)
     killed = service.model.runner.pid
@@ -294,7 +294,7 @@ def test_closing_while_the_worker_starts_again_answers_what_is_open_and_leaves_n
 def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(decoder):
     with pytest.raises(ConfigError, match="kv_bytes allows 64 bytes"):
         Service.load(
-            Iterative,
+            GeneratorParts,
             decoder,
             EngineConfig(**{**SETTINGS, "kv_bytes": 64}),
             Stats(),
@@ -304,17 +304,17 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(decoder):
 
 def test_in_process_there_is_no_worker(decoder):
     with Generator.from_pretrained(decoder, device="cpu", dtype="fp32") as made:
-        assert isinstance(made._service.model.runner, StepRunner)
+        assert isinstance(made._service.model.runner, Runner)
 
 
 SCRIPT = """
 import sys, time
 from varlen.config import EngineConfig
-from varlen.service.generation import Iterative
+from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 config = EngineConfig(device="cpu", dtype="fp32", threads=1)
-service = Service.load(Iterative, sys.argv[1], config, Stats(), isolated=True)
+service = Service.load(GeneratorParts, sys.argv[1], config, Stats(), isolated=True)
 print(service.model.runner.pid, flush=True)
 time.sleep(600)
 """

@@ -52,7 +52,7 @@ def test_help_imports_no_command_and_no_torch():
         "import sys; from varlen_client.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print([name for name in ('torch', 'numba', 'fastapi', 'uvicorn', 'starlette', 'varlen', 'varlen_tools',"
-        " 'varlen_client.cli.embed') if name in sys.modules])"
+        " 'varlen_client.cli.rows') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
@@ -66,7 +66,8 @@ def test_help_imports_no_command_and_no_torch():
 def test_the_modules_are_aliases_of_commands(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["", "--help"])
     # runpy warns of a module that is imported already
-    monkeypatch.delitem(sys.modules, f"varlen_tools.{module}", raising=False)
+    for name in (f"varlen_tools.{module}", f"varlen_tools.{module}.__main__"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module(f"varlen_tools.{module}", run_name="__main__", alter_sys=True)

@@ -9,6 +9,7 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
@@ -62,14 +63,14 @@ def load(request, tmp_path):
 def fused_runner(load, device, folder):
     """Return a runner of the model on the fused kernels, with a GPU's program."""
     if device.type == "cuda":
-        return load("cuda").device_runner
+        return load("cuda").state
     checkpoint, task = Checkpoint.open(folder), load("cpu").info.task
     encoder = load_encoder(checkpoint, torch.float32, device)
     ops = Recorder(for_gpu=True)
     hidden = encoder.record(ops)
     program = ops.finish(record_head(ops, task, encoder.heads, hidden, checkpoint.pooling))
     arena = Arena(Layout(program.buffers, 256), largest_dims(MAX_TOKENS), device)
-    return CudaRunner(program, fused, arena, RepeatedWork())
+    return OneShot(CudaRunner(program, fused, arena, RepeatedWork()))
 
 
 def test_results_match_the_reference(load, device, tmp_path):
@@ -101,9 +102,9 @@ def test_masked_language_models_match_the_reference(load, tmp_path):
         for n, masks in ((30, 8), (2, 1), (17, 3))
     ]
     options = [RequestOptions()] * len(batch)
-    expected = load("cpu").device_runner.run(batch, options)
+    expected = load("cpu").state.run(batch, options)
 
-    results = load("cuda").device_runner.run(batch, options)
+    results = load("cuda").state.run(batch, options)
 
     # of masks the probabilities, since equal ones may change places
     rows = [[row[:, 1] if row.ndim == 3 else row for row in found] for found in (results, expected)]

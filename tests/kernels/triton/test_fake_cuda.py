@@ -21,7 +21,6 @@ from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
-from varlen.execution.step_runner import StepRunner
 from varlen.execution.workers import steps
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory import arena
@@ -133,7 +132,7 @@ DECODE_STEPS = {
 }
 
 
-def step_runner(folder: Path, device: str, **settings: bool) -> StepRunner:
+def step_runner(folder: Path, device: str, **settings: bool) -> Runner:
     """Return a decoder that has not warmed up, which takes long in the interpreter."""
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens).huggingface
@@ -143,7 +142,7 @@ def step_runner(folder: Path, device: str, **settings: bool) -> StepRunner:
     config = EngineConfig(device=device, **STEPS, **settings)
     limits = edit_limits(checkpoint, config)
     choice = TokenChooser(checkpoint, grammars, bad_words, torch.device(device), limits)
-    return StepRunner(checkpoint, config, choice)
+    return Runner(checkpoint, config, choice)
 
 
 def chosen(results: Sequence[SampledToken | BeamStep]) -> list[object]:
@@ -311,7 +310,7 @@ def test_a_step_of_beams_starts_before_it_is_known_what_they_continue(
     assert answers[0] == answers[1]
 
 
-def tokens_one_by_one(runner: StepRunner, options: GenerationOptions, *, steps: int) -> list[int]:
+def tokens_one_by_one(runner: Runner, options: GenerationOptions, *, steps: int) -> list[int]:
     """Return the tokens after a prompt of three, each known before the next step begins."""
     chunk = prompt_chunk(runner, 3, options)
     found = list[int]()

@@ -14,14 +14,14 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.cuda.step_runner import CudaSteps
-from varlen.execution.step_runner import StepRunner
+from varlen.execution.cuda.runner import CudaSteps
+from varlen.execution.runner import Runner
 from varlen.in_process.generator import Generation, Generator
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen.service.generation import Iterative
+from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, device_time, figure
@@ -112,12 +112,12 @@ SERVED = DecoderGrid(
 
 
 @contextmanager
-def loaded(name: str, grid: DecoderGrid) -> Iterator[Service[Iterative]]:
+def loaded(name: str, grid: DecoderGrid) -> Iterator[Service[GeneratorParts]]:
     """Yield a random decoder on the GPU."""
     with TemporaryDirectory(prefix="varlen-report-") as folder:
         grid.save[name](Path(folder))
         config = EngineConfig(device="cuda", warmup_seconds=0, **grid.settings)
-        with closing(Service.load(Iterative, folder, config, Stats())) as service:
+        with closing(Service.load(GeneratorParts, folder, config, Stats())) as service:
             yield service
 
 
@@ -130,23 +130,23 @@ def new_sequence(options: GenerationOptions) -> GeneratedSequence:
 
 
 def decode_chunks(
-    runner: StepRunner, count: int, context: int, options: GenerationOptions
+    runner: Runner, count: int, context: int, options: GenerationOptions
 ) -> tuple[Chunk, ...]:
     """Return a token of each of `count` sequences, whose contexts have blocks of their own."""
-    each = -(-context // runner.kv.block_size)
+    each = -(-context // runner.info.block_size)
     chunks = []
     for index in range(count):
         sequence = new_sequence(options)
-        blocks = tuple((index * each + place) % runner.kv.num_blocks for place in range(each))
-        token_ids = (index % runner.vocab_size,)
+        blocks = tuple((index * each + place) % runner.info.num_blocks for place in range(each))
+        token_ids = (index % runner.info.vocab_size,)
         chunks.append(Chunk(sequence, context - 1, token_ids, blocks, (sequence,)))
     return tuple(chunks)
 
 
-def prompt_chunk(runner: StepRunner, length: int, options: GenerationOptions) -> Chunk:
+def prompt_chunk(runner: Runner, length: int, options: GenerationOptions) -> Chunk:
     """Return a whole prompt of `length` tokens, which samples a token."""
     sequence = new_sequence(options)
-    blocks = tuple(range(-(-length // runner.kv.block_size)))
+    blocks = tuple(range(-(-length // runner.info.block_size)))
     places = tuple(range(options.num_beams)) if sequence.is_searched else ()
     return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_slots=places)
 
@@ -162,7 +162,7 @@ def measure_steps(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[Fi
     row = partial(figure, "decode")
     with loaded(name, grid) as service:
         runner, use = service.model.runner, service.model.runner.graph_use
-        assert isinstance(runner, StepRunner)
+        assert isinstance(runner, Runner)
         yield row(name, "captures", use.seconds, "s")
         yield row(name, "memory of graphs", use.num_bytes / 2**20, "MiB")
         for count, context in grid.steps:
@@ -176,19 +176,19 @@ def measure_steps(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[Fi
 
 
 def _steps(
-    case: str, runner: StepRunner, count: int, context: int, bandwidth: float
+    case: str, runner: Runner, count: int, context: int, bandwidth: float
 ) -> Iterator[Figure]:
     """Yield the times of one size of decode step: its graph, and whole steps."""
     row = partial(figure, "decode", case)
     greedy = step_of(decode_chunks(runner, count, context, _GREEDY))
     first, again = runner.run_batch(greedy), runner.run_batch(greedy)
     yield row("tokens that differ in a second run", _num_different(first, again), MUST_BE_0)
-    steps = runner.steps
+    steps = runner.decoder.steps
     assert isinstance(steps, CudaSteps)
     with steps.stream():
         graph = device_time(steps.graph(count))
-    kept = count * context * runner.kv.block_bytes / runner.kv.block_size
-    roofline = 1e6 * (runner.weight_bytes + kept) / bandwidth
+    kept = count * context * runner.info.block_bytes / runner.info.block_size
+    roofline = 1e6 * (runner.info.weight_bytes + kept) / bandwidth
     yield row("graph", graph, "us")
     yield row("graph, part of the roofline", roofline / graph, "1 is a copy")
     sampled = step_of(decode_chunks(runner, count, context, _SAMPLED))

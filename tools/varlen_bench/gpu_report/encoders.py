@@ -5,7 +5,7 @@ again and again, with dependent launch and without it.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from varlen.config import DType, EngineConfig
-from varlen.execution.cuda.runner import Answers, CudaRunner
+from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Prompt, RequestOptions
@@ -62,7 +63,7 @@ SERVED = EncoderGrid(
 
 
 @contextmanager
-def loaded(folder: Path, grid: EncoderGrid) -> Iterator[CudaRunner]:
+def loaded(folder: Path, grid: EncoderGrid) -> Iterator[OneShot]:
     """Yield the executor of a checkpoint on the GPU."""
     config = EngineConfig(
         device="cuda",
@@ -71,8 +72,14 @@ def loaded(folder: Path, grid: EncoderGrid) -> Iterator[CudaRunner]:
         max_sequence_tokens=grid.max_length,
     )
     with closing(Runner(Checkpoint.open(folder), config)) as runner:
-        assert isinstance(runner.device_runner, CudaRunner)
-        yield runner.device_runner
+        assert isinstance(runner.state, OneShot)
+        yield runner.state
+
+
+def _graphs_of(state: OneShot) -> CudaRunner:
+    """Return the graphs of an encoder."""
+    assert isinstance(state.device, CudaRunner)
+    return state.device
 
 
 def random_batch(
@@ -103,18 +110,19 @@ def measure_overlap(shape: EncoderShape, grid: EncoderGrid) -> Iterator[Figure]:
             both = host_time(partial(_in_flight, runner, batches), _PASSES)
             yield row(case, "one in flight", alone.median / _BATCHES, "us a batch")
             yield row(case, "two in flight", both.median / _BATCHES, "us a batch")
-            with runner.stream():
-                busy = device_time(runner.graph(sum(lengths), len(lengths)))
+            graphs = _graphs_of(runner)
+            with graphs.stream():
+                busy = device_time(graphs.graph(sum(lengths), len(lengths)))
             part = busy * _BATCHES / both.median
             yield row(case, "two in flight, GPU in graphs", part, "of the time")
 
 
-def _in_flight(runner: CudaRunner, batches: list[_Batch]) -> list[list[Float32Array]]:
+def _in_flight(runner: OneShot, batches: list[_Batch]) -> list[list[Float32Array]]:
     """Return the answers of all batches; as many are in flight as allowed."""
-    pending: list[Answers] = []
+    pending: list[Callable[[], list[Float32Array]]] = []
     found: list[list[Float32Array]] = []
     for batch in batches:
-        if len(pending) == runner.slots:
+        if len(pending) == _graphs_of(runner).slots:
             found.append(pending.pop(0)())
         pending.append(runner.launch(*batch))
     return found + [answers() for answers in pending]
@@ -150,8 +158,9 @@ def measure_dependent_launch(
             answers = [runner.run(*batch) for runner in (on, off)]
             yield row(case, "batches whose bits differ", int(differs(*answers)), MUST_BE_0)
             for kind, runner in (("on", on), ("off", off)):
-                with runner.stream():
-                    spent = device_time(runner.graph(sum(lengths), len(lengths)))
+                graphs = _graphs_of(runner)
+                with graphs.stream():
+                    spent = device_time(graphs.graph(sum(lengths), len(lengths)))
                 yield row(case, f"replay, dependent launch {kind}", spent, "us")
                 whole = host_time(partial(runner.run, *batch), _HOST_PASSES).median
                 yield row(case, f"from ids to vectors, dependent launch {kind}", whole, "us")

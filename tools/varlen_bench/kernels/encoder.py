@@ -15,7 +15,7 @@ from torch import Tensor
 
 from varlen.config import DType, EngineConfig
 from varlen.execution.cuda.buckets import Buckets
-from varlen.execution.packing import InputLayout, fill_inputs
+from varlen.execution.packing import InputLayout, fill_inputs, prompt_arrays
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Region, alignment_of
 from varlen.memory.usage import Dims
@@ -55,7 +55,9 @@ class PackedForward:
         self.program = runner.program
         layout = InputLayout.of(self.program.inputs, dims)
         host = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        fill_inputs(layout.views(host), [prompts[i] for i in order], [_NORMALIZED] * len(order))
+        views = {name: view.numpy() for name, view in layout.views(host).items()}
+        packed = [prompts[i] for i in order]
+        fill_inputs(views, prompt_arrays(views, packed, [_NORMALIZED] * len(order)))
         self._batch = PackedBatch(layout.views(host.to(runner.device)), dims)
         self._region = with_own_tables(runner.program, runner.arena.allocate(dims), dims)
         self._out = [out.zero_() for out in self.program.new_outputs(dims, runner.device)]

@@ -26,8 +26,9 @@ from torch.profiler import ProfilerActivity, profile
 from varlen.config import Device, DType, EngineConfig
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot, ProgramRunner
 from varlen.execution.packing import dims_of, largest_dims
-from varlen.execution.runner import DeviceRunner, Runner
+from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena, Region
 from varlen.memory.usage import Dims
 from varlen.models.checkpoint_folder import Checkpoint
@@ -148,7 +149,8 @@ def load_runner(folder: Path, device: str, max_tokens: int) -> Runner:
 
 def planned(runner: Runner) -> LoadedSystem:
     """Return varlen as it is served."""
-    return _loaded(OURS, runner.program, runner.arena, runner.device_runner)
+    assert isinstance(runner.state, OneShot)
+    return _loaded(OURS, runner.program, runner.arena, runner.state.device)
 
 
 def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -> LoadedSystem:
@@ -173,15 +175,17 @@ def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:
     return LoadedSystem(PEER, embed, [*model.parameters(), *model.buffers()], device)
 
 
-def _loaded(system: System, program: Program, arena: Arena, runner: DeviceRunner) -> LoadedSystem:
+def _loaded(system: System, program: Program, arena: Arena, runner: ProgramRunner) -> LoadedSystem:
     embed, measured = _embedder(runner), arena if system == OURS else None
     return LoadedSystem(system, embed, program.weights, arena.device, measured)
 
 
-def _embedder(runner: DeviceRunner) -> EmbedIds:
+def _embedder(runner: ProgramRunner) -> EmbedIds:
+    state = OneShot(runner)
+
     def embed(ids: Ids) -> Vectors:
         options = [RequestOptions(normalize=True)] * len(ids)
-        return np.stack(runner.run([Prompt(row) for row in ids], options))
+        return np.stack(state.run([Prompt(row) for row in ids], options))
 
     return embed
 

@@ -19,7 +19,6 @@ from varlen.decoding.sampling.token_bias import BadWords
 from varlen.errors import ConfigError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
-from varlen.execution.step_runner import StepRunner
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
@@ -110,8 +109,8 @@ def profile_steps(
     config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
     timed = TimedKernels(kernels_for(_CPU))
     choice = _TimedChooser(_token_chooser(checkpoint, config), timed)
-    runner = StepRunner(checkpoint, config, choice, kernels=timed)
-    workload = _Workload(context, beams, runner.kv.block_size, checkpoint.translate is not None)
+    runner = Runner(checkpoint, config, choice, kernels=timed)
+    workload = _Workload(context, beams, runner.info.block_size, checkpoint.translate is not None)
     _check_fits(runner, workload, most)
     breakdowns = []
     for count in running:
@@ -138,18 +137,18 @@ def profile_steps(
     return breakdowns
 
 
-def _check_fits(runner: StepRunner, workload: _Workload, most: int) -> None:
+def _check_fits(runner: Runner, workload: _Workload, most: int) -> None:
     """Raise ConfigError unless `most` sequences and an answer fit the model and its blocks."""
     context = workload.context
-    if context >= runner.max_sequence_tokens:
+    if context >= runner.info.max_sequence_tokens:
         raise ConfigError(
             f"a context of {context} tokens leaves no room for an answer; this model takes"
-            f" {runner.max_sequence_tokens} tokens"
+            f" {runner.info.max_sequence_tokens} tokens"
         )
     needed = most * workload.blocks_per_sequence
-    if needed > runner.kv.num_blocks:
+    if needed > runner.info.num_blocks:
         raise ConfigError(
-            f"kv_bytes allows {runner.kv.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
+            f"kv_bytes allows {runner.info.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
         )
 
 

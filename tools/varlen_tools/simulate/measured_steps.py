@@ -35,12 +35,12 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
         CheckpointError, ConfigError: the model cannot be loaded to generate.
     """
     # imports torch, which nothing else here needs
-    from varlen.service.generation import Iterative
+    from varlen.service.generation import GeneratorParts
     from varlen.service.service import Service
     from varlen.telemetry.metrics import Stats
 
     source = find_source(folder, settings)
-    service = Service.load(Iterative, source.checkpoint, source.config, Stats())
+    service = Service.load(GeneratorParts, source.checkpoint, source.config, Stats())
     runner, info = service.model.runner, service.model.runner.info
 
     def seconds(step: Batch) -> float:
@@ -57,7 +57,7 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
     config = replace(
         source.config,
         kv_block_tokens=info.block_size,
-        max_step_tokens=info.max_step_tokens,
+        max_step_tokens=info.max_batch_tokens,
     )
     try:
         return fit(simulate(arrivals, config, info.num_blocks, seconds).steps)

@@ -21,7 +21,6 @@ class Matcher:
 
         Args:
             open_grammar: opens the grammar, which compiles again if its process has ended.
-            vocab_size: width of the logits.
         """
         self._open = open_grammar
         self._vocab_size = vocab_size

@@ -62,9 +62,6 @@ class GrammarHold:
 
         Args:
             wait_seconds: longest time to wait for the process.
-
-        Raises:
-            VarlenError: see `Grammars.check`.
         """
         if self._grammar is None:
             self._grammar = self._grammars.held(self._content)
@@ -128,7 +125,6 @@ class Grammars:
 
         Args:
             sandbox: starts the processes; its `tokens` are from `grammar_tokens`.
-            vocab_size: width of the logits.
             max_bytes: largest memory of all processes.
         """
         self._sandbox = sandbox
@@ -183,11 +179,7 @@ class Grammars:
             return found, found.new_sequence()
 
     def held(self, grammar: str) -> CompiledGrammar:
-        """Return a grammar, which may still compile, for a request that holds it.
-
-        Raises:
-            VarlenError: see `open`.
-        """
+        """Return a grammar, which may still compile, for a request that holds it."""
         self._receive(grammar)
         with self._lock:
             found = self._open(grammar)
@@ -320,8 +312,6 @@ def grammar_tokens(
     """Return the arguments of `GrammarServer`; None without an end token.
 
     Args:
-        tokenizer: tokenizer of the checkpoint.
-        vocab_size: width of the logits.
         eos_ids: end tokens of the checkpoint; an answer ends with one of them.
     """
     ends = sorted(token_id for token_id in eos_ids if token_id < vocab_size)

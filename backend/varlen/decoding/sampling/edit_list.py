@@ -70,7 +70,6 @@ class EditedRow(NamedTuple):
     """A row of logits that is edited.
 
     Attributes:
-        row: the row.
         slot: slot of its list on the device, or NO_PLACE.
         is_added: whether the token of the step is added to the list first.
         num_banned: number of first tokens of the list that are banned.

@@ -22,8 +22,7 @@ class EditedSequence(NamedTuple):
     """A sequence of a step whose logits are edited.
 
     Attributes:
-        row: its row of the logits.
-        sequence, state: the sequence, and what the sampler keeps of it.
+        sequence, state: the sequence, and the sampler's state for it.
         length: number of tokens of its answer.
     """
 
@@ -38,7 +37,6 @@ class _Slot:
     """The slot of a sequence's list.
 
     Attributes:
-        number: its number.
         length: tokens of the answer in the step before, if it was to use the list; else None.
     """
 

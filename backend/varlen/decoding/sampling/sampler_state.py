@@ -1,4 +1,4 @@
-"""What a sampler keeps of one sequence, from token to token."""
+"""The state of a sampler for one sequence, from token to token."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ _CHOICE_FAILED = "no token could be chosen for this request; the server's log sa
 
 
 class SamplerState:
-    """What the sampler keeps of a sequence.
+    """The state of the sampler for a sequence.
 
     Attributes:
         is_drawn: whether the device can choose its tokens: they depend only on the logits, its options, random numbers
@@ -204,7 +204,6 @@ class SamplerState:
         """Remember a chosen token, and start to compute the mask of the next step.
 
         Args:
-            token_id: the token.
             length: number of tokens of the answer before it.
         """
         self._chosen = length, token_id
@@ -218,7 +217,6 @@ class SamplerState:
         """Read the tokens that have been generated since the last call.
 
         Args:
-            sequence: its sequence.
             length: number of tokens of the answer.
         """
         self.is_void = sequence.status == "finished"

@@ -1,7 +1,7 @@
 """Chooses the next token of each sequence from the logits of a step.
 
-A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. What has to be known
-of its earlier tokens is kept with it and grows token by token.
+A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. A `SamplerState`
+keeps the earlier tokens that matter, and grows token by token.
 
 A step may begin before the engine has read the tokens of the one before it, so the sampler knows by itself what it
 chose last.
@@ -55,11 +55,7 @@ class Sampler:
         """Prepare the choice.
 
         Args:
-            vocab_size: width of the logits.
-            eos_ids: end tokens of the checkpoint.
             grammars: grammars of sequences with structured output.
-            bad_words: tokens of words that requests forbid.
-            device: device of the logits.
             edit_limits: room for edit lists on the device.
         """
         self._vocab_size = vocab_size
@@ -77,9 +73,6 @@ class Sampler:
 
         It is known before the tokens before them are. None if the device cannot choose all of them: then only `sample`
         can. A step whose draws are returned has to start before the next one's are asked for, or never.
-
-        Args:
-            sequences, lengths: see `sample`.
         """
         states = [self._state(sequence) for sequence in sequences]
         if not all(state.is_drawn for state in states):
@@ -108,10 +101,6 @@ class Sampler:
         """Note tokens that the device has drawn.
 
         The host may choose the next ones before the engine's thread has appended these.
-
-        Args:
-            sequences, lengths: see `sample`.
-            token_ids: the token of each sequence.
         """
         for sequence, length, token_id in zip(sequences, lengths, token_ids, strict=True):
             if isinstance(state := sequence.sampler_state, SamplerState):

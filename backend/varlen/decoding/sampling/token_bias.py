@@ -87,8 +87,6 @@ class BadWords:
 
         Args:
             tokenizer: tokenizer of the checkpoint, without truncation and padding.
-            vocab_size: width of the logits.
-            end_ids: end tokens of the checkpoint.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

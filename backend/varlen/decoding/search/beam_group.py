@@ -76,7 +76,6 @@ class BeamGroup:
         """Start with one beam that has no token.
 
         Args:
-            options: options of the request.
             num_beams: number of live beams and of answers.
             end_ids: tokens that end an answer.
             editor: extends the histories of beams.

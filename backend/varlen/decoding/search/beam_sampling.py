@@ -31,7 +31,6 @@ def limited(scores: _Scores, options: GenerationOptions, *, keep: int) -> _Score
 
     Args:
         scores: `[rows, vocabulary]` fp64.
-        options: options of the request.
         keep: smallest number of tokens that the limits leave.
     """
     scores = scores / options.temperature

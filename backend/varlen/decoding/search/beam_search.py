@@ -31,7 +31,6 @@ class BeamSearch:
 
     Attributes:
         logit_bias: token ids, and the number to add to the logit of each, in every row; None without any.
-        step: the last step.
     """
 
     def __init__(
@@ -46,11 +45,7 @@ class BeamSearch:
         """Start a search; with one beam it is greedy.
 
         Args:
-            options: options of the request.
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
-            rules: token rules of the checkpoint.
-            vocab_size: number of tokens of the model.
-            forbidden: tokens of the request's bad words.
         """
         self._options = options
         # the same in every step

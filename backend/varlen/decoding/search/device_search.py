@@ -1,7 +1,7 @@
 """Beam searches whose steps are taken where the logits are, without the host.
 
-What decides such a step beside the logits depends on the number of tokens alone. The host keeps what each step has
-chosen, and puts the answers together once the search has ended.
+The rules of such a step depend only on the number of tokens. The host keeps the beams that each step has chosen, and
+puts the answers together once the search has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) 
     """Return whether the steps of a search depend neither on its tokens nor on chance.
 
     Args:
-        options: options of the request.
         forbidden: tokens of its bad words.
     """
     return not (
@@ -35,7 +34,7 @@ def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) 
 
 
 class DeviceSearch:
-    """What the host knows of a search of one prompt."""
+    """A search of one prompt, as the host knows it."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class DeviceSearch:
             rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden
         )
         self._end_ids = self._editor.end_ids
-        # of each step: what its beams continue and the token, `[beams, 2]`
+        # of each step: parents of its beams and their tokens, `[beams, 2]`
         self._steps: list[Int32Array] = []
 
     def rules(self, num_generated: int) -> SearchRules:
@@ -85,7 +84,7 @@ class DeviceSearch:
         """
         # a step that failed was taken again
         del self._steps[num_generated:]
-        # not a view of what all searches of the step have chosen
+        # not a view of the beams of all searches of the step
         self._steps.append(beams[:, :2].copy())
         has_ended, num_answers = ends
         if not has_ended:

@@ -49,10 +49,7 @@ class _Part:
     """The rows of one search in a step: its live beams, in order.
 
     Attributes:
-        search: the search.
         index: its index among the searches of the step.
-        begin, end: its rows.
-        kind: the way in which its step is taken.
     """
 
     search: BeamSearch
@@ -77,10 +74,6 @@ class Searcher:
         """Prepare searches.
 
         Args:
-            vocab_size: width of the logits.
-            rules: token rules of the checkpoint.
-            bad_words: tokens of words that requests forbid.
-            device: device of the logits.
             renormalizes: whether log probabilities are normalized again after edits.
         """
         self._vocab_size = vocab_size
@@ -96,7 +89,6 @@ class Searcher:
         None if only `advance` can take the step.
 
         Args:
-            sequence: its sequence.
             length: number of tokens of its beams.
         """
         if sequence.sampler_state is None:

@@ -1,8 +1,8 @@
 """Rules for the next token in beam search: forced, banned and repeated tokens.
 
 Edits change the log probability of single tokens and leave all others as they are, so the kernel applies them
-while it reads the logits. What they need of earlier tokens grows token by token and is shared by the beams that have
-these tokens in common.
+while it reads the logits. A `TokenHistory` has the earlier tokens that they need. It grows token by token; beams with
+common tokens share it.
 Source: the logits processors of Hugging Face's `generate`, version 5, which in beam search act on log probabilities.
 """
 
@@ -45,7 +45,7 @@ class TokenRules:
     banned_ids: tuple[int, ...] = ()
 
     def with_options(self, options: GenerationOptions) -> TokenRules:
-        """Return these rules with what a request has instead."""
+        """Return these rules with the ones of a request instead."""
         requested: dict[str, Any] = {
             "end_ids": () if options.ignore_eos else None,
             "forced_first_id": options.forced_bos_token_id,
@@ -74,7 +74,7 @@ class TokenEdits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenHistory:
-    """What edits need of the generated tokens of one beam.
+    """The generated tokens of one beam, as edits need them.
 
     Attributes:
         factors: the factor of each distinct token, where it has no edit in every step.
@@ -130,10 +130,8 @@ class TokenEditor:
 
         Args:
             rules: token rules of the checkpoint and the request.
-            options: options of the request.
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
-            forbidden: tokens of the request's bad words.
         """
         self._rules = rules
         self._forbidden = forbidden

@@ -30,7 +30,6 @@ class PairTemplate:
         """Check the template.
 
         Args:
-            template: chat template of the checkpoint.
             score: format of the messages for a pair.
             tokenize: returns the tokens of a text, without special ones.
 
@@ -51,11 +50,7 @@ class PairTemplate:
         self.ending = _common_ending(first, second)
 
     def render(self, query: str, document: str) -> str:
-        """Return the text of a prompt.
-
-        Raises:
-            RequestError: see `ChatTemplate.render`.
-        """
+        """Return the text of a prompt."""
         messages = [("query", query), ("document", document)]
         if self._score.system:
             messages.insert(0, ("system", self._score.system))

@@ -1,4 +1,4 @@
-"""Bytes of tokens: what each token adds to the UTF-8 of an answer.
+"""Bytes of tokens: bytes that each token adds to the UTF-8 of an answer.
 
 A token may be a part of a character, which has no text of its own.
 """

@@ -34,9 +34,7 @@ class TextWriter:
 
         Args:
             tokenizer: tokenizer of the checkpoint; not changed.
-            options: options of the request.
             prompt_ids: tokens of the prompt, whose text is not part of the answer.
-            eos_ids: end tokens of the checkpoint.
             token_bytes: bytes of the tokens, for answers with log probabilities.
         """
         self._detokenizer = Detokenizer(

@@ -1,33 +1,45 @@
-"""Runs batches on a CUDA GPU by replaying graphs captured at load.
+"""Runs the programs of a model on a CUDA GPU by replaying graphs captured at load.
 
-A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
-launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
-Nothing waits either: while a batch runs, the next one is packed into other buffers and started.
-docs/decisions/0029-gpu-executor.md has the reasons.
+A small model's ops are shorter on the GPU than the Python that launches them. So nothing is launched op by op in
+service: each batch is one copy of its inputs, one graph, one copy of its result. Nothing waits either: while a batch
+runs, the next one is packed into other buffers and started. docs/decisions/0029-gpu-executor.md has the reasons.
+
+A decode step has one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of
+them. A step with a chunk of a prompt has tokens and sequences, and runs in the smallest bucket, as a batch of an
+encoder does; docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next
+one takes them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md.
 """
+
+from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from queue import SimpleQueue
 from threading import Lock
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
-from varlen.execution.packing import InputLayout, dims_of, fill_inputs, split_answers
-from varlen.memory.arena import Arena
-from varlen.memory.usage import Dims
-from varlen.program.program import PackedBatch, Program
-from varlen.request.request import Float32Array, Prompt, RequestOptions
+from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
+from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
+from varlen.memory.arena import Arena, Region
+from varlen.memory.device_copies import moved
+from varlen.memory.usage import Dims, Size
+from varlen.program.program import PackedBatch, Program, Value
+from varlen.scheduling.device_plan import Chosen
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
+from varlen_kernels.ops import kernels_for
+from varlen_kernels.reference.beam_search import SearchResults
+from varlen_kernels.reference.logit_edits import EDIT_COLUMNS
 
-# Batches in flight: one runs, the next one is ready on the GPU's queue.
-_SLOTS = 2
 # Log lines about the progress of the captures.
 _PROGRESS_LINES = 4
 # The first replay of a graph takes longer.
@@ -35,8 +47,30 @@ _TIMED_REPLAYS = 3
 # The system may end a sleep so much too late.
 _OVERSLEEP_SECONDS = 1e-4
 
-# Waits for the answers of a batch that was started; see `Runner.run`.
-Answers: TypeAlias = Callable[[], list[Float32Array]]
+# Its length depends on contexts. It is last in the buffer, so that only what is used of it is copied.
+_TABLES = "block_ids"
+# Behind the tokens that the step before has chosen.
+_TOKENS = "token_ids"
+# Where each token of a step lies: among the chosen ones, or among its inputs.
+_PLACES = Value("places", (Size(tokens=1),), torch.int32)
+# What tokens are drawn with, as `sample_tokens` takes it.
+_ROW = (Size(logit_rows=1),)
+_DRAWS = (
+    Value("temperature", _ROW, torch.float32),
+    Value("top_k", _ROW, torch.int32),
+    Value("top_p", _ROW, torch.float32),
+    Value("min_p", _ROW, torch.float32),
+    Value("uniform", _ROW, torch.float64),
+)
+# What changes the logits before, as `edit_logits` takes it; no more rows are edited than there are.
+_EDITED_ROWS = Value("edited_rows", (*_ROW, Size(EDIT_COLUMNS)), torch.int32)
+_PENALTIES = Value("penalties", (*_ROW, Size(3)), torch.float32)
+# Inputs that the program does not read.
+_OF_CHOICE = (_PLACES, _EDITED_ROWS, _PENALTIES, *_DRAWS)
+# Gets `PackedStep.beams` and the inputs of the step.
+Follow: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+# Chosen tokens are as many bytes as keep what follows them aligned.
+_ALIGNED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,42 +79,142 @@ class _Buffers:
 
     Attributes:
         inputs: `[bytes]` uint8, read by the GPU until the batch has run.
-        output: output on the device, written by the GPU.
+        results: memory that the GPU writes, like its own.
     """
 
     inputs: Tensor
-    output: Tensor
+    results: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """The graph of one bucket, and the device memory that it reads and writes.
+    """The graph of one bucket, and the memory that it reads and writes.
 
     Attributes:
-        inputs: the program's inputs in each set of buffers, by name.
-        input_bytes: bytes of the input buffers that the graph reads.
+        dims: its dimensions.
+        inputs: its inputs in each set of buffers, by name.
+        on_device: its inputs on the device, by name.
+        input_bytes: bytes of the inputs that every batch brings.
         replay: starts it.
-        seconds: time of the graph without tokens; no batch takes less.
     """
 
-    inputs: Mapping[_Buffers, dict[str, Tensor]]
+    dims: Dims
+    inputs: Mapping[_Buffers, Mapping[str, npt.NDArray[Any]]]
+    on_device: Mapping[str, Tensor]
     input_bytes: int
     replay: Replay
-    seconds: float
 
 
-class CudaRunner:
-    """Runs a program on a GPU, for every batch that its arena holds.
+class _GraphRunner:
+    """The graphs of one program, one for each size of batch, and the inputs that they read.
+
+    Attributes:
+        program: the program.
+        arena: memory of its intermediates.
+        graph_use: cost of the graphs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        graphs: Graphs | None,
+        states: Mapping[str, Tensor],
+    ) -> None:
+        self.program = program
+        self.arena = arena
+        self._kernels, self._states = kernels, states
+        self._graphs = graphs or CudaGraphs(arena.device)
+
+    def _capture_all(
+        self,
+        inputs: Tensor,
+        declared: Sequence[Value],
+        results: Sequence[Tensor],
+        sizes: Sequence[Bucket],
+        *,
+        slots: int,
+        progress_lines: int = 1,
+    ) -> None:
+        """Capture a graph for each size.
+
+        Args:
+            inputs: `[bytes]` uint8 on the device.
+            declared: the inputs that lie there.
+            results: memory on the device that the host reads.
+            sizes: sizes of the graphs.
+            slots: batches that may be in flight.
+            progress_lines: see `capture_each`.
+        """
+        self._device_inputs, self._declared = inputs, declared
+        self._buffers = [
+            _Buffers(on_host(inputs), [on_host(each) for each in results]) for _ in range(slots)
+        ]
+        with torch.inference_mode():
+            self._captured, self.graph_use = capture_each(
+                self._graphs, sizes, self._capture, progress_lines=progress_lines
+            )
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context that makes the stream, and its device, current."""
+        return self._graphs.stream()
+
+    def close(self) -> None:
+        """Release the graphs."""
+        self._captured.clear()
+        self._graphs.close()
+
+    def _dims(self, bucket: Bucket) -> Dims:
+        """Return the dimensions of a bucket."""
+        return bucket.dims
+
+    def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
+        """Return the work of a graph, given views of its inputs."""
+        raise NotImplementedError
+
+    def _run_program(
+        self, dims: Dims, inputs: Mapping[str, Tensor], region: Region, out: Tensor
+    ) -> None:
+        batch = PackedBatch(inputs, dims)
+        self.program.run(batch, self._kernels, region, states=self._states, out=[out])
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        dims = self._dims(bucket)
+        # outside of the capture, in which no memory may be released; a plan depends only on the bucket, so every batch
+        # gets the same region
+        region = self.arena.allocate(dims)
+        layout = InputLayout.of(self._declared, dims)
+        # inputs of zeros, but no slot: tokens of no sequence, which write nothing
+        self._device_inputs.zero_()
+        inputs = layout.views(self._device_inputs)
+        if "slots" in inputs:
+            inputs["slots"].fill_(NO_SLOT)
+        replay = self._graphs.capture(self._work(dims, dict(inputs), region))
+        buffers = {
+            each: {name: view.numpy() for name, view in layout.views(each.inputs).items()}
+            for each in self._buffers
+        }
+        value, _, last = layout.places[-1]
+        num_bytes = last.start if value.name == _TABLES else layout.num_bytes
+        return _Captured(dims, buffers, inputs, num_bytes, replay)
+
+
+class CudaRunner(_GraphRunner):
+    """Runs whole sequences, for every batch that its arena holds.
 
     Any thread may call `launch` and the function that it returns.
 
     Attributes:
         slots: batches that can be in flight; a launch beyond that waits.
+        input_names: inputs that a batch brings.
         buckets: sizes of the captured graphs.
-        graph_use: cost of the graphs.
     """
 
-    slots = _SLOTS
+    # one runs, the next one is ready on the GPU's queue
+    slots = 2
+    # so the last programs of attention to start are short ones
+    longest_first = True
 
     def __init__(
         self,
@@ -100,94 +234,73 @@ class CudaRunner:
             graphs: captures graphs; None captures graphs of CUDA.
             max_batch_tokens: largest batch of several sequences; None is what the arena holds.
         """
-        device, largest = arena.device, arena.largest
-        self._program = program
-        self._kernels = kernels
-        self._arena = arena
-        self._graphs = graphs or CudaGraphs(device)
+        super().__init__(program, kernels, arena, graphs, {})
+        largest = arena.largest
         most = min(max_batch_tokens or arena.max_tokens, arena.max_tokens)
         self.buckets = Buckets(most, largest["sequences"], longest=arena.max_tokens)
+        self.input_names = [value.name for value in program.inputs]
         size = InputLayout.of(program.inputs, largest).num_bytes
-        self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
-        (self._output,) = program.new_outputs(largest, device)
-        self._buffers = [
-            _Buffers(on_host(self._device_inputs), on_host(self._output)) for _ in range(_SLOTS)
-        ]
+        inputs = torch.zeros(size, dtype=torch.uint8, device=arena.device)
+        (self._output,) = program.new_outputs(largest, arena.device)
+        self._capture_all(
+            inputs,
+            program.inputs,
+            [self._output],
+            list(self.buckets),
+            slots=self.slots,
+            progress_lines=_PROGRESS_LINES,
+        )
         self._free: SimpleQueue[_Buffers] = SimpleQueue()
         for buffers in self._buffers:
             self._free.put(buffers)
+        # seconds of each graph without tokens; no batch takes less
+        self._seconds = {
+            bucket: min(self._timed(each.replay) for _ in range(_TIMED_REPLAYS))
+            for bucket, each in self._captured.items()
+        }
         # batches are started one at a time, each as a whole
         self._launching = Lock()
         # when the last batch that was started can end at the earliest
         self._earliest_end = 0.0
-        with torch.inference_mode():
-            self._captured, self.graph_use = capture_each(
-                self._graphs, list(self.buckets), self._capture, progress_lines=_PROGRESS_LINES
-            )
 
-    def run(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> list[Float32Array]:
-        """Return the answer of each sequence; see `Runner.run`."""
-        return self.launch(prompts, options)()
-
-    def launch(self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]) -> Answers:
-        """Start a batch and return a function that waits for its answers.
+    def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
+        """Start a batch and return a function that waits for its output on the host.
 
         It must be called once: until then the batch keeps its buffers.
 
         Raises:
             ValueError: no graph was captured for so large a batch.
         """
-        # the longest first, so that the last programs of attention to start are short ones
-        unordered = [prompt.num_tokens for prompt in prompts]
-        order = sorted(range(len(prompts)), key=unordered.__getitem__, reverse=True)
-        lengths = [unordered[i] for i in order]
-        bucket = self.buckets.smallest(sum(lengths), len(lengths))
-        captured = self._captured[bucket]
-        chosen = [prompts[i] for i in order], [options[i] for i in order]
-        counts_masks = self._program.row_dimension == "masks"
-        masks = sum(prompt.num_masks for prompt in prompts) if counts_masks else 0
-        rows = self._output_rows(dims_of(lengths, masks))
+        bucket = self.buckets.smallest(dims["tokens"], dims["sequences"])
+        captured, rows = self._captured[bucket], self._output_rows(dims)
         buffers = self._free.get()
         try:
-            fill_inputs(captured.inputs[buffers], *chosen)
+            fill_inputs(captured.inputs[buffers], arrays)
             with self._launching:
                 # the graph writes to this region
-                self._arena.allocate(bucket.dims)
+                self.arena.allocate(captured.dims)
                 wait = self._start(captured, buffers, rows)
-                earliest_end = max(time.monotonic(), self._earliest_end) + captured.seconds
+                earliest_end = max(time.monotonic(), self._earliest_end) + self._seconds[bucket]
                 self._earliest_end = earliest_end
         except BaseException:
             self._free.put(buffers)
             raise
 
-        def answers() -> list[Float32Array]:
+        def output() -> Tensor:
             try:
                 # until then the wait would take a core from tokenizers and clients
                 _sleep_until(earliest_end - _OVERSLEEP_SECONDS)
                 wait()
                 # the next batch with these buffers overwrites them
-                output = buffers.output[:rows].clone().numpy()
+                return buffers.results[0][:rows].clone()
             finally:
                 self._free.put(buffers)
-            found = split_answers(output, chosen[0], self._program.row_dimension)
-            return [found[place] for place in np.argsort(order).tolist()]
 
-        return answers
-
-    def stream(self) -> AbstractContextManager[object]:
-        """Return the context that makes the stream, and its device, current."""
-        return self._graphs.stream()
+        return output
 
     def graph(self, tokens: int, sequences: int) -> Replay:
         """Return what starts the graph of this size, on the inputs of the last batch."""
         return self._captured[self.buckets.smallest(tokens, sequences)].replay
-
-    def close(self) -> None:
-        """Release the graphs."""
-        self._captured.clear()
-        self._graphs.close()
 
     @torch.inference_mode()
     def _start(self, captured: _Captured, buffers: _Buffers, rows: int) -> Callable[[], object]:
@@ -200,7 +313,7 @@ class CudaRunner:
             try:
                 self._graphs.copy(self._device_inputs[:size], buffers.inputs[:size])
                 captured.replay()
-                self._graphs.copy(buffers.output[:rows], self._output[:rows])
+                self._graphs.copy(buffers.results[0][:rows], self._output[:rows])
                 return self._graphs.record()
             except BaseException:
                 # a copy that was started still uses the buffers
@@ -208,27 +321,11 @@ class CudaRunner:
                     self._graphs.record()()
                 raise
 
-    def _capture(self, bucket: Bucket) -> _Captured:
-        dims = bucket.dims
-        layout = InputLayout.of(self._program.inputs, dims)
-        # inputs of zeros are a batch whose tokens belong to no sequence
-        batch = PackedBatch(layout.views(self._device_inputs), dims)
+    def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
         output = self._output[: self._output_rows(dims)]
-        # a plan depends only on the bucket, so every batch gets the same region
-        region = self._arena.allocate(dims)
+        return lambda: self._run_program(dims, inputs, region, output)
 
-        def forward() -> None:
-            self._program.run(batch, self._kernels, region, out=[output])
-
-        replay = self._graphs.capture(forward)
-        return _Captured(
-            {each: layout.views(each.inputs) for each in self._buffers},
-            layout.num_bytes,
-            replay,
-            min(self._seconds(replay) for _ in range(_TIMED_REPLAYS)),
-        )
-
-    def _seconds(self, replay: Replay) -> float:
+    def _timed(self, replay: Replay) -> float:
         with self._graphs.stream():
             began = time.monotonic()
             replay()
@@ -236,10 +333,263 @@ class CudaRunner:
             return time.monotonic() - began
 
     def _output_rows(self, dims: Dims) -> int:
-        return self._program.outputs[0].at(dims)[0]
+        return self.program.outputs[0].at(dims)[0]
+
+
+class CudaSteps(_GraphRunner):
+    """Starts the steps of a decoder. Not for two threads at once."""
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        states: Mapping[str, Tensor],
+        *,
+        blocks_per_sequence: int,
+        blocks_per_source: int = 0,
+        graphs: Graphs | None = None,
+        searches: DeviceSearches | None = None,
+        edits: DeviceEdits | None = None,
+        follow: Follow | None = None,
+    ) -> None:
+        """Capture a graph for each size of step.
+
+        Args:
+            program: the program of a step.
+            kernels, arena, graphs: arguments of `CudaRunner`.
+            states: the tensor of each state, by name.
+            blocks_per_sequence: blocks of the longest sequence.
+            blocks_per_source: blocks of the longest source text.
+            searches: takes the steps of searches; None if there are none.
+            edits: changes logits before tokens are drawn; None if nothing does.
+            follow: gives beams their tokens and block tables, and copies blocks.
+        """
+        super().__init__(program, kernels, arena, graphs, states)
+        self._blocks_per_sequence = blocks_per_sequence
+        self._blocks_per_source = blocks_per_source
+        self._searches, self._edits, self._follow = searches, edits, follow
+        # tokens first, tables last
+        declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
+        declared.sort(key=lambda value: value.name != _TOKENS)
+        declared = [*declared[:-1], *_OF_CHOICE, declared[-1]]
+        device, rows, tokens = arena.device, arena.largest["logit_rows"], arena.largest["tokens"]
+        most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
+        # a step of prompts has tables for each of its tokens
+        blocks = {"blocks": rows * blocks_per_sequence, "source_blocks": tokens * blocks_per_source}
+        size = InputLayout.of(declared, {**most, **blocks}).num_bytes
+        # inputs of tokens that the host knows follow those that the step before has chosen
+        self._first_input = -(-rows // _ALIGNED_TOKENS) * _ALIGNED_TOKENS
+        words = self._first_input + -(-size // 4)
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._chosen = self._words[:rows]
+        self._best = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._draws = kernels_for(device)
+        (self._logits,) = program.new_outputs(most, device)
+        self._decode_sizes = _decode_sizes(rows)
+        self._buckets = Buckets(tokens, rows)
+        decode_steps = {Bucket(size, size) for size in self._decode_sizes}
+        self._capture_all(
+            self._words[self._first_input :].view(torch.uint8),
+            declared,
+            # enough for any searches
+            [self._chosen, SearchResults.numbers(rows, rows, device)],
+            sorted(decode_steps.union(self._buckets), reverse=True),
+            slots=MAX_IN_FLIGHT,
+        )
+        self._next_buffers = cycle(self._buffers)
+
+    def logits(self, step: PackedStep) -> Tensor:
+        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one.
+
+        Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
+        logits waits here. So the step after the next one may overwrite the inputs on the host.
+        """
+        self._start(step, next(self._next_buffers), {})
+        rows = len(step.inputs["logit_rows"])
+        if not rows:
+            self.wait()
+        return self.last_logits(rows)
+
+    def last_logits(self, rows: int) -> Tensor:
+        """Return the logits of the step that was started last, `[rows, vocabulary]`."""
+        return self._logits[:rows]
+
+    def start(self, step: PackedStep) -> Callable[[], Chosen]:
+        """Start a step; return a function that waits for what is chosen here.
+
+        Called in the context of `stream`, for at most two steps before the function of the first one is called.
+        """
+        buffers, rows = next(self._next_buffers), len(step.inputs["logit_rows"])
+        begun = {name: step.edits[name] for name in step.edits if name not in _OF_ROWS}
+        here: Sequence[Mapping[str, Tensor]] = ({}, {}, {})
+        if step.beams or step.searches or begun:
+            here = moved((step.beams, step.searches, begun), self._words.device)
+        beams_here, searches_here, begun_here = here
+        captured = self._start(step, buffers, beams_here)
+        if step.edits or "uniform" in step.draws:
+            self._draw(step, captured.on_device, rows, begun_here)
+        chosen_here, found_here = buffers.results
+        if rows and step.draws:
+            self._graphs.copy(chosen_here[:rows], self._chosen[:rows])
+        numbers = None
+        if step.searches:
+            assert self._searches is not None
+            results = self._searches.advance(self._logits[:rows], step.searches, searches_here)
+            numbers = found_here[: len(results)]
+            self._graphs.copy(numbers, results)
+        if not step.draws and numbers is None:
+            # the host waits for the logits
+            return Chosen
+        wait = self._graphs.record()
+
+        def chosen() -> Chosen:
+            wait()
+            token_ids = chosen_here[:rows].tolist() if step.draws else ()
+            if numbers is None:
+                return Chosen(token_ids)
+            # the step after the next one writes there again
+            return Chosen(token_ids, choices_of(numbers.clone(), step.searches))
+
+        return chosen
+
+    def set_tokens(self, token_ids: Sequence[int]) -> None:
+        """Give the next step the tokens that were chosen; in the context of `stream`."""
+        chosen = on_host(self._chosen[: len(token_ids)])
+        chosen.numpy()[:] = token_ids
+        # torch keeps pinned memory until the copy has run
+        self._chosen[: len(chosen)].copy_(chosen, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait until everything that was started has run."""
+        self._graphs.record()()
+
+    def graph(self, sequences: int) -> Replay:
+        """Return what starts a decode step's graph, on the inputs of the last step."""
+        return self._captured[self._bucket(sequences, sequences)].replay
+
+    def _start(self, step: PackedStep, buffers: _Buffers, beams: Mapping[str, Tensor]) -> _Captured:
+        """Start a step; return its graph."""
+        arrays = step.inputs
+        tokens, rows = len(arrays[_TOKENS]), len(arrays["logit_rows"])
+        sequences = len(arrays["context_lens"])
+        captured = self._captured[self._bucket(tokens, max(sequences, rows))]
+        # the graph writes to this region
+        self.arena.allocate(captured.dims)
+        inputs = captured.inputs[buffers]
+        fill_inputs(inputs, arrays)
+        places = inputs[_PLACES.name]
+        places[:] = np.arange(self._first_input, self._first_input + len(places))
+        of_tokens, outputs = step.follows
+        places[of_tokens] = outputs
+        if step.edits or "uniform" in step.draws:
+            for name, numbers in step.draws.items():
+                inputs[name][:rows] = numbers
+        for name, input_name in _OF_ROWS.items() if step.edits else ():
+            inputs[input_name][: len(step.edits[name])] = step.edits[name]
+        num_bytes = captured.input_bytes + arrays[_TABLES].nbytes
+        self._graphs.copy(self._device_inputs[:num_bytes], buffers.inputs[:num_bytes])
+        if beams:
+            assert self._follow is not None
+            self._follow(beams, captured.on_device)
+        captured.replay()
+        return captured
+
+    def _draw(
+        self,
+        step: PackedStep,
+        on_device: Mapping[str, Tensor],
+        rows: int,
+        begun: Mapping[str, Tensor],
+    ) -> None:
+        """Draw the tokens of the step that was started last.
+
+        Args:
+            step: the step.
+            on_device: its inputs.
+            rows: rows of its logits.
+            begun: edit lists that the host sends.
+        """
+        logits = self._logits[:rows]
+        if step.edits:
+            assert self._edits is not None
+            edited = slice(len(step.edits["rows"]))
+            self._edits.apply(
+                logits,
+                self._token_ids,
+                on_device["logit_rows"],
+                on_device[_EDITED_ROWS.name][edited],
+                on_device[_PENALTIES.name][edited],
+                **begun,
+            )
+        limits = [on_device[value.name][:rows] for value in _DRAWS]
+        self._draws.sample_tokens(logits, *limits, out=self._chosen[:rows])
+
+    def _bucket(self, tokens: int, sequences: int) -> Bucket:
+        if tokens <= sequences:
+            size = next(size for size in self._decode_sizes if size >= sequences)
+            return Bucket(size, size)
+        return self._buckets.smallest(tokens, sequences)
+
+    def _dims(self, bucket: Bucket) -> Dims:
+        return {
+            "tokens": bucket.tokens,
+            "sequences": bucket.sequences,
+            "logit_rows": bucket.sequences,
+            "blocks": bucket.sequences * self._blocks_per_sequence,
+            "source_blocks": bucket.tokens * self._blocks_per_source,
+        }
+
+    def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
+        places = inputs[_PLACES.name]
+        for value in _OF_CHOICE:
+            del inputs[value.name]
+        inputs[_TOKENS] = self._token_ids[: dims["tokens"]]
+        rows = dims["logit_rows"]
+
+        def work() -> None:
+            torch.index_select(self._words, 0, places, out=inputs[_TOKENS])
+            self._run_program(dims, inputs, region, self._logits[:rows])
+            torch.argmax(self._logits[:rows], 1, out=self._best[:rows])
+            self._chosen[:rows].copy_(self._best[:rows])
+
+        return work
+
+
+class OpsOnDevice:
+    """Runs a program op by op: the encoder of source texts."""
+
+    def __init__(
+        self, program: Program, kernels: object, arena: Arena, states: Mapping[str, Tensor]
+    ) -> None:
+        self._program, self._kernels = program, kernels
+        self._arena, self._states = arena, states
+
+    def run(self, arrays: Arrays, dims: Dims, out: Sequence[Tensor]) -> None:
+        """Start a batch whose outputs go to `out`, without waiting for it."""
+        inputs = {name: self._moved(array) for name, array in arrays.items()}
+        region = self._arena.allocate(dims)
+        batch = PackedBatch(inputs, dims)
+        self._program.run(batch, self._kernels, region, states=self._states, out=out)
+
+    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        # torch keeps pinned memory until the copy has run
+        return pinned.to(self._arena.device, non_blocking=True)
+
+
+# Input of the GPU for each array of edits that has rows; others are lists that begin.
+_OF_ROWS = {"rows": _EDITED_ROWS.name, "penalties": _PENALTIES.name}
 
 
 def _sleep_until(at: float) -> None:
     left = at - time.monotonic()
     if left > 0:
         time.sleep(left)
+
+
+def _decode_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph, ascending."""
+    return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]

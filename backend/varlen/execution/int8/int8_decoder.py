@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from varlen.execution.arenas import KvSize, caches_of, new_caches
-from varlen.execution.bound_program import BoundProgram
+from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.int8.quality import LogitQuality, compare_logits
-from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_packing import step_arrays, step_dims, tensors_of
+from varlen.execution.packing import source_arrays, source_dims, step_arrays, step_dims
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint.translate_config import TargetTokens
@@ -95,27 +94,23 @@ class _Steps:
         # the sources of a step are encoded together
         tokens = _LONGEST * (_TOGETHER if len(programs) > 1 else 1)
         largest = {"tokens": tokens, "sequences": _TOGETHER, "logit_rows": _LONGEST}
-        self._decoder, *encoders = [
-            BoundProgram(
-                program,
-                kernels,
-                Arena(Layout(program.buffers, alignment_of(_CPU)), largest, _CPU),
-                caches,
-                _BLOCK_TOKENS,
-            )
+        arenas = [
+            Arena(Layout(program.buffers, alignment_of(_CPU)), largest, _CPU)
             for program in programs
         ]
-        self._encoders = [SourceEncoder(encoder) for encoder in encoders]
+        self._decoder, *self._encoders = [
+            CpuRunner(program, kernels, arena, caches, of_steps=True)
+            for program, arena in zip(programs, arenas, strict=True)
+        ]
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return the logits of all tokens of a step, `[tokens, vocabulary]`."""
-        for encoder in self._encoders:
-            encoder.encode(chunks)
-        inputs = tensors_of(step_arrays(chunks, _BLOCK_TOKENS))
-        inputs["logit_rows"] = torch.arange(len(inputs["token_ids"]), dtype=torch.int32)
-        dims = step_dims(inputs)
-        (logits,) = self._decoder.program.new_outputs(dims, _CPU)
-        self._decoder.run(inputs, dims, [logits])
+        sources = source_arrays(chunks, _BLOCK_TOKENS)
+        for encoder in self._encoders if sources else ():
+            encoder.run(sources, source_dims(sources), [])
+        inputs = dict(step_arrays(chunks, _BLOCK_TOKENS))
+        inputs["logit_rows"] = np.arange(len(inputs["token_ids"]), dtype=np.int32)
+        (logits,) = self._decoder.run(inputs, step_dims(inputs))
         return logits
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from varlen.execution.int8.quality import VectorQuality, compare_vectors
-from varlen.execution.packing import dims_of, largest_dims, packed_batch
+from varlen.execution.packing import dims_of, largest_dims, prompt_arrays, tensors_of
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.blocks.heads import record_head
 from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import Program
+from varlen.program.program import PackedBatch, Program
 from varlen.program.recorder import Recorder
 from varlen.request.request import DEFAULT_OPTIONS, Float32Array, Int32Array, Prompt
 
@@ -50,9 +50,11 @@ class CalibratedEncoder:
         longest = max(prompt.num_tokens for prompt in prompts)
         layout = Layout(program.buffers, alignment_of(_CPU))
         arena = Arena(layout, {**largest_dims(longest), "sequences": 1}, _CPU)
+        names = [value.name for value in program.inputs]
         for prompt in prompts:
             dims = dims_of([prompt.num_tokens])
-            batch = packed_batch(program.inputs, dims, [prompt], [DEFAULT_OPTIONS])
+            arrays = prompt_arrays(names, [prompt], [DEFAULT_OPTIONS])
+            batch = PackedBatch(tensors_of(arrays), dims)
             (output,) = program.run(batch, kernels, arena.allocate(dims))
             yield output[0].numpy()
 

@@ -92,7 +92,7 @@ def main() -> None:
     freeze_objects()
     # what the load has freed; processes that are forked from this one would all keep it
     trim_heap()
-    send_control(control, {"model": asdict(work.info)})
+    send_control(control, {"model": asdict(work.runner.info)})
     serve()
 
 
@@ -119,9 +119,9 @@ def _follow(control: socket.socket, member: Member, work: Work[Any, Any]) -> Non
     try:
         while True:
             if not member.connection.poll(IDLE_SECONDS):
-                work.release()
+                work.runner.release_arenas()
                 trim_heap()
-            member.follow(work.run_part)
+            member.follow(lambda message: work.runner.run_part(work.read(message)))
     except MemoryError:
         send_control(control, _error(EngineError("too little memory")))
     except VarlenError as error:
@@ -139,7 +139,7 @@ def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[A
             message, (connection, share) = receive_control(control)
             code = _exit_code(workers, message["ended"])
             try:
-                pid = 0 if work.share_cores is None else os.fork()
+                pid = os.fork() if work.is_forked else 0
             except OSError as error:
                 os.close(connection)
                 os.close(share)
@@ -149,13 +149,13 @@ def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[A
             if pid:
                 workers.add(pid)
                 send_control(control, {"pid": pid, "code": code})
-            elif work.share_cores is None:
+            elif work.is_forked:
+                control.close()
+                work.runner.share_cores(CoreShare(share))
+                answer_orders(Connection(connection), work)
+            else:
                 send_control(control, {"pid": os.getpid(), "code": code}, work.share())
                 answer_orders(Connection(connection), work, leader)
-            else:
-                control.close()
-                work.share_cores(CoreShare(share))
-                answer_orders(Connection(connection), work)
             os.close(connection)
             os.close(share)
     for pid in workers:
@@ -202,7 +202,7 @@ def answer_orders(
         while True:
             order = orders.next(IDLE_SECONDS)
             if order is None:
-                work.release()
+                work.runner.release_arenas()
                 trim_heap()
                 order = orders.next(None)
             assert order is not None
@@ -223,12 +223,12 @@ def _answers(work: Work[_Order, _Part], order: _Order, part: Callable[[], _Part]
     try:
         rows = work.run(order, part)
     except MemoryError:
-        return Answers((), work.use(), "memory")
+        return Answers((), work.runner.use(), "memory")
     except SkippedStepError:
-        return Answers((), work.use(), "skipped")
+        return Answers((), work.runner.use(), "skipped")
     except Exception:
-        return Answers((), work.use(), "error", traceback.format_exc())
-    return Answers(rows, work.use())
+        return Answers((), work.runner.use(), "error", traceback.format_exc())
+    return Answers(rows, work.runner.use())
 
 
 def _error(error: VarlenError) -> dict[str, object]:

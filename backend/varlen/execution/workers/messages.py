@@ -21,7 +21,7 @@ from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import PAYLOADS, Prompt, RequestOptions
 
 if TYPE_CHECKING:
-    from varlen.execution.step_packing import PackedStep
+    from varlen.execution.packing import PackedStep
 
 # Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
 MAX_MESSAGE = 1 << 16
@@ -129,7 +129,7 @@ def step_of(message: bytes) -> PackedStep | None:
     """Return the step of a message; None asks for a check of the device."""
     if not message:
         return None
-    from varlen.execution.step_packing import PackedStep
+    from varlen.execution.packing import PackedStep
 
     names, arrays = content_of(message)
     groups: dict[str, Any] = {group: {} for group in _step_fields()}
@@ -144,7 +144,7 @@ def step_of(message: bytes) -> PackedStep | None:
 @cache
 def _step_fields() -> tuple[str, ...]:
     """Return the field names of a step; an engine of batches needs no torch."""
-    from varlen.execution.step_packing import PackedStep
+    from varlen.execution.packing import PackedStep
 
     return tuple(each.name for each in fields(PackedStep))
 

@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from varlen import errors
 from varlen.config import Device, EngineConfig
 from varlen.errors import EngineError, ModelFaultError, VarlenError
 from varlen.execution.executor import CoreShare
+from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers.limits import RestartLimit
 from varlen.execution.workers.messages import receive_control, send_control
 from varlen.models.checkpoint_folder import Checkpoint
@@ -187,23 +188,6 @@ def started_early(*, new_session: bool) -> Iterator[None]:
             unused.end(seconds=0.0)
 
 
-class Info(Protocol):
-    """Model facts for the engine.
-
-    Attributes:
-        generates: whether the model generates.
-    """
-
-    generates: ClassVar[bool]
-
-    @property
-    def limits(self) -> tuple[object, ...]:
-        """The facts that the engine relies on; measured choices may differ from load to load."""
-
-
-_Info = TypeVar("_Info", bound=Info)
-
-
 class Connected(NamedTuple):
     """A worker: its connection for work, its process id, and its shared memory."""
 
@@ -212,7 +196,7 @@ class Connected(NamedTuple):
     descriptors: Sequence[int] = ()
 
 
-class ModelProcess(Generic[_Info]):
+class ModelProcess:
     """The process that loads a model.
 
     It forks its workers, or is its own only one. A process that has ended is started again, with the same checkpoint.
@@ -228,17 +212,18 @@ class ModelProcess(Generic[_Info]):
 
     def __init__(
         self,
-        new_info: type[_Info],
         folder: Path,
         config: EngineConfig,
+        *,
+        generates: bool,
         restarts: RestartLimit | None = None,
     ) -> None:
         """Start the process and load the model.
 
         Args:
-            new_info: type of `info`.
             folder: folder of the checkpoint.
             config: the settings; the device is a CPU.
+            generates: whether the model generates.
             restarts: see the class.
 
         Raises:
@@ -251,7 +236,7 @@ class ModelProcess(Generic[_Info]):
         self._lock = Lock()
         self._folder = folder
         self._files = _files(folder)
-        self._new_info = new_info
+        self._generates = generates
         self.info = self._load()
         # after the load, which may be refused
         self.share = CoreShare()
@@ -310,9 +295,8 @@ class ModelProcess(Generic[_Info]):
         self._process.end()
         return reason or f"worker process {self.pid} ended with code {self._process.code}"
 
-    def _load(self) -> _Info:
-        generates = self._new_info.generates
-        new_session = not generates
+    def _load(self) -> ModelInfo:
+        new_session = not self._generates
         self._process = (
             _early.pop(new_session)
             if new_session in _early
@@ -321,13 +305,13 @@ class ModelProcess(Generic[_Info]):
         setup = {
             "folder": str(self._folder),
             "config": asdict(self.config),
-            "generates": generates,
+            "generates": self._generates,
             "log_level": self.config.log_level.upper(),
         }
         try:
             self._process.send(setup)
             message, _ = self._process.receive()
-            return self._new_info(**message["model"])
+            return ModelInfo(**message["model"])
         except (EOFError, OSError):
             self._process.end()
             raise EngineError(ENDED) from None

@@ -16,12 +16,12 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.cpu.step_runner import map_logits
+from varlen.execution.cpu.runner import map_logits
 from varlen.execution.device import check_ranks, choose_device
-from varlen.execution.model_info import GraphUse, StepInfo
+from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
+from varlen.execution.runner import Runner
 from varlen.execution.step_launcher import Chooser, StepLauncher, StepModel
-from varlen.execution.step_packing import PackedStep, pack_step, tokens_of_rows
-from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.limits import RestartLimit
 from varlen.execution.workers.messages import Array, step_message
@@ -75,7 +75,9 @@ def load_step_model(
     check_ranks(config, device, isolated=isolated)
     if device.type == "cpu" and isolated:
         limit = RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
-        host = ModelProcess(StepInfo, checkpoint.folder, replace(config, device="cpu"), limit)
+        host = ModelProcess(
+            checkpoint.folder, replace(config, device="cpu"), generates=True, restarts=limit
+        )
         model = ProcessSteps(host, choice, stats)
         try:
             warm_up_choice(choice, host.info)
@@ -83,7 +85,7 @@ def load_step_model(
             model.close()
             raise
         return model
-    runner = StepRunner(checkpoint, config, choice, gpu=gpu)
+    runner = Runner(checkpoint, config, choice, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
     # sequences of the warm-up, which never end
     choice.forget()
@@ -103,7 +105,7 @@ class ProcessSteps:
         graph_use: cost of CUDA graphs, which it has none of.
     """
 
-    def __init__(self, host: ModelProcess[StepInfo], choice: Chooser, stats: Stats) -> None:
+    def __init__(self, host: ModelProcess, choice: Chooser, stats: Stats) -> None:
         """Connect to the process.
 
         Args:
@@ -135,7 +137,7 @@ class ProcessSteps:
         self._map_logits()
 
     @property
-    def info(self) -> StepInfo:
+    def info(self) -> ModelInfo:
         """Model facts for the engine."""
         return self.host.info
 
@@ -147,7 +149,7 @@ class ProcessSteps:
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         """Send a step to the process; return a function that waits for its outputs.
 
-        If the engine has to choose the tokens before it, it is sent after that. `StepRunner.launch_batch` describes the
+        If the engine has to choose the tokens before it, it is sent after that. `Runner.launch_batch` describes the
         outputs. The functions are called in the order of the steps, and raise:
             MemoryError: too little memory.
             WorkerEndedError: the process ended; another one has started, whose KV caches are empty.

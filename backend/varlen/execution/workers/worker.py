@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Any
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
@@ -188,7 +187,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        host: ModelProcess[Any],
+        host: ModelProcess,
         restarted: Callable[[], None],
         slots: int = 1,
         *,
@@ -300,8 +299,7 @@ class WorkerProcess:
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
-        padding: int = self._host.info.padding_tokens(shape)
-        return padding
+        return self._host.info.padding_tokens(shape)
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""

@@ -56,7 +56,7 @@ class Workers:
     info: ModelInfo
     runners: Sequence[Worker]
     prepare: Callable[[], None] | None = None
-    host: ModelProcess[ModelInfo] | None = None
+    host: ModelProcess | None = None
     launcher: Launcher | None = None
     graphs: GraphUse = field(default_factory=GraphUse)
     device_timeout: float = 0.0
@@ -136,7 +136,7 @@ def load_workers(
 
 
 def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
-    host = ModelProcess(ModelInfo, checkpoint.folder, replace(config, device="cpu"))
+    host = ModelProcess(checkpoint.folder, replace(config, device="cpu"), generates=False)
 
     def count_restart() -> None:
         stats.count(CountedMetric.WORKER_RESTARTS)

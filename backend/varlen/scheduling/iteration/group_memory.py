@@ -1,4 +1,4 @@
-"""The KV blocks of groups of sequences, and what runs of them in a step.
+"""The KV blocks of groups, and the chunks that a step runs.
 
 With reservations, a group gets all the blocks that it may ever need before it starts. Without them it gets what its
 prompt needs, and a block at a time after that.
@@ -29,11 +29,7 @@ class BlockCopies:
     """
 
     def __init__(self, blocks: BlockPool) -> None:
-        """Start without a copy.
-
-        Args:
-            blocks: the pool.
-        """
+        """Start without a copy."""
         self._blocks = blocks
         self.next: dict[int, int] = {}
         self.in_flight: list[dict[int, int]] = []
@@ -67,7 +63,7 @@ class BlockCopies:
             self.next = {**copies, **self.next}
 
     def forget(self) -> None:
-        """Forget all copies: what the blocks hold was lost."""
+        """Forget all copies: the contents of the blocks were lost."""
         self.next.clear()
         self.in_flight.clear()
         self._release_kept()
@@ -113,7 +109,6 @@ class GroupMemory:
     """The block tables of all running groups.
 
     Attributes:
-        blocks: the pool.
         reserves: whether groups reserve all that they may need.
         copies: copies of their blocks.
     """
@@ -136,7 +131,7 @@ class GroupMemory:
         return self._first_need(group) + (0 if self.reserves else keep)
 
     def forget_contents(self) -> None:
-        """Forget copies and what blocks hold, which was lost. No group may hold a block."""
+        """Forget copies and the lost contents of blocks. No group may hold a block."""
         self.copies.forget()
         self.blocks.forget_contents()
 
@@ -187,7 +182,6 @@ class GroupMemory:
 
         Args:
             parts: groups of the step in order, whose branches have the block of a token to generate.
-            step_tokens: see `divide_step`.
             logit_rows: row of the logits of the step in flight, by sequence.
         """
         lengths = divide_step(parts, step_tokens)
@@ -229,7 +223,6 @@ class GroupMemory:
         """Give back blocks that no beam of a search reads any more.
 
         Args:
-            group: the group of the search.
             parents: the beam of the last step that each beam continues.
         """
         # with reservations it may need as many again
@@ -240,8 +233,7 @@ class GroupMemory:
         """Let others share the blocks that a chunk has filled.
 
         Args:
-            group: its group.
-            chunk: the chunk. What beams have generated is not shared: only the device knows it.
+            chunk: the chunk. Tokens of beams are not shared: only the device knows them.
             end: position after its last token that does not run again.
         """
         begin, size = chunk.start, self.blocks.block_size
@@ -256,8 +248,7 @@ class GroupMemory:
         """Let the tokens of a step run again.
 
         Args:
-            group: a group of the step; what later steps have of it is ignored.
-            chunk: its chunk in the step.
+            group: a group of the step; its tokens in later steps are ignored.
             tokens: number of the last tokens of the chunk that run again; None is all of them.
         """
         group.first.num_computed = chunk.start if tokens is None else chunk.end - tokens

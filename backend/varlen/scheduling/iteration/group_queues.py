@@ -5,7 +5,7 @@ running groups that are far behind it, which go on later, if that loses few toke
 behind it start in slots of their own. When a running group needs a block and there is none, the last running groups
 give back theirs.
 
-What a step in flight runs is not preempted: the next step has to wait for its end then.
+A group that a step in flight runs is not preempted: the next step has to wait for the end of that step.
 
 The steps of a pipeline divide the running groups. A group that was skipped in as many steps as there are stages goes
 first.
@@ -122,7 +122,6 @@ def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf)
 
     Args:
         parts: groups that may run, in order.
-        step_tokens: largest step, in tokens.
         share: number of tokens; the last group may exceed it.
     """
     tokens = 0
@@ -142,9 +141,6 @@ def take_share(
 
     Args:
         parts: groups that may run, in order.
-        running: all running groups.
-        step_tokens: largest step, in tokens.
-        stages: stages of the pipeline.
     """
     # groups that end with steps in flight count too; otherwise steps of many short answers would get ever smaller
     share = math.ceil(sum(group.least_tokens for group in running) / stages)
@@ -176,7 +172,6 @@ class GroupQueues:
         """Start without a group.
 
         Args:
-            memory: block tables of the running groups.
             slots: slots of running branches.
             stages: stages of the model's pipeline; 1 is no pipeline.
         """
@@ -213,8 +208,6 @@ class GroupQueues:
         """Return the groups of the next step, which have blocks for a token to generate.
 
         Args:
-            step: size of the next step.
-            held: groups that steps in flight run.
             busy: the ones of them that the next step cannot run.
 
         Raises:
@@ -237,10 +230,6 @@ class GroupQueues:
         """Start waiting groups, up to the first that does not fit.
 
         If that one lacks slots, short groups behind it start too.
-
-        Args:
-            step: size of the next step.
-            held: groups that steps in flight run.
 
         Raises:
             HeldByStepError: one would preempt a held group; the waiting groups before it have started.
@@ -267,7 +256,6 @@ class GroupQueues:
 
         Args:
             parts: running groups that the next step may run.
-            held: groups that steps in flight run.
 
         Raises:
             HeldByStepError: the last group is held.

@@ -31,7 +31,7 @@ class BeamBlocks:
     num_tokens: int
     block_size: int
     blocks: list[int] = field(default_factory=list)
-    # blocks of each beam when the last column began, and what beams continue since then
+    # blocks of each beam when the last column began, and parents of the beams since then
     _tables: list[list[int]] = field(default_factory=list)
     _parents: list[tuple[int, ...]] = field(default_factory=list)
     _num_followed: int = 0
@@ -54,12 +54,11 @@ class BeamBlocks:
     def tables(self, position: int, prompt_blocks: Sequence[int]) -> tuple[int, ...]:
         """Return the block tables of beams up to a position, as a step has them.
 
-        The first tables are the prompt's, with blocks of the beams for what they write. Later ones depend on what the
+        The first tables are the prompt's, with blocks that the beams write. Later ones depend on what the
         beams continue; a block that they begin is theirs by number.
 
         Args:
             position: position of the token that runs.
-            prompt_blocks: block table of the prompt.
         """
         column, offset = divmod(position, self.block_size)
         is_first = position == self.num_tokens
@@ -225,7 +224,6 @@ class Part(NamedTuple):
     """A group that the next step may run.
 
     Attributes:
-        group: the group.
         remaining: number of tokens of each branch to run before one is chosen.
         least_tokens: least number of tokens that it runs in a step.
     """

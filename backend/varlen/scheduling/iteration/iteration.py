@@ -69,7 +69,7 @@ from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCounts:
-    """What a scheduler does now, and has done so far.
+    """Running and waiting sequences of a scheduler, and its totals so far.
 
     Attributes:
         running, waiting: sequences; of samples of one prompt, each counts.
@@ -208,7 +208,6 @@ class IterationScheduler:
 
         Raises:
             RequestError: it can never run: it is too long, has too many samples or needs too many KV blocks.
-            QueueFullError, DeadlineError: see `Admission.enter`.
         """
         options = request.options.generation
         assert options is not None
@@ -411,8 +410,6 @@ class IterationScheduler:
 
         Args:
             step: the step, which was the first one in flight.
-            tokens: number of its tokens.
-            failure: reason of the failure.
         """
         if step.is_void:
             return []

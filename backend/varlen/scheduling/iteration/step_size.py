@@ -121,8 +121,8 @@ class StepCost:
     def tokens_within(self, seconds: float, *, least_tokens: int, factor: float) -> int:
         """Return the tokens of the largest step that is expected to end within some seconds.
 
-        Costs of larger steps are unknown, so it is at most twice as large as the largest step that was learned, and
-        while all steps had one size, each token is expected to take its part of their seconds.
+        Costs of larger steps are unknown, so it is at most twice as large as the largest step that was learned. While
+        all steps had one size, each token is expected to take its part of their seconds.
 
         Args:
             seconds: limit of the step.
@@ -146,8 +146,8 @@ class StepCost:
     ) -> Forecast:
         """Return the run time of a request whose answers all have `max_tokens`.
 
-        A sequence that runs by itself is as fast as it can be, so a request whose deadline is before that, and before
-        the end of what waits now, misses it. A client that expects a shorter answer sends a smaller `max_tokens`.
+        A sequence is fastest if it runs by itself. A request misses its deadline if that time is too long, or if the
+        waiting work takes longer. A client that expects a shorter answer sends a smaller `max_tokens`.
         """
         options = request.options.generation
         assert options is not None
@@ -208,7 +208,6 @@ def tokens_of_step(
     """Return the number of tokens of the next step, unless its groups need more.
 
     Args:
-        parts: groups of the step.
         max_tokens: largest step.
         cost: expected cost of steps.
         latency_seconds: target of the seconds of a step; 0 is no target.

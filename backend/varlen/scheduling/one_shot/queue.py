@@ -32,7 +32,6 @@ class _Entry:
     """A request in the queue.
 
     Attributes:
-        request: the request.
         number: number in order of arrival.
         rank: place in the order of fair service; see `FairShare.enter`.
         latest_start: time from which it goes first.

@@ -12,7 +12,8 @@ from tests.backend.decoding.sequences import sample, sequence_of
 from tests.backend.decoding.text.small_tokenizers import byte_level
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
-from varlen.execution.step_packing import DeviceEdits, begun_arrays, draw_arrays, tensors_of
+from varlen.execution.packing import begun_arrays, draw_arrays, tensors_of
+from varlen.execution.token_state import DeviceEdits
 from varlen.scheduling.device_plan import EditLimits
 from varlen_kernels import cpu
 from varlen_kernels.reference.logit_edits import KEPT
@@ -43,7 +44,7 @@ class Device:
             rows, penalties = map(torch.from_numpy, draws.edits[:2])
             begun = tensors_of(begun_arrays(draws.edits))
             every_row = torch.arange(len(logits), dtype=torch.int32)
-            self.edits.apply(logits, token_ids, every_row, rows, penalties, begun)
+            self.edits.apply(logits, token_ids, every_row, rows, penalties, **begun)
         if draws.uniform is None:
             return logits.argmax(1).tolist()
         return cpu.sample_tokens(logits, **tensors_of(draw_arrays(draws))).tolist()

@@ -14,7 +14,8 @@ from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenToke
 from varlen.decoding.search.beam_search import BeamSearch
 from varlen.decoding.search.device_search import DeviceSearch, can_leave_to_device
 from varlen.decoding.search.token_edits import TokenRules
-from varlen.execution.step_packing import DeviceSearches, choices_of, pack_step, tensors_of
+from varlen.execution.packing import pack_step, tensors_of
+from varlen.execution.token_state import DeviceSearches, choices_of
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import DevicePlan

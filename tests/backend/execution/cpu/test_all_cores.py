@@ -14,6 +14,7 @@ from varlen.execution.cpu.all_cores import AllCores, LoneCores, token_bounds
 from varlen.execution.cpu.linear_paths import PACKED, use_paths
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.executor import CoreShare
+from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
 from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
@@ -99,8 +100,8 @@ def test_cores_change_from_one_op_to_the_next(small_bert, share, monkeypatch):
     # each op once
     monkeypatch.setattr("varlen.execution.cpu.all_cores.run_parts", whole)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    other = CpuRunner(runner.program, Kernels(), runner.arena)
-    other.share_cores(share, CORES)
+    other = OneShot(CpuRunner(runner.program, Kernels(), runner.arena))
+    other.device.share_cores(share, CORES)
     share.set_alone(True)
 
     run(other, 60)
@@ -156,8 +157,8 @@ def test_packed_products_run_on_parts_of_usual_sizes(small_bert, share, monkeypa
 
             return call
 
-    other = CpuRunner(use_paths(runner.program, {}, PACKED), Kernels(), runner.arena)
-    other.share_cores(share, 2)
+    other = OneShot(CpuRunner(use_paths(runner.program, {}, PACKED), Kernels(), runner.arena))
+    other.device.share_cores(share, 2)
     share.set_alone(True)
 
     run(other, 60, 56)

@@ -8,10 +8,10 @@ import torch
 
 from tests.backend.models.paged import run_in_chunks
 from tests.closeness import assert_close, encoder_roundings
+from tests.plain_run import pack
 from varlen.config import EngineConfig
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import PLAIN
-from varlen.execution.packing import dims_of, packed_batch
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
@@ -33,9 +33,7 @@ def runner_of(folder, task="hidden"):
 def batch_of(program, lengths):
     numbers = np.random.default_rng(0)
     prompts = [Prompt(numbers.integers(0, 50, n, dtype=np.int32)) for n in lengths]
-    dims = dims_of(lengths, 0)
-    options = [RequestOptions(normalize=True)] * len(lengths)
-    return packed_batch(program.inputs, dims, prompts, options)
+    return pack(program, prompts, RequestOptions(normalize=True))
 
 
 @torch.inference_mode()

@@ -16,11 +16,11 @@ from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.quality import LogitQuality, compare_logits
 from varlen.execution.int8.quantization import BITS
 from varlen.execution.programs import record_steps
+from varlen.execution.runner import Runner
 from varlen.execution.step_launcher import NoChooser
-from varlen.execution.step_runner import StepRunner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
-from varlen.service.generation import Iterative
+from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
@@ -57,7 +57,7 @@ def calibrated(folder):
 
 def runner_of(folder, dtype="int8"):
     config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
-    return StepRunner(Checkpoint.open(folder), config, NoChooser())
+    return Runner(Checkpoint.open(folder), config, NoChooser())
 
 
 def answers_of(generator, prompts):
@@ -99,7 +99,7 @@ def test_all_layers_run_in_it_and_tables_stay_in_fp32(folder, dtype):
     tables = [op.operands[1] for op in ops if op.kernel == "embed"]
     assert {table.dtype for table in tables} == {torch.float32}
     assert runner.info.dtype == dtype
-    assert runner.weight_bytes < runner_of(folder, "fp32").weight_bytes
+    assert runner.info.weight_bytes < runner_of(folder, "fp32").info.weight_bytes
     runner.close()
 
 
@@ -127,7 +127,7 @@ def test_a_process_gives_the_answers_of_this_one(folder, tmp_path, dtype):
     config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
     answers = []
     for isolated in (False, True):
-        service = Service.load(Iterative, stored, config, Stats(), isolated=isolated)
+        service = Service.load(GeneratorParts, stored, config, Stats(), isolated=isolated)
         with Generator(service) as generator:
             answers.append(answers_of(generator, prompts))
 

@@ -11,6 +11,7 @@ from varlen.config import EngineConfig
 from varlen.execution.cpu.linear_paths import PACKED, compiles_products, use_paths
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cpu.token_counts import batch_sizes, padded
+from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, RequestOptions
@@ -42,8 +43,9 @@ def test_padding_changes_no_answer(small_bert, task):
     packed = use_paths(runner.program, {}, PACKED)
     assert compiles_products(packed)
     assert not compiles_products(runner.program)
-    other = CpuRunner(packed, cpu, runner.arena)
-    other.compile()
+    device = CpuRunner(packed, cpu, runner.arena)
+    device.compile()
+    other = OneShot(device)
     numbers = np.random.default_rng(0)
     roundings = encoder_roundings(small_bert, torch.float32)
 

@@ -19,6 +19,7 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
@@ -62,7 +63,7 @@ def make_arena(runner):
 
 @pytest.fixture
 def executor(runner, graphs):
-    return CudaRunner(runner.program, reference, make_arena(runner), graphs)
+    return OneShot(CudaRunner(runner.program, reference, make_arena(runner), graphs))
 
 
 BATCHES = pytest.mark.parametrize(
@@ -80,14 +81,14 @@ def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(folder, runner, 
     answers = executor.run(batch, options)
 
     assert all(answer.dtype == np.float32 for answer in answers)
-    expected = runner.device_runner.run(batch, options)
+    expected = OneShot(runner.state.device).run(batch, options)
     assert_rows_close(answers, expected, roundings=encoder_roundings(folder))
 
 
 def test_masks_get_the_answers_of_the_cpu(make_checkpoint):
     checkpoint = Checkpoint.open(make_checkpoint("BertForMaskedLM"))
     runner = Runner(checkpoint, EngineConfig(task="fill_mask", dtype="fp32"), kernels=reference)
-    executor = CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
+    executor = OneShot(CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork()))
     batch = [
         replace(prompt, payload=Masks(np.arange(masks, dtype=np.int32) * 2))
         for prompt, masks in zip(prompts([9, 3, 40, 16]), (1, 2, 8, 1), strict=True)
@@ -113,7 +114,7 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
 
 def test_memory_stays_where_graphs_left_it(executor):
-    arena, shape = executor._arena, largest_dims(MAX_TOKENS, 40)
+    arena, shape = executor.device.arena, largest_dims(MAX_TOKENS, 40)
     address, offsets = arena.memory.data_ptr(), arena.allocate(shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
@@ -127,7 +128,7 @@ def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
     executor.run(prompts([10, 7]), [NORMALIZED] * 2)
 
     # the smallest bucket for 17 tokens holds 32 tokens and 2 sequences
-    arena = executor._arena
+    arena = executor.device.arena
     expected = arena.layout.plan(largest_dims(32, 2)).footprint
     assert arena.use().footprint_bytes == expected
 
@@ -138,10 +139,10 @@ def test_an_answer_does_not_depend_on_the_batch_before(executor):
     executor.run(prompts([60, 60, 40], seed=1), [PLAIN] * 3)
     with torch.inference_mode():
         # every bit set is NaN in each float format
-        executor._arena.memory.fill_(0xFF)
-        executor._output.fill_(torch.nan)
-        for buffers in executor._buffers:
-            buffers.output.fill_(torch.nan)
+        executor.device.arena.memory.fill_(0xFF)
+        executor.device._output.fill_(torch.nan)
+        for buffers in executor.device._buffers:
+            buffers.results[0].fill_(torch.nan)
     again = executor.run(prompts([5, 2]), [NORMALIZED] * 2)
 
     for mine, theirs in zip(again, alone, strict=True):
@@ -154,8 +155,8 @@ def test_an_answer_is_a_copy(executor):
 
     executor.run(prompts([4, 9], seed=1), [NORMALIZED] * 2)
     with torch.inference_mode():
-        for buffers in executor._buffers:
-            buffers.output.fill_(torch.nan)
+        for buffers in executor.device._buffers:
+            buffers.results[0].fill_(torch.nan)
 
     for answer, copy in zip(first, kept, strict=True):
         np.testing.assert_array_equal(answer, copy)

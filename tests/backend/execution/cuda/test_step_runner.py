@@ -14,9 +14,9 @@ from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
 from varlen.execution.arenas import KvSize
-from varlen.execution.bound_program import BoundProgram
-from varlen.execution.cpu.step_runner import CpuSteps
-from varlen.execution.cuda.step_runner import CudaSteps
+from varlen.execution.cpu.runner import CpuRunner, CpuSteps
+from varlen.execution.cuda.runner import CudaSteps
+from varlen.execution.packing import part_of_step, step_arrays
 from varlen.execution.programs import record_steps
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -66,11 +66,16 @@ def steps(programs, graphs):
     def make(kind, program, **options):
         arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
         copies = {name: cache.clone() for name, cache in caches.items()}
-        bound = BoundProgram(program, reference, arena, copies, BLOCK_SIZE)
-        return kind(bound, **options), copies
+        return kind(program, reference, arena, copies, **options), copies
 
+    cpu, cpu_caches = make(CpuRunner, programs[0], of_steps=True)
     blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
-    return make(CpuSteps, programs[0]), make(CudaSteps, programs[1], graphs=graphs, **blocks)
+    return (CpuSteps(cpu), cpu_caches), make(CudaSteps, programs[1], graphs=graphs, **blocks)
+
+
+def packed(chunks):
+    """Return a step that only computes logits."""
+    return part_of_step(step_arrays(chunks, BLOCK_SIZE))
 
 
 @pytest.fixture
@@ -107,7 +112,7 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk,
     chunks = [chunk(*each) for each in step]
     (cpu, cpu_caches), (gpu, gpu_caches) = steps
 
-    expected, actual = cpu.logits(chunks).clone(), gpu.logits(chunks)
+    expected, actual = cpu.run(packed(chunks).inputs).clone(), gpu.logits(packed(chunks))
 
     roundings = encoder_roundings(folder)
     assert_close(actual, expected, roundings=roundings)
@@ -121,12 +126,13 @@ def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
 
     decoding = [chunk(5, 1) for _ in range(20)]
     for count in range(1, 21):
-        gpu.logits(decoding[:count])
+        gpu.logits(packed(decoding[:count]))
     assert graphs.replayed == 20
     longest = LARGEST["tokens"] - 18
     prompt = chunk(0, longest)
     for length in range(2, longest + 1):
-        gpu.logits([*decoding[:18], prompt._replace(token_ids=prompt.token_ids[:length])])
+        shorter = prompt._replace(token_ids=prompt.token_ids[:length])
+        gpu.logits(packed([*decoding[:18], shorter]))
 
     assert graphs.captured == captured
     assert graphs.replayed == 20 + longest - 1
@@ -137,8 +143,15 @@ def test_loading_logs_what_the_graphs_cost(programs, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
         arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
         caches = {state.name: torch.zeros(state.shape) for state in program.states}
-        bound = BoundProgram(program, reference, arena, caches, BLOCK_SIZE)
-        steps = CudaSteps(bound, blocks_per_sequence=20, blocks_per_source=4, graphs=RepeatedWork())
+        steps = CudaSteps(
+            program,
+            reference,
+            arena,
+            caches,
+            blocks_per_sequence=20,
+            blocks_per_source=4,
+            graphs=RepeatedWork(),
+        )
 
     # decode steps of 1, 2, 4, 8, 16 and 20 sequences, and steps of 32 and 64 tokens
     assert "captured 8 of 8 graphs in " in caplog.text

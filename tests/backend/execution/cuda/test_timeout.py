@@ -21,6 +21,7 @@ from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import CHECKS, TimedExecutor
 from varlen.execution.executor import ThreadExecutor
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.workers import Workers
 from varlen.memory.arena import Arena
@@ -29,7 +30,7 @@ from varlen.request.request import Request
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.sequence import RequestState
 from varlen.service import one_shot
-from varlen.service.one_shot import OneShot
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 from varlen_kernels import reference
@@ -48,7 +49,7 @@ def model(runner, gpu):
     arena = Arena(
         Layout(runner.program.buffers, 256), largest_dims(MAX_TOKENS), torch.device("cpu")
     )
-    made = GpuModel(CudaRunner(runner.program, reference, arena, gpu), gpu, timeout=LIMIT)
+    made = GpuModel(OneShot(CudaRunner(runner.program, reference, arena, gpu)), gpu, timeout=LIMIT)
     yield made
     # threads that wait for the GPU would wait until the test's own limit
     while gpu.run_next():
@@ -241,7 +242,7 @@ def test_a_service_whose_gpu_hangs_is_not_ready_and_releases_nothing(
     reply = FakeReply()
 
     if batches:
-        loaded = Service.load(OneShot, small_bert, config, Stats())
+        loaded = Service.load(EncoderParts, small_bert, config, Stats())
         loaded.submit(Request(tuple(random_prompts([5], types=2)), NORMALIZED), reply)
         assert reply.answered.wait(SECONDS)
         assert isinstance(reply.end, ModelFaultError)
@@ -249,7 +250,7 @@ def test_a_service_whose_gpu_hangs_is_not_ready_and_releases_nothing(
         assert loaded.close() is False
     else:
         with pytest.raises(EngineError, match="first batches"):
-            Service.load(OneShot, small_bert, config, Stats())
+            Service.load(EncoderParts, small_bert, config, Stats())
 
     # the GPU may still write to its memory
     assert not launcher.closed

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.step_packing import pack_step
+from varlen.execution.packing import pack_step
 from varlen.execution.workers.messages import (
     Answers,
     batch_message,

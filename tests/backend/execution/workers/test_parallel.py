@@ -18,8 +18,8 @@ from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError
 from varlen.in_process.generator import Generator
-from varlen.service.generation import Iterative
-from varlen.service.one_shot import OneShot
+from varlen.service.generation import GeneratorParts
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
@@ -73,7 +73,9 @@ def make(tmp_path_factory):
 @contextmanager
 def generator(folder, **settings):
     config = EngineConfig(**SETTINGS, **settings)
-    service = Service.load(Iterative, folder, config, Stats(), isolated=config.num_processes > 1)
+    service = Service.load(
+        GeneratorParts, folder, config, Stats(), isolated=config.num_processes > 1
+    )
     with Generator(service) as found:
         yield found
 
@@ -211,7 +213,7 @@ def test_the_stage_behind_one_that_stops_names_it(make, caplog):
 def test_a_model_that_cannot_be_divided_is_refused(make, settings, message):
     with pytest.raises(ConfigError, match=message):
         Service.load(
-            Iterative,
+            GeneratorParts,
             make("gpt2"),
             EngineConfig(**{**SETTINGS, **settings}),
             Stats(),
@@ -224,7 +226,7 @@ def test_they_need_processes_of_their_own(make, processes):
     config = EngineConfig(**SETTINGS, **processes)
 
     with pytest.raises(ConfigError, match="needs a server; in process, a model is one process"):
-        Service.load(Iterative, make("gpt2"), config, Stats())
+        Service.load(GeneratorParts, make("gpt2"), config, Stats())
 
 
 @pytest.mark.full
@@ -241,7 +243,7 @@ def test_vectors_of_an_encoder_are_those_of_one_process(tmp_path, processes):
         with ThreadPoolExecutor(8) as pool:
             return [job.result() for job in [pool.submit(model.embed, texts) for _ in range(20)]]
 
-    with Encoder(Service.load(OneShot, folder, parallel, Stats(), isolated=True)) as model:
+    with Encoder(Service.load(EncoderParts, folder, parallel, Stats(), isolated=True)) as model:
         found = embed(model)
         leader = model._service.model.workers.host.pid
         with ThreadPoolExecutor(1) as pool:

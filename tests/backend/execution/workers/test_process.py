@@ -1,7 +1,6 @@
 """A process that is started early runs the next model."""
 
 from varlen.config import EngineConfig
-from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers import process
 from varlen.execution.workers.process import ControlledProcess, ModelProcess
 
@@ -10,7 +9,7 @@ def test_the_next_model_runs_in_the_process_that_was_started_early(small_bert):
     config = EngineConfig(device="cpu", dtype="fp32", threads=1, warmup_seconds=0)
     with process.started_early(new_session=True):
         waiting = process._early[True].pid
-        first, second = (ModelProcess(ModelInfo, small_bert, config) for _ in range(2))
+        first, second = (ModelProcess(small_bert, config, generates=False) for _ in range(2))
 
     try:
         assert first.pid == waiting

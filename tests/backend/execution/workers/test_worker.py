@@ -21,7 +21,6 @@ from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
 from varlen.execution.executor import WorkerEndedError
-from varlen.execution.model_info import ModelInfo
 from varlen.execution.runner import Runner
 from varlen.execution.workers import worker as worker_module
 from varlen.execution.workers.limits import HungAfter
@@ -39,7 +38,7 @@ SECONDS = 20.0
 
 
 def host_of(folder, config=CONFIG):
-    return ModelProcess(ModelInfo, folder, config)
+    return ModelProcess(folder, config, generates=False)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def test_a_batch_alone_uses_the_cores_of_workers_that_are_threads(tmp_path):
     config = EngineConfig(threads=2, device="cpu", dtype="fp32")
     workers = load_workers(checkpoint, config, Stats(), gpu=0, isolated=False)
     runner, _ = workers.runners
-    lone = runner.device_runner._lone
+    lone = runner.state.device._lone
     prompts, options = batch(64, 50, 1)
     assert lone.count == 1
     expected = runner.run(prompts, options)
@@ -407,11 +406,11 @@ ORPHANS = """
 import os, signal, sys
 from varlen.config import EngineConfig
 from varlen.telemetry.metrics import Stats
-from varlen.service.one_shot import OneShot
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 
 config = EngineConfig(device="cpu", threads=1, warmup_seconds=0)
-workers = Service.load(OneShot, sys.argv[1], config, Stats(), isolated=True).model.workers
+workers = Service.load(EncoderParts, sys.argv[1], config, Stats(), isolated=True).model.workers
 (worker,) = workers.runners
 print(workers.host.pid, worker.pid, "torch" in sys.modules, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

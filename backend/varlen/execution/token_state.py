@@ -1,0 +1,148 @@
+"""What a device keeps of sequences between their steps to choose their tokens: searches and edit lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varlen.execution.packing import Arrays
+from varlen.scheduling.device_plan import ChosenBeams, EditLimits
+from varlen_kernels.reference.beam import BeamEdits
+from varlen_kernels.reference.beam_search import SearchResults, SearchState
+from varlen_kernels.reference.logit_edits import EditLists, EditState
+
+
+class DeviceSearches:
+    """The searches of one model."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        device: torch.device,
+        *,
+        rows: int,
+        blocks: int,
+        block_size: int,
+    ) -> None:
+        """Start without a search.
+
+        Args:
+            kernels: module with the ops of searches.
+            device: device of the logits.
+            rows: most rows of logits, which is the most beams at the same time.
+            blocks: longest block table.
+            block_size: tokens of a block.
+        """
+        self._kernels = kernels
+        self._block_size = block_size
+        self._state = SearchState.new(rows, blocks, device)
+        # scores of beams before the step, which `advance_searches` adds
+        self._zeros = torch.zeros(rows, 1, device=device)
+
+    def follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Give beams their tokens and block tables; return blocks to copy, `[copies, 2]` int32.
+
+        Args:
+            beams: `PackedStep.beams` on the device.
+            inputs: inputs of the step; changed.
+        """
+        copies = torch.empty_like(beams["given"])
+        self._kernels.follow_beams(
+            self._state,
+            beams["searches"],
+            beams["places"],
+            beams["given"],
+            inputs["token_ids"],
+            # every program that reads KV blocks has them; not all have positions
+            inputs["context_lens"],
+            inputs["cu_blocks"],
+            inputs["block_ids"],
+            inputs["slots"],
+            copies,
+            block_size=self._block_size,
+        )
+        return copies
+
+    def advance(self, logits: Tensor, arrays: Arrays, on_device: Mapping[str, Tensor]) -> Tensor:
+        """Return what searches choose, the numbers of `SearchResults`.
+
+        Args:
+            logits: `[logit rows, vocabulary]` fp32 of the step; may be overwritten.
+            arrays, on_device: `PackedStep.searches`, on the host and on the device.
+        """
+        width, num_beams, renormalizes = arrays["sizes"].tolist()
+        num_searches, device = len(arrays["searches"]), logits.device
+        if len(arrays["rows"]) < len(logits):
+            logits = logits[on_device["rows"].long()]
+        rows, tokens = on_device["banned_rows"], on_device["banned_tokens"]
+        edits = None
+        if len(rows) and renormalizes:
+            logits[rows.long(), tokens.long()] = -torch.inf
+        elif len(rows):
+            edits = BeamEdits(rows, tokens, torch.full(rows.shape, torch.inf, device=device))
+        width = min(width, logits.shape[1])
+        found = self._kernels.beam_step(
+            logits, self._zeros[: len(logits)], width=width, edits=edits
+        )
+        numbers = SearchResults.numbers(num_searches, num_beams, device)
+        self._kernels.advance_searches(
+            found,
+            on_device["searches"],
+            on_device["places"],
+            on_device["divisors"],
+            on_device["ends"],
+            self._state,
+            SearchResults.views(numbers, num_searches),
+        )
+        return numbers
+
+
+def choices_of(numbers: Tensor, arrays: Arrays) -> ChosenBeams:
+    """Return what searches have chosen.
+
+    Args:
+        numbers: the result of `DeviceSearches.advance`, on the host.
+        arrays: `PackedStep.searches`.
+    """
+    results = SearchResults.views(numbers, len(arrays["searches"]))
+    return ChosenBeams(*(each.numpy() for each in results))
+
+
+class DeviceEdits:
+    """The edit lists of one model on its device."""
+
+    def __init__(self, kernels: Any, device: torch.device, limits: EditLimits) -> None:
+        """Start without a list.
+
+        Args:
+            kernels: module with the op.
+            device: device of the logits.
+            limits: number and size of lists.
+        """
+        self._kernels = kernels
+        self._state = EditState.new(*limits, device)
+        ids = torch.empty(0, dtype=torch.int32, device=device)
+        self._none_begun = EditLists(ids, ids, torch.empty(0, device=device))
+
+    def apply(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        logit_rows: Tensor,
+        rows: Tensor,
+        penalties: Tensor,
+        **begun: Tensor,
+    ) -> None:
+        """Edit the logits of a step.
+
+        Args:
+            logits, token_ids, logit_rows, rows, penalties: see `reference.edit_logits`.
+            begun: arrays of `EditLists`, if lists begin.
+        """
+        lists = EditLists(**begun) if begun else self._none_begun
+        self._kernels.edit_logits(
+            logits, token_ids, logit_rows, rows, penalties, lists, self._state
+        )
