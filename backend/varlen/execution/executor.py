@@ -1,4 +1,13 @@
-"""Runs the engine's batches: in its own thread, or in one for each runner."""
+"""Runs the engine's batches: one in each thread, or one after another, launched ahead.
+
+`ThreadExecutor` has a runner in each thread. `InlineExecutor` and `OverlappingExecutor` launch batches: `start`
+launches one, and the result of the first in flight is read in the engine's thread or in one of their own.
+
+`StepLauncher` launches steps of generation before the device has run the ones before them. A step whose tokens and
+beams are chosen from its logits alone is launched as a whole, and the next one behind it: the device gives it the
+tokens. Where the host takes part in the choice, for a grammar or log probabilities, it needs the tokens before, so the
+next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +18,26 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import NoReturn, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.errors import ModelFaultError
+from varlen.errors import EngineError, ModelFaultError
+from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Float32Array
 from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
-from varlen.scheduling.device_plan import BeamStep, SampledToken
+from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, SampledToken
 from varlen.scheduling.engine import Executor
+
+if TYPE_CHECKING:
+    from varlen.execution.token_state import Chooser
 
 _T = TypeVar("_T")
 
@@ -138,6 +152,26 @@ class WaitingLauncher(Launcher, Protocol):
         """
 
 
+class StepModel(WaitingLauncher, Protocol):
+    """A loaded model that generates.
+
+    Attributes:
+        graph_use: cost of its CUDA graphs.
+    """
+
+    graph_use: GraphUse
+
+    @property
+    def info(self) -> ModelInfo:
+        """Model facts for the engine."""
+
+    def use(self) -> MemoryUse:
+        """Return the memory use. From any thread."""
+
+    def close(self) -> None:
+        """Release memory and end processes. Nothing may run."""
+
+
 class ModelExecutor(Executor, Protocol):
     """Runs the batches of one model."""
 
@@ -155,7 +189,7 @@ class _Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class _Launched:
     """A batch that was launched.
 
     Attributes:
@@ -170,11 +204,19 @@ class Launched:
     outputs: Callable[[], Outputs]
 
 
-class Turns:
-    """Launches batches early, which run one after another, and keeps their times."""
+class _LaunchingExecutor:
+    """Launches batches early, which run one after another, and keeps their times.
+
+    Attributes:
+        slots: batches that may be in flight.
+    """
 
     def __init__(
-        self, launcher: Launcher, clock: Callable[[], float], *, is_pipeline: bool = False
+        self,
+        launcher: Launcher,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_pipeline: bool = False,
     ) -> None:
         """Start without a batch.
 
@@ -183,6 +225,7 @@ class Turns:
             clock: clock of the engine, in seconds.
             is_pipeline: whether a batch begins to run while those before it run in later stages.
         """
+        self.slots = launcher.slots
         self._is_pipeline = is_pipeline
         self._launcher = launcher
         self._clock = clock
@@ -191,7 +234,14 @@ class Turns:
         self._expected: deque[float] = deque()
         self._runs_since = 0.0
 
-    def launch(self, batch: Batch, completed: Completed) -> Launched:
+    def free_at(self) -> float:
+        """Return when a batch that is started now is expected to run."""
+        if self._is_pipeline:
+            return -math.inf
+        with self._lock:
+            return self._runs_since + sum(self._expected)
+
+    def _launch(self, batch: Batch, completed: Completed) -> _Launched:
         """Launch a batch; what it raises is raised by its outputs."""
         began = self._clock()
         try:
@@ -203,10 +253,10 @@ class Turns:
                 # the batch before may have ended while this one was packed
                 self._runs_since = max(self._runs_since, began)
             self._expected.append(batch.seconds)
-        return Launched(batch, completed, began, outputs)
+        return _Launched(batch, completed, began, outputs)
 
-    def finish(self, launched: Launched) -> BatchResult:
-        """Return the result of the first batch in flight, once it has ended."""
+    def _complete(self, launched: _Launched) -> None:
+        """Wait for the first batch in flight, and call `completed` with its result."""
         result = result_of(self._launcher, launched.batch, launched.outputs)
         now = self._clock()
         with self._lock:
@@ -214,24 +264,16 @@ class Turns:
             seconds = now - max(self._runs_since, launched.at)
             self._expected.popleft()
             self._runs_since = now
-        return replace(result, seconds=seconds)
-
-    def free_at(self) -> float:
-        """Return when a batch that is launched now is expected to run."""
-        if self._is_pipeline:
-            return -math.inf
-        with self._lock:
-            return self._runs_since + sum(self._expected)
+        launched.completed(launched.batch, replace(result, seconds=seconds))
 
 
-class InlineExecutor:
+class InlineExecutor(_LaunchingExecutor):
     """Launches batches and waits for them in the engine's thread, so none wakes up.
 
     It is for batches that are short, since that thread does nothing else while it waits.
-
-    Attributes:
-        slots: batches that may be in flight.
     """
+
+    _launcher: WaitingLauncher
 
     def __init__(
         self,
@@ -240,39 +282,68 @@ class InlineExecutor:
         *,
         is_pipeline: bool = False,
     ) -> None:
-        """Prepare to launch batches.
-
-        Args:
-            launcher: starts the batches.
-            clock: clock of the engine, in seconds.
-            is_pipeline: see `Turns`.
-        """
-        self.slots = launcher.slots
-        self._launcher = launcher
-        self._turns = Turns(launcher, clock, is_pipeline=is_pipeline)
-        self._in_flight: deque[Launched] = deque()
+        """Start without a batch; see `OverlappingExecutor`."""
+        super().__init__(launcher, clock, is_pipeline=is_pipeline)
+        self._in_flight: deque[_Launched] = deque()
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch; `collect` calls `completed` with the result."""
-        self._in_flight.append(self._turns.launch(batch, completed))
-
-    def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run."""
-        return self._turns.free_at()
+        self._in_flight.append(self._launch(batch, completed))
 
     def collect(self, timeout: float | None) -> bool:
         """Complete the first batch in flight unless it takes longer; return False without one."""
         if not self._in_flight:
             return False
         if self._launcher.wait(timeout):
-            launched = self._in_flight.popleft()
-            result = self._turns.finish(launched)
-            launched.completed(launched.batch, result)
+            self._complete(self._in_flight.popleft())
         return True
 
     def close(self) -> bool:
         """Return True: no batch runs."""
         return True
+
+
+class OverlappingExecutor(_LaunchingExecutor):
+    """Launches batches, and waits for them in a thread of its own."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_pipeline: bool = False,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            launcher: starts the batches.
+            clock: clock of the engine, in seconds.
+            is_pipeline: whether a batch begins to run while those before it run in later stages.
+        """
+        super().__init__(launcher, clock, is_pipeline=is_pipeline)
+        self._queue: SimpleQueue[_Launched | None] = SimpleQueue()
+        self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: Batch, completed: Completed) -> None:
+        """Start a batch; this executor's thread calls `completed` once with the result."""
+        self._queue.put(self._launch(batch, completed))
+
+    def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
+        """Return False: the thread of this executor completes its batches."""
+        return False
+
+    def close(self) -> bool:
+        """Wait for what was started and stop the thread; return True."""
+        self._queue.put(None)
+        self._thread.join()
+        return True
+
+    def _loop(self) -> None:
+        while (launched := self._queue.get()) is not None:
+            self._complete(launched)
+            # this frame must not keep a batch alive until the next one comes
+            del launched
 
 
 class ThreadExecutor:
@@ -403,59 +474,6 @@ def _still_runs(runner: CheckedRunner) -> bool:
     return True
 
 
-class OverlappingExecutor:
-    """Runs batches one after another, and starts each before the one before it has ended.
-
-    Attributes:
-        slots: batches that may be in flight.
-    """
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        is_pipeline: bool = False,
-    ) -> None:
-        """Start the thread.
-
-        Args:
-            launcher: starts the batches.
-            clock: clock of the engine, in seconds.
-            is_pipeline: see `Turns`.
-        """
-        self.slots = launcher.slots
-        self._turns = Turns(launcher, clock, is_pipeline=is_pipeline)
-        self._queue: SimpleQueue[Launched | None] = SimpleQueue()
-        self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
-        self._thread.start()
-
-    def start(self, batch: Batch, completed: Completed) -> None:
-        """Start a batch; this executor's thread calls `completed` once with the result."""
-        self._queue.put(self._turns.launch(batch, completed))
-
-    def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run."""
-        return self._turns.free_at()
-
-    def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
-        """Return False: the thread of this executor completes its batches."""
-        return False
-
-    def close(self) -> bool:
-        """Wait for what was started and stop the thread; return True."""
-        self._queue.put(None)
-        self._thread.join()
-        return True
-
-    def _loop(self) -> None:
-        while (launched := self._queue.get()) is not None:
-            result = self._turns.finish(launched)
-            launched.completed(launched.batch, result)
-            # this frame must not keep a batch alive until the next one comes
-            del launched, result
-
-
 class StepOrder:
     """Which step failed last. Steps run in their order."""
 
@@ -483,3 +501,192 @@ class StepOrder:
         except BaseException:
             self._failed = number
             raise
+
+
+_Packed = TypeVar("_Packed")
+
+
+class StepDevice(Protocol[_Packed]):
+    """What runs steps, in the order in which they start."""
+
+    def pack(self, step: Batch, choice: DevicePlan) -> _Packed:
+        """Return a step as the device takes it.
+
+        Args:
+            step: the step.
+            choice: the part of the choice that is left to the device.
+        """
+
+    def may_queue(self, packed: _Packed) -> bool:
+        """Return whether a step can start while another one runs, without waiting for it."""
+
+    def start(self, step: Batch, packed: _Packed) -> Callable[[], Chosen]:
+        """Start a step; return a function that waits for what the device chooses.
+
+        Args:
+            step, packed: the step, and what `pack` has made of it.
+        """
+
+    def choose(
+        self, step: Batch, packed: _Packed, choice: DevicePlan, chosen: Chosen
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step, completed by the host.
+
+        It is the step that was started last, unless steps in flight have different sequences.
+
+        Args:
+            step, packed: the step, and what `pack` has made of it.
+            choice, chosen: the part that was left to the device, and its choices.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class _LaunchedStep(Generic[_Packed]):
+    """A step in flight.
+
+    Attributes:
+        step, packed: the step, as it is and as the device takes it.
+        choice: the part of the choice that is left to the device.
+        is_started: whether it is on the device's queue, or never will be.
+        chosen: waits for what the device chooses, once.
+        error: reason why it could not be packed or started.
+    """
+
+    step: Batch
+    packed: _Packed | None = None
+    choice: DevicePlan = field(default_factory=DevicePlan)
+    is_started: bool = False
+    chosen: Callable[[], Chosen] | None = None
+    error: BaseException | None = None
+
+
+class StepLauncher(Generic[_Packed]):
+    """Launches steps from one thread.
+
+    Their outputs are asked for in order, in the same thread or another one.
+    """
+
+    def __init__(
+        self, device: StepDevice[_Packed], choice: Chooser, *, runs_apart: bool = False
+    ) -> None:
+        """Start without a step.
+
+        Args:
+            device: runs them.
+            choice: says what the device chooses.
+            runs_apart: whether steps in flight have different sequences, so that none waits for what is chosen in
+                another one, and the device keeps the logits of each.
+        """
+        self._device = device
+        self._runs_apart = runs_apart
+        self._choice = choice
+        self._order = StepOrder()
+        self._in_flight: deque[_LaunchedStep[_Packed]] = deque()
+        self._lock = Lock()
+
+    def launch(self, step: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Start a step; return a function that waits for its outputs.
+
+        If the host has to choose the tokens before it, it starts after that. `Runner.launch_batch` says what the
+        function raises.
+        """
+        launched = _LaunchedStep[_Packed](step)
+        try:
+            choice = self._choice.plan(step)
+            launched.packed = self._device.pack(step, choice)
+            launched.choice = choice
+        except BaseException as error:
+            launched.error = error
+        with self._lock:
+            self._in_flight.append(launched)
+            self._start_all()
+        return partial(self._outputs, launched)
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether the outputs of the first step in flight depend on the device."""
+        if not self._in_flight:
+            return False
+        launched = self._in_flight[0]
+        return launched.chosen is not None and not self._order.is_skipped(launched.step.after)
+
+    def drain(self) -> None:
+        """Wait for steps that were started and do not count: one before them has failed."""
+        waits = []
+        with self._lock:
+            for launched in self._in_flight:
+                if launched.chosen is not None and self._order.is_skipped(launched.step.after):
+                    waits.append(launched.chosen)
+                    launched.chosen = None
+        for wait in waits:
+            with suppress(Exception):
+                wait()
+
+    def settle(self) -> None:
+        """Wait for all steps that were started, whose outputs are asked for later."""
+        self.drain()
+        with self._lock:
+            started = [each for each in self._in_flight if each.chosen is not None]
+        for launched in started:
+            assert launched.chosen is not None
+            launched.chosen = outcome_of(launched.chosen)
+
+    def _outputs(self, launched: _LaunchedStep[_Packed]) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of the first step in flight."""
+        step = launched.step
+        try:
+            # until then the device uses the inputs of a step that is skipped
+            self.drain()
+            with self._order.running(step.number, step.after):
+                if launched.error is not None:
+                    raise launched.error
+                assert launched.chosen is not None
+                waits, launched.chosen = launched.chosen, None
+                choice, chosen = launched.choice, waits()
+                if choice.is_whole:
+                    return self._whole(step, choice, chosen)
+                return self._device.choose(step, cast(_Packed, launched.packed), choice, chosen)
+        finally:
+            with self._lock:
+                self._in_flight.popleft()
+                # its frames hold the step
+                launched.error = None
+                self._start_all()
+
+    def _whole(
+        self, step: Batch, choice: DevicePlan, chosen: Chosen
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step that the device has chosen.
+
+        Raises:
+            EngineError: the host has too little memory for them. The next step may have run, so this one cannot run
+                again, as one that runs out of memory does.
+        """
+        try:
+            return self._choice.outputs(step, choice, chosen, None)
+        except MemoryError:
+            raise EngineError(
+                "the server had too little memory to read what a step chose"
+            ) from None
+
+    def _start_all(self) -> None:
+        """Start the steps in flight, up to one that the next has to wait for."""
+        for place, launched in enumerate(self._in_flight):
+            if not launched.is_started and launched.error is None:
+                packed = cast(_Packed, launched.packed)
+                if place and not self._device.may_queue(packed):
+                    return
+                self._start(launched, packed)
+            # the host chooses its tokens, which the next one takes, or it does not run
+            if not self._runs_apart and not (launched.choice.is_whole and launched.error is None):
+                return
+
+    def _start(self, launched: _LaunchedStep[_Packed], packed: _Packed) -> None:
+        """Start a step unless it must not run; an error is kept."""
+        launched.is_started = True
+        if self._order.is_skipped(launched.step.after):
+            return
+        try:
+            launched.chosen = self._device.start(launched.step, packed)
+        except BaseException as error:
+            launched.error = error

@@ -21,6 +21,7 @@ from varlen.execution.arenas import caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSteps, OpsOnDevice
+from varlen.execution.executor import StepLauncher
 from varlen.execution.packing import (
     Arrays,
     PackedStep,
@@ -37,8 +38,7 @@ from varlen.execution.packing import (
 )
 from varlen.execution.programs import LoadedPrograms
 from varlen.execution.rank_link import RankLink
-from varlen.execution.step_launcher import Chooser, StepLauncher
-from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
+from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena
 from varlen.memory.out_of_memory import memory_errors
 from varlen.memory.usage import Dims

@@ -35,8 +35,7 @@ from varlen.execution.model_state import Decoder, EncoderDecoder, OneShot, Progr
 from varlen.execution.packing import PackedStep
 from varlen.execution.programs import load_programs
 from varlen.execution.rank_link import NO_OTHERS, RankLink
-from varlen.execution.step_launcher import Chooser
-from varlen.execution.warm_up import check_numbers
+from varlen.execution.token_state import Chooser
 from varlen.memory.arena import Arena
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
@@ -145,7 +144,6 @@ class Runner:
         )
         if isinstance(device, CudaRunner):
             self.slots, self.graph_use = device.slots, device.graph_use
-            check_numbers(self.state, device.buckets, self.info, config.device_timeout_seconds)
 
     def _load_steps(
         self,

@@ -1,18 +1,84 @@
-"""What a device keeps of sequences between their steps to choose their tokens: searches and edit lists."""
+"""What chooses the tokens of steps, and what a device keeps of sequences to do so: searches and edit lists."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from varlen.execution.packing import Arrays
-from varlen.scheduling.device_plan import ChosenBeams, EditLimits
+from varlen.request.request import Int32Array
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.device_plan import (
+    BeamStep,
+    Chosen,
+    ChosenBeams,
+    DevicePlan,
+    EditLimits,
+    SampledToken,
+)
 from varlen_kernels.reference.beam import BeamEdits
-from varlen_kernels.reference.beam_search import SearchResults, SearchState
+from varlen_kernels.reference.beam_search import NOT_GIVEN, SearchResults, SearchState
 from varlen_kernels.reference.logit_edits import EditLists, EditState
+
+
+class Chooser(Protocol):
+    """Chooses tokens and steps of searches, and says what the device can choose by itself."""
+
+    def plan(self, step: Batch) -> DevicePlan:
+        """Return what the device chooses in a step.
+
+        The tokens of the step before it are perhaps not known yet.
+        """
+
+    def given(self, step: Batch) -> Int32Array:
+        """Return what the host has chosen for the beams of a step, `[beams, 2]`.
+
+        That is the beam that each one continues, and the token; NOT_GIVEN where the device has chosen them.
+        """
+
+    def forget(self) -> None:
+        """Forget what the device keeps of sequences: it has lost it."""
+
+    def outputs(
+        self, step: Batch, choice: DevicePlan, chosen: Chosen, logits: Tensor | None
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step, chunk by chunk.
+
+        Args:
+            step: the step.
+            choice: the result of `plan` for it.
+            chosen: the choices of the device.
+            logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
+        """
+
+
+class NoChooser:
+    """A `Chooser` without outputs, for a process that only runs steps."""
+
+    def plan(self, step: Batch) -> DevicePlan:  # noqa: ARG002  # of every chooser
+        """Return nothing."""
+        return DevicePlan()
+
+    def given(self, step: Batch) -> Int32Array:
+        """Return that nothing is given."""
+        return np.full((sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32)
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+    def outputs(
+        self,
+        step: Batch,  # noqa: ARG002
+        choice: DevicePlan,  # noqa: ARG002
+        chosen: Chosen,  # noqa: ARG002
+        logits: Tensor | None,  # noqa: ARG002
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return no outputs."""
+        return ()
 
 
 class DeviceSearches:

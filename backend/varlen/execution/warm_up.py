@@ -21,9 +21,11 @@ import torch
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.cuda.buckets import Bucket, Buckets
+from varlen.execution.cuda.buckets import Bucket
+from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import call_within
 from varlen.execution.model_info import ModelInfo
+from varlen.execution.model_state import OneShot
 from varlen.execution.packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
@@ -33,9 +35,8 @@ from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_kernels.reference.logit_edits import NO_PLACE
 
 if TYPE_CHECKING:
-    from varlen.execution.model_state import OneShot
     from varlen.execution.runner import Runner
-    from varlen.execution.step_launcher import Chooser
+    from varlen.execution.token_state import Chooser
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +50,11 @@ _EDITED = replace(_DRAWN, repetition_penalty=2.0)
 _REPORTED = replace(_EDITED, logprobs=0)
 
 
-def check_numbers(state: OneShot, buckets: Buckets, info: ModelInfo, timeout: float = 0.0) -> None:
+def check_numbers(runner: Runner, timeout: float = 0.0) -> None:
     """Run a random batch of an encoder in the largest graph of each mean length.
 
     Args:
-        state: runs them.
-        buckets: sizes of the graphs.
-        info: model facts for the engine.
+        runner: runs them, on a GPU.
         timeout: longest time of each, in seconds; 0 is no limit.
 
     Raises:
@@ -63,7 +62,10 @@ def check_numbers(state: OneShot, buckets: Buckets, info: ModelInfo, timeout: fl
         ModelFaultError: the GPU does not end a batch.
     """
     numbers = np.random.default_rng(0)
-    largest = buckets.largest_of_each_class()
+    state, info = runner.state, runner.info
+    assert isinstance(state, OneShot)
+    assert isinstance(state.device, CudaRunner)
+    largest = state.device.buckets.largest_of_each_class()
     for bucket in largest:
         lengths = random_lengths(bucket, info.max_sequence_tokens, numbers)
         prompts = [

@@ -137,7 +137,8 @@ class Arena:
         reached = self._high_water.add(plan.footprint)
         if reached is not None:
             self._chunk.release(reached)
-        self._chunk.reserve(plan.footprint)
+        if plan.footprint > self._chunk.reserved_bytes:
+            self._chunk.reserve(plan.footprint)
         self._last = plan.footprint, plan.peak_live
         return Region(self._chunk.memory[: plan.footprint], plan.offsets)
 

@@ -20,6 +20,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution import arenas, device
 from varlen.execution import runner as runner_module
+from varlen.execution import warm_up as warm_up_module
 from varlen.execution.cuda.buckets import Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import TimedExecutor
@@ -393,11 +394,14 @@ def test_a_model_on_a_gpu_has_one_worker_that_overlaps_batches(small_bert, monke
 
     monkeypatch.setattr(device, "choose_device", lambda name, index: gpu)
     monkeypatch.setattr(runner_module, "Runner", GpuRunner)
+    checked = []
+    monkeypatch.setattr(warm_up_module, "check_numbers", lambda *each: checked.append(each))
     config = EngineConfig(device="cuda")
 
     workers = load_workers(Checkpoint.open(small_bert), config, Stats(), gpu=1, isolated=True)
 
     assert workers.runners == [workers.launcher]
+    assert checked == [(workers.launcher, config.device_timeout_seconds)]
     assert (workers.info, workers.graphs, workers.host) == ("info", "graphs", None)
     executor = workers.new_executor()
     executor.close()

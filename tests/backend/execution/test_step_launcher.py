@@ -9,8 +9,8 @@ import pytest
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
-from varlen.execution.executor import SkippedStepError
-from varlen.execution.step_launcher import NoChooser, StepLauncher
+from varlen.execution.executor import SkippedStepError, StepLauncher
+from varlen.execution.token_state import NoChooser
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.device_plan import Chosen, DevicePlan, Draws, SampledToken
 

@@ -1,6 +1,7 @@
 """Random batches at load: they fill the largest graphs, and NaN refuses the model."""
 
 import logging
+from copy import copy
 from dataclasses import replace
 from threading import Event
 
@@ -20,7 +21,7 @@ from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChooser
+from varlen.execution.token_state import NoChooser
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -57,7 +58,9 @@ def make(runner):
     def make(kernels=reference):
         largest = largest_dims(MAX_TOKENS, MAX_SEQUENCES)
         arena = Arena(Layout(runner.program.buffers, 256), largest, torch.device("cpu"))
-        return OneShot(CudaRunner(runner.program, kernels, arena, RepeatedWork()))
+        made = copy(runner)
+        made.state = OneShot(CudaRunner(runner.program, kernels, arena, RepeatedWork()))
+        return made
 
     return make
 
@@ -65,11 +68,11 @@ def make(runner):
 def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeypatch, caplog):
     executor, ran = make(), []
     monkeypatch.setattr(
-        executor, "run", lambda prompts, options: ran.append(prompts) or [np.zeros(3)]
+        executor.state, "run", lambda prompts, options: ran.append(prompts) or [np.zeros(3)]
     )
 
     with caplog.at_level(logging.INFO, "varlen"):
-        check_numbers(executor, executor.device.buckets, runner.info)
+        check_numbers(executor)
 
     classes = Buckets(MAX_TOKENS, MAX_SEQUENCES).largest_of_each_class()
     assert len(classes) == 3
@@ -82,42 +85,41 @@ def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeyp
 
 def test_batches_of_a_model_that_fills_masks_have_masks(make, runner, monkeypatch):
     executor, ran = make(), []
-    monkeypatch.setattr(executor, "run", lambda prompts, options: ran.extend(prompts) or [])
+    monkeypatch.setattr(executor.state, "run", lambda prompts, options: ran.extend(prompts) or [])
 
-    check_numbers(executor, executor.device.buckets, replace(runner.info, task="fill_mask"))
+    executor.info = replace(runner.info, task="fill_mask")
+    check_numbers(executor)
 
     assert all(each.num_masks == min(each.num_tokens, MAX_MASKS) for each in ran)
 
 
 def test_a_model_that_computes_numbers_passes(make, runner):
-    executor = make()
-
-    check_numbers(executor, executor.device.buckets, runner.info)
+    check_numbers(make())
 
 
 def test_nan_refuses_the_model(make, runner):
     executor = make()
-    run = executor.run
+    run = executor.state.run
 
     def broken(prompts, options):
         answers = run(prompts, options)
         answers[-1][-1] = np.nan
         return answers
 
-    executor.run = broken
+    executor.state.run = broken
 
     with pytest.raises(
         ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"
     ):
-        check_numbers(executor, executor.device.buckets, runner.info)
+        check_numbers(executor)
 
 
 def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypatch):
     executor, go_on = make(), Event()
-    monkeypatch.setattr(executor, "run", lambda *_: go_on.wait(10.0))
+    monkeypatch.setattr(executor.state, "run", lambda *_: go_on.wait(10.0))
 
     with pytest.raises(ModelFaultError, match="it hangs"):
-        check_numbers(executor, executor.device.buckets, runner.info, timeout=0.05)
+        check_numbers(executor, timeout=0.05)
 
     go_on.set()
 

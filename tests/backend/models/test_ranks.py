@@ -17,7 +17,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChooser
+from varlen.execution.token_state import NoChooser
 from varlen.models.checkpoint.layers import Linear, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint

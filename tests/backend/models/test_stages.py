@@ -19,7 +19,7 @@ from varlen.errors import ConfigError
 from varlen.execution.cpu import stage_cut
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChooser
+from varlen.execution.token_state import NoChooser
 from varlen.memory.shared import new_shared
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import NO_STATES

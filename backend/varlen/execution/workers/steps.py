@@ -18,10 +18,11 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.cpu.runner import map_logits
 from varlen.execution.device import check_ranks, choose_device
+from varlen.execution.executor import StepLauncher, StepModel
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import Chooser, StepLauncher, StepModel
+from varlen.execution.token_state import Chooser
 from varlen.execution.warm_up import warm_up, warm_up_choice
 from varlen.execution.workers.limits import RestartLimit
 from varlen.execution.workers.messages import Array, step_message

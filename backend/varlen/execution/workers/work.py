@@ -18,7 +18,7 @@ from varlen.execution.executor import StepOrder
 from varlen.execution.packing import PackedStep
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChooser
+from varlen.execution.token_state import NoChooser
 from varlen.execution.warm_up import warm_up, warm_up_draws
 from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
 from varlen.execution.workers.process import Setup

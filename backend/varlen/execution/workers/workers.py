@@ -113,11 +113,13 @@ def load_workers(
     # imports torch, which an engine of processes does not need
     from varlen.execution.device import check_ranks, choose_device, usable_cores, use_one_core
     from varlen.execution.runner import Runner
+    from varlen.execution.warm_up import check_numbers
 
     device = choose_device(config.device, gpu)
     check_ranks(config, device, isolated=isolated)
     if device.type == "cuda":
         runner = Runner(checkpoint, config, gpu=gpu)
+        check_numbers(runner, config.device_timeout_seconds)
         return Workers(
             runner.info,
             [runner],

@@ -17,7 +17,7 @@ from varlen.execution.int8.quality import LogitQuality, compare_logits
 from varlen.execution.int8.quantization import BITS
 from varlen.execution.programs import record_steps
 from varlen.execution.runner import Runner
-from varlen.execution.step_launcher import NoChooser
+from varlen.execution.token_state import NoChooser
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.service.generation import GeneratorParts
