@@ -69,7 +69,7 @@ def failure(request):
 
 
 def only_runner(model):
-    (runner,) = model._service.workers.runners
+    (runner,) = model._service.model.workers.runners
     return runner
 
 
@@ -317,7 +317,7 @@ def test_requests_of_every_form_share_what_the_engine_computes(load, ask, cache_
     length = np.linalg.norm(vector[:, :8])
     np.testing.assert_allclose(unit, vector[:, :8] / length, rtol=1e-4)
     if cache_bytes != "0":
-        assert model._service.cache.use().hits == 3
+        assert model._service.model.cache.use().hits == 3
 
 
 def test_a_bad_request_fails_alone(load, ask, pb_utils):
@@ -1001,7 +1001,7 @@ def series_of(model):
 
 def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask, monkeypatch):
     model = load_generator()
-    runner, steps = model._service.runner, []
+    runner, steps = model._service.model.runner, []
     launch = runner.launch_batch
 
     def launch_when_sent(batch):
@@ -1053,7 +1053,9 @@ def test_requests_that_wait_for_their_grammar_count_among_those_that_wait(
     go_on, late = Event(), ask(text_input=prompt())
     draft = Draft((TokenizationTask(1, lambda: (), lambda _: go_on.is_set()),), DEFAULT_OPTIONS)
     reply = SimpleNamespace(is_cancelled=lambda: False)
-    model._service.compile_queue.submit(draft, reply, lambda _: None, arrival=time.monotonic())
+    model._service.model.compile_queue.submit(
+        draft, reply, lambda _: None, arrival=time.monotonic()
+    )
 
     model.execute([late])
 
