@@ -290,7 +290,7 @@ class IterationScheduler:
             return self._fail_step(step, batch.shape.tokens, result.failure)
         self._cost.learn(batch.shape.tokens, result.seconds)
         self._step_size.grow()
-        if step.copies:
+        if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
         outputs = iter(result.outputs)
         events: list[Event] = []
