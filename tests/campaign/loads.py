@@ -142,7 +142,8 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
     from varlen import Encoder, Generator
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.server.config import read_model
-    from varlen.service.generation import GenerationService
+    from varlen.service.generation import GeneratorParts
+    from varlen.service.one_shot import EncoderParts
     from varlen.service.service import Service
     from varlen.tasks import ITERATIVE_TASKS
     from varlen.telemetry.metrics import Stats
@@ -155,9 +156,9 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
     )
     config, task = model.config, model.task
     if task in ITERATIVE_TASKS:
-        with Generator(GenerationService.load(folder, config, Stats())) as generator:
+        with Generator(Service.load(GeneratorParts, folder, config, Stats())) as generator:
             generator.generate(["the cat"], max_tokens=3)
         return ()
-    with Encoder(Service.load(folder, config, Stats())) as encoder:
+    with Encoder(Service.load(EncoderParts, folder, config, Stats())) as encoder:
         ask = {"rerank": encoder.classify}.get(task) or getattr(encoder, task)
         return tuple(np.ravel(ask(["the cat"])[0]).tolist())

@@ -142,8 +142,7 @@ def role_of(pid: int) -> str:
         command_line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     for mark, role in (
         ("triton_python_backend_stub", "stub"),
-        ("varlen.execution.workers.host", "worker"),
-        ("varlen.execution.workers.steps", "worker"),
+        ("varlen.execution.workers.child", "worker"),
         ("varlen.sandbox.host", _SANDBOX),
         ("varlen-watchdog", "watchdog"),
         ("tritonserver", "server"),

@@ -21,8 +21,8 @@ from varlen_tools.shared_memory import remove_unused
 # Longer than any condition takes on a busy machine. Only a failing test waits this long.
 TIMEOUT_SECONDS = 300.0
 
-# Modules of the processes that run models.
-_WORKERS = {f"varlen.execution.workers.{name}" for name in ("host", "steps", "batches", "rank")}
+# Module of the processes that run models.
+_WORKER = "varlen.execution.workers.child"
 
 
 def add_model(
@@ -238,7 +238,7 @@ def _children(pid: int) -> list[int]:
     # /proc lists the children of each thread apart
     threads = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for each in threads for child in (each / "children").read_text().split()]
-    return [child for child in children if _WORKERS.intersection(_command_line(child))]
+    return [child for child in children if _WORKER in _command_line(child)]
 
 
 def is_running(pid: int) -> bool:

@@ -31,7 +31,8 @@ from varlen import Encoder, Generator
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 from varlen_tools import convert_pickle
 from varlen_tools import fetch as fetch_module
@@ -564,7 +565,7 @@ def test_says_after_how_many_tokens_translations_end(tmp_path, run, caplog, kind
     config = EngineConfig(max_sequence_tokens=40, device="cpu")
 
     result = run(folder, "--set", "max_sequence_tokens=40")
-    with Generator(GenerationService.load(folder, config, Stats())) as generator:
+    with Generator(Service.load(GeneratorParts, folder, config, Stats())) as generator:
         [answer] = generator.generate(["the cat"], ignore_eos=True)
 
     note = "transformers ends an answer after 20 tokens, this model after 39; send max_tokens"

@@ -251,7 +251,7 @@ MEASUREMENTS: Mapping[str, Callable[[RanksSubject, Path], Iterator[Row]]] = {
 def control_seconds(sequences: int, samples: int) -> list[float]:
     """Return samples of the seconds to pack a decode step and send it."""
     from varlen.execution.packing import part_of_step
-    from varlen.execution.workers.step_messages import step_message
+    from varlen.execution.workers.messages import step_message
 
     blocks = -(-_CONTEXT // _BLOCK)
     ones = np.ones(sequences, np.int32)
@@ -284,7 +284,8 @@ def generators(
     """Yield a GPT-2-small in one process, and the same in several, which `setting` asks for."""
     from varlen.config import EngineConfig
     from varlen.in_process.generator import Generator
-    from varlen.service.generation import GenerationService
+    from varlen.service.generation import GeneratorParts
+    from varlen.service.service import Service
     from varlen.telemetry.metrics import Stats
 
     folder = scratch / GPT2_SMALL.name
@@ -294,7 +295,7 @@ def generators(
     def load(count: int) -> Generator:
         settings = {"device": "cpu", "dtype": dtype, "threads": str(processes), setting: str(count)}
         config = EngineConfig.from_parameters(settings)
-        return Generator(GenerationService.load(folder, config, Stats(), isolated=True))
+        return Generator(Service.load(GeneratorParts, folder, config, Stats(), isolated=True))
 
     name = "ranks" if setting == "tensor_parallel" else "stages"
     with load(1) as one, load(processes) as several:
@@ -359,10 +360,10 @@ def _busy_seconds(pid: int) -> float:
 
 def _processes_of(generator: Generator) -> list[int]:
     """Return the process ids of a model."""
-    from varlen.execution.workers.step_process import StepProcess
+    from varlen.execution.workers.steps import ProcessSteps
 
-    model = generator._service.runner
-    assert isinstance(model, StepProcess)
+    model = generator._service.model.runner
+    assert isinstance(model, ProcessSteps)
     leader = model.pid
     children = Path(f"/proc/{leader}/task/{leader}/children").read_text(encoding="ascii").split()
     return [leader, *map(int, children)]
@@ -396,7 +397,8 @@ def encoders(scratch: Path, ranks: int) -> Iterator[Mapping[str, Workers]]:
 
 def text_seconds(workers: Workers, length: int) -> list[float]:
     """Return the seconds of lone texts, one after another."""
-    from varlen.execution.workers.process import WorkerProcess
+    from varlen.execution.workers.messages import batch_message
+    from varlen.execution.workers.worker import WorkerProcess
     from varlen.request.request import DEFAULT_OPTIONS, Prompt
 
     ids = np.random.default_rng(length).integers(1, BERT_BASE.vocabulary, length, dtype=np.int32)
@@ -404,7 +406,7 @@ def text_seconds(workers: Workers, length: int) -> list[float]:
     assert isinstance(runner, WorkerProcess)
     for _ in range(_TEXTS):
         began = time.perf_counter()
-        runner.run([Prompt(ids)], [DEFAULT_OPTIONS])
+        runner.launch(batch_message([Prompt(ids)], [DEFAULT_OPTIONS]))()
         found.append(time.perf_counter() - began)
     return found
 

@@ -509,12 +509,12 @@ _Packed = TypeVar("_Packed")
 class StepDevice(Protocol[_Packed]):
     """What runs steps, in the order in which they start."""
 
-    def pack(self, step: Batch, choice: DevicePlan) -> _Packed:
+    def pack(self, step: Batch, plan: DevicePlan) -> _Packed:
         """Return a step as the device takes it.
 
         Args:
             step: the step.
-            choice: the part of the choice that is left to the device.
+            plan: the plan of the device.
         """
 
     def may_queue(self, packed: _Packed) -> bool:
@@ -528,7 +528,7 @@ class StepDevice(Protocol[_Packed]):
         """
 
     def choose(
-        self, step: Batch, packed: _Packed, choice: DevicePlan, chosen: Chosen
+        self, step: Batch, packed: _Packed, plan: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, completed by the host.
 
@@ -536,7 +536,7 @@ class StepDevice(Protocol[_Packed]):
 
         Args:
             step, packed: the step, and what `pack` has made of it.
-            choice, chosen: the part that was left to the device, and its choices.
+            plan, chosen: the plan of the device, and its choices.
         """
 
 
@@ -546,7 +546,7 @@ class _LaunchedStep(Generic[_Packed]):
 
     Attributes:
         step, packed: the step, as it is and as the device takes it.
-        choice: the part of the choice that is left to the device.
+        plan: the plan of the device.
         is_started: whether it is on the device's queue, or never will be.
         chosen: waits for what the device chooses, once.
         error: reason why it could not be packed or started.
@@ -554,7 +554,7 @@ class _LaunchedStep(Generic[_Packed]):
 
     step: Batch
     packed: _Packed | None = None
-    choice: DevicePlan = field(default_factory=DevicePlan)
+    plan: DevicePlan = field(default_factory=DevicePlan)
     is_started: bool = False
     chosen: Callable[[], Chosen] | None = None
     error: BaseException | None = None
@@ -567,19 +567,19 @@ class StepLauncher(Generic[_Packed]):
     """
 
     def __init__(
-        self, device: StepDevice[_Packed], choice: Chooser, *, runs_apart: bool = False
+        self, device: StepDevice[_Packed], chooser: Chooser, *, runs_apart: bool = False
     ) -> None:
         """Start without a step.
 
         Args:
             device: runs them.
-            choice: says what the device chooses.
+            chooser: says what the device chooses.
             runs_apart: whether steps in flight have different sequences, so that none waits for what is chosen in
                 another one, and the device keeps the logits of each.
         """
         self._device = device
         self._runs_apart = runs_apart
-        self._choice = choice
+        self._chooser = chooser
         self._order = StepOrder()
         self._in_flight: deque[_LaunchedStep[_Packed]] = deque()
         self._lock = Lock()
@@ -592,9 +592,9 @@ class StepLauncher(Generic[_Packed]):
         """
         launched = _LaunchedStep[_Packed](step)
         try:
-            choice = self._choice.plan(step)
-            launched.packed = self._device.pack(step, choice)
-            launched.choice = choice
+            plan = self._chooser.plan(step)
+            launched.packed = self._device.pack(step, plan)
+            launched.plan = plan
         except BaseException as error:
             launched.error = error
         with self._lock:
@@ -642,10 +642,10 @@ class StepLauncher(Generic[_Packed]):
                     raise launched.error
                 assert launched.chosen is not None
                 waits, launched.chosen = launched.chosen, None
-                choice, chosen = launched.choice, waits()
-                if choice.is_whole:
-                    return self._whole(step, choice, chosen)
-                return self._device.choose(step, cast(_Packed, launched.packed), choice, chosen)
+                plan, chosen = launched.plan, waits()
+                if plan.is_whole:
+                    return self._whole(step, plan, chosen)
+                return self._device.choose(step, cast(_Packed, launched.packed), plan, chosen)
         finally:
             with self._lock:
                 self._in_flight.popleft()
@@ -654,7 +654,7 @@ class StepLauncher(Generic[_Packed]):
                 self._start_all()
 
     def _whole(
-        self, step: Batch, choice: DevicePlan, chosen: Chosen
+        self, step: Batch, plan: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step that the device has chosen.
 
@@ -663,7 +663,7 @@ class StepLauncher(Generic[_Packed]):
                 again, as one that runs out of memory does.
         """
         try:
-            return self._choice.outputs(step, choice, chosen, None)
+            return self._chooser.outputs(step, plan, chosen, None)
         except MemoryError:
             raise EngineError(
                 "the server had too little memory to read what a step chose"
@@ -678,7 +678,7 @@ class StepLauncher(Generic[_Packed]):
                     return
                 self._start(launched, packed)
             # the host chooses its tokens, which the next one takes, or it does not run
-            if not self._runs_apart and not (launched.choice.is_whole and launched.error is None):
+            if not self._runs_apart and not (launched.plan.is_whole and launched.error is None):
                 return
 
     def _start(self, launched: _LaunchedStep[_Packed], packed: _Packed) -> None:

@@ -1,7 +1,7 @@
 """What the engine knows of a loaded model; its workers may run in other processes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -191,6 +191,11 @@ class ModelInfo:
     def has_sources(self) -> bool:
         """Whether each sequence has a source text, which an encoder reads."""
         return self.task == "translate"
+
+    @property
+    def limits(self) -> tuple[object, ...]:
+        """The facts that the engine relies on; measured choices may differ from load to load."""
+        return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""

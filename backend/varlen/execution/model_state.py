@@ -211,7 +211,7 @@ class Decoder:
         loaded: LoadedPrograms,
         arenas: Sequence[Arena],
         config: EngineConfig,
-        choice: Chooser,
+        chooser: Chooser,
         kernels: Any,
         *,
         longest: int,
@@ -224,7 +224,7 @@ class Decoder:
             loaded: the step of the decoder, and the encoder if there is one.
             arenas: memory of the intermediates of each program.
             config: the settings.
-            choice: chooses tokens from logits on the device.
+            chooser: chooses tokens from logits on the device.
             kernels: module with the functions that ops name.
             longest: longest sequence, in tokens.
             limits: number and size of edit lists.
@@ -233,7 +233,7 @@ class Decoder:
         assert loaded.kv is not None
         self.kv = loaded.kv
         self._device, self._largest = arenas[0].device, arenas[0].largest
-        self._choice, self._kernels, self._link = choice, kernels, link
+        self._chooser, self._kernels, self._link = chooser, kernels, link
         program = loaded.programs[0]
         caches = [state for state in program.states if state.name not in link.states]
         self._kv_memory = new_caches(caches, self._device)
@@ -267,7 +267,7 @@ class Decoder:
         self._bind_others(loaded.programs[1:], arenas[1:])
         self._launcher: StepLauncher[PackedStep] | None = None
         if isinstance(self.steps, CudaSteps):
-            self._launcher = StepLauncher(self, choice)
+            self._launcher = StepLauncher(self, chooser)
 
     @property
     def slots(self) -> int:
@@ -283,13 +283,13 @@ class Decoder:
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step on a CPU."""
         assert isinstance(self.steps, CpuSteps)
-        choice = self._choice.plan(batch)
-        packed = self.pack(batch, choice)
+        plan = self._chooser.plan(batch)
+        packed = self.pack(batch, plan)
         self._give(packed, batch)
         chosen = self.run_packed(packed)
-        logits = None if choice.is_whole else self.steps.last_logits(batch.num_logit_rows)
+        logits = None if plan.is_whole else self.steps.last_logits(batch.num_logit_rows)
         with memory_errors(), torch.inference_mode():
-            return self._choice.outputs(batch, choice, chosen, logits)
+            return self._chooser.outputs(batch, plan, chosen, logits)
 
     def run_packed(self, step: PackedStep) -> Chosen:
         """Run a step on a CPU; return what was chosen here.
@@ -348,9 +348,9 @@ class Decoder:
             self._before(step)
             return self.steps.run(step.inputs, step.place)
 
-    def pack(self, step: Batch, choice: DevicePlan) -> PackedStep:
+    def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
         """Return a step as arrays; see `StepDevice`."""
-        return pack_step(step, self.kv.block_size, choice)
+        return pack_step(step, self.kv.block_size, plan)
 
     def may_queue(self, packed: PackedStep) -> bool:  # noqa: ARG002  # of every device
         """Return True: a stream takes any step."""
@@ -373,7 +373,7 @@ class Decoder:
         self,
         step: Batch,
         packed: PackedStep,  # noqa: ARG002  # of every device
-        choice: DevicePlan,
+        plan: DevicePlan,
         chosen: Chosen,
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step that the host completes, and give the tokens to the next step."""
@@ -381,7 +381,7 @@ class Decoder:
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             logits = self.steps.last_logits(step.num_logit_rows)
             try:
-                outputs = self._choice.outputs(step, choice, chosen, logits)
+                outputs = self._chooser.outputs(step, plan, chosen, logits)
             except BaseException:
                 # a choice has waited for the step
                 self.steps.wait()
@@ -407,7 +407,7 @@ class Decoder:
     def _give(self, packed: PackedStep, step: Batch) -> None:
         """Give beams the tokens that the host has chosen."""
         if packed.beams:
-            packed.beams["given"][:] = self._choice.given(step)
+            packed.beams["given"][:] = self._chooser.given(step)
 
     def _bind_others(self, programs: Sequence[Program], arenas: Sequence[Arena]) -> None:
         """Bind programs beside the step to their memory; a decoder has none."""

@@ -307,13 +307,13 @@ class PackedStep:
         self.inputs["token_ids"][places] = chosen[rows]
 
 
-def pack_step(step: Batch, block_size: int, choice: DevicePlan = _NOTHING_CHOSEN) -> PackedStep:
+def pack_step(step: Batch, block_size: int, plan: DevicePlan = _NOTHING_CHOSEN) -> PackedStep:
     """Return a step as arrays.
 
     Args:
         step: the step.
         block_size: tokens of a block.
-        choice: the part of the choice that is left to the process that runs it.
+        plan: the plan of the process that runs it.
     """
     return PackedStep(
         np.array(step.copies, np.int32).reshape(-1, 2),
@@ -321,10 +321,10 @@ def pack_step(step: Batch, block_size: int, choice: DevicePlan = _NOTHING_CHOSEN
         step_arrays(step.chunks, block_size),
         np.array([step.number, _NO_STEP if step.after is None else step.after, 0], np.int64),
         followed(step.chunks),
-        {} if choice.draws is None else edit_arrays(choice.draws),
-        {} if choice.draws is None else draw_arrays(choice.draws),
+        {} if plan.draws is None else edit_arrays(plan.draws),
+        {} if plan.draws is None else draw_arrays(plan.draws),
         beam_arrays(step.chunks),
-        search_arrays(step.chunks, choice),
+        search_arrays(step.chunks, plan),
     )
 
 
@@ -546,9 +546,9 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     }
 
 
-def search_arrays(chunks: Sequence[Chunk], choice: DevicePlan) -> Arrays:
+def search_arrays(chunks: Sequence[Chunk], plan: DevicePlan) -> Arrays:
     """Return what searches take their steps with; empty if none does."""
-    if not any(choice.searches):
+    if not any(plan.searches):
         return {}
     rows: list[tuple[int, ...]] = []
     ends: list[int] = []
@@ -556,7 +556,7 @@ def search_arrays(chunks: Sequence[Chunk], choice: DevicePlan) -> Arrays:
     logit_rows: list[int] = []
     divisors: list[tuple[float, float]] = []
     places: list[int] = []
-    rules, logit_row, row, width = iter(choice.searches), 0, 0, 0
+    rules, logit_row, row, width = iter(plan.searches), 0, 0, 0
     for each in chunks:
         count = each.num_logit_rows
         if each.beam_slots and each.samples and (own := next(rules, None)) is not None:
@@ -585,7 +585,7 @@ def search_arrays(chunks: Sequence[Chunk], choice: DevicePlan) -> Arrays:
         "rows": np.array(logit_rows, np.int32),
         "banned_rows": np.repeat(np.arange(row, dtype=np.int32), sizes),
         "banned_tokens": np.concatenate(banned),
-        "sizes": np.array([width, len(places), choice.renormalizes], np.int32),
+        "sizes": np.array([width, len(places), plan.renormalizes], np.int32),
     }
 
 

@@ -36,7 +36,7 @@ class RankLink(Protocol[_Work_contra]):
     stage: Stage
     handoffs: Handoffs | None
 
-    def agree(self, decide: Callable[[], _T], meanwhile: Callable[[], None] | None = None) -> _T:
+    def agree(self, decide: Callable[[], _T], meanwhile: Callable[[], None] | None = None, /) -> _T:
         """Return what the leader decides, once all processes have got here.
 
         Args:
@@ -44,13 +44,7 @@ class RankLink(Protocol[_Work_contra]):
             meanwhile: the others call it again and again until the leader has decided; None to wait.
         """
 
-    def send_ahead(self, work: _Work_contra) -> None:
-        """Tell the other stages what this one runs later, in the order of these calls.
-
-        Once it was called, `running` tells them nothing.
-        """
-
-    def running(self, work: _Work_contra) -> AbstractContextManager[None]:
+    def running(self, work: _Work_contra, /) -> AbstractContextManager[None]:
         """Return the context in which this process runs some work, which all of them run."""
 
 
@@ -62,18 +56,11 @@ class NoOthers:
     stage = NO_STAGES
     handoffs: Handoffs | None = None
 
-    def agree(
-        self,
-        decide: Callable[[], _T],
-        meanwhile: Callable[[], None] | None = None,  # noqa: ARG002  # of every link
-    ) -> _T:
+    def agree(self, decide: Callable[[], _T], _: Callable[[], None] | None = None, /) -> _T:
         """Return what this process decides."""
         return decide()
 
-    def send_ahead(self, work: object) -> None:
-        """Do nothing."""
-
-    def running(self, work: object) -> AbstractContextManager[None]:  # noqa: ARG002
+    def running(self, _: object, /) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
 

@@ -77,7 +77,7 @@ class Runner:
         self,
         checkpoint: Checkpoint,
         config: EngineConfig,
-        choice: Chooser | None = None,
+        chooser: Chooser | None = None,
         *,
         gpu: int = 0,
         kernels: object | None = None,
@@ -90,7 +90,7 @@ class Runner:
         Args:
             checkpoint: the checkpoint to load.
             config: the settings.
-            choice: chooses tokens from logits on the device; None if the model runs whole sequences.
+            chooser: chooses tokens from logits on the device; None if the model runs whole sequences.
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
             workers: number of runners of the model, which share `arena_bytes`.
@@ -102,14 +102,14 @@ class Runner:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
-        task = _task_of(checkpoint, config, generates=choice is not None)
+        task = _task_of(checkpoint, config, generates=chooser is not None)
         self.link = link
-        limit_of = sequence_limit if choice is None else generation_limit
+        limit_of = sequence_limit if chooser is None else generation_limit
         longest = limit_of(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self._config, self._workers = config, workers
         self._kernels: Any = kernels or kernels_for(self.device)
-        max_step_tokens = 0 if choice is None else step_limit(checkpoint, config)
+        max_step_tokens = 0 if chooser is None else step_limit(checkpoint, config)
         self._loaded = load_programs(
             checkpoint,
             config,
@@ -117,15 +117,15 @@ class Runner:
             self.device,
             self._kernels,
             longest=longest,
-            seconds=config.warmup_seconds if measures or choice is not None else 0.0,
+            seconds=config.warmup_seconds if measures or chooser is not None else 0.0,
             link=link,
         )
         self.programs = self._loaded.programs
         self.slots, self.graph_use = 1, GraphUse()
-        if choice is None:
+        if chooser is None:
             self._load_whole_sequences(task, longest)
         else:
-            self._load_steps(checkpoint, choice, task, longest, max_step_tokens)
+            self._load_steps(checkpoint, chooser, task, longest, max_step_tokens)
 
     def _load_whole_sequences(self, task: Task, longest: int) -> None:
         """Make the state of a model that runs whole sequences."""
@@ -148,7 +148,7 @@ class Runner:
     def _load_steps(
         self,
         checkpoint: Checkpoint,
-        choice: Chooser,
+        chooser: Chooser,
         task: Task,
         longest: int,
         max_step_tokens: int,
@@ -164,7 +164,7 @@ class Runner:
             loaded,
             self.arenas,
             config,
-            choice,
+            chooser,
             self._kernels,
             longest=longest,
             limits=edit_limits(checkpoint, config),

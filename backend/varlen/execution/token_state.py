@@ -44,13 +44,13 @@ class Chooser(Protocol):
         """Forget what the device keeps of sequences: it has lost it."""
 
     def outputs(
-        self, step: Batch, choice: DevicePlan, chosen: Chosen, logits: Tensor | None
+        self, step: Batch, plan: DevicePlan, chosen: Chosen, logits: Tensor | None
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, chunk by chunk.
 
         Args:
             step: the step.
-            choice: the result of `plan` for it.
+            plan: the result of `plan` for it.
             chosen: the choices of the device.
             logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
         """
@@ -73,7 +73,7 @@ class NoChooser:
     def outputs(
         self,
         step: Batch,  # noqa: ARG002
-        choice: DevicePlan,  # noqa: ARG002
+        plan: DevicePlan,  # noqa: ARG002
         chosen: Chosen,  # noqa: ARG002
         logits: Tensor | None,  # noqa: ARG002
     ) -> Sequence[SampledToken | BeamStep]:

@@ -20,6 +20,7 @@ from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import Task
 from varlen.telemetry.metrics import Stats
@@ -63,9 +64,9 @@ class Encoder(InProcess):
     error unless `truncate`.
     """
 
-    _service: Service
+    _service: Service[EncoderParts]
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service[EncoderParts]) -> None:
         self._service = service
 
     @classmethod
@@ -80,7 +81,9 @@ class Encoder(InProcess):
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
-        return cls(Service.load(folder, config_of(settings, EncoderSettings), Stats()))
+        return cls(
+            Service.load(EncoderParts, folder, config_of(settings, EncoderSettings), Stats())
+        )
 
     @property
     def task(self) -> Task:
@@ -246,7 +249,7 @@ class Encoder(InProcess):
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))
         options = RequestOptions(normalize)
-        self._service.submit(Request(tuple(prompts[i] for i in order), options), reply)
+        self._service.model.submit(Request(tuple(prompts[i] for i in order), options), reply)
         answers: list[Float32Array] = [_NO_ANSWER] * len(order)
         for index, row in zip(order, reply.rows.result(), strict=True):
             # cached answers are read-only; the caller may change its own

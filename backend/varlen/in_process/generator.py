@@ -26,7 +26,8 @@ from varlen.request.request import (
     TokenLogprobs,
 )
 from varlen.scheduling.iteration.iteration import GenerationCounts
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ class Generator(InProcess):
     `generator.generate(["Once"], max_tokens=32, temperature=0.0)`.
     """
 
-    _service: GenerationService
+    _service: Service[GeneratorParts]
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: Service[GeneratorParts]) -> None:
         self._service = service
 
     @classmethod
@@ -91,7 +92,9 @@ class Generator(InProcess):
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
-        return cls(GenerationService.load(folder, config_of(settings, GeneratorSettings), Stats()))
+        return cls(
+            Service.load(GeneratorParts, folder, config_of(settings, GeneratorSettings), Stats())
+        )
 
     def generate(
         self, prompts: Sequence[str] | Sequence[TokenIds], **options: object
@@ -101,7 +104,7 @@ class Generator(InProcess):
         Raises:
             RequestError: a prompt or an option cannot be served; the message says why.
         """
-        checked = self._service.options(options)
+        checked = self._service.model.options(options)
         if isinstance(prompts, str):
             raise RequestError("prompts is one string; send a list of them")
         running: list[Future[list[Generation]]] = []
@@ -120,7 +123,7 @@ class Generator(InProcess):
         Raises:
             RequestError: the prompt or an option cannot be served; the message says why.
         """
-        checked = self._service.options(options)
+        checked = self._service.model.options(options)
         if checked.n != 1:
             raise RequestError(f"n is {checked.n}; one answer can be streamed")
         parts: SimpleQueue[GeneratedPart | None] = SimpleQueue()
@@ -147,12 +150,12 @@ class Generator(InProcess):
         reply = _FutureReply(options.n, on_part)
         request_options = RequestOptions(generation=options, streams=on_part is not None)
         request = Request((self._prompt(prompt),), request_options)
-        self._service.submit(request, reply)
+        self._service.model.submit(request, reply)
         return reply.answers
 
     def snapshot(self) -> GenerationCounts:
         """Return how many sequences run and wait, the use of KV blocks, and totals."""
-        return self._service.scheduler.snapshot()
+        return self._service.model.scheduler.snapshot()
 
     def _prompt(self, prompt: str | TokenIds) -> Prompt:
         intake = self._service.intake

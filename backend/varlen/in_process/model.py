@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from varlen.config import NO_LIMIT, Device, DType, EngineConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from varlen.service.running import RunningModel
+    from varlen.service.service import Service
 
 # The caller's own memory and clock are the limits; nothing is measured at load.
 _DEFAULTS = {
@@ -50,7 +50,7 @@ def config_of(settings: Mapping[str, object], kind: type[ModelSettings]) -> Engi
 class InProcess:
     """A loaded model, which `close` or the end of a `with` block stops."""
 
-    _service: RunningModel
+    _service: Service[Any]
 
     def close(self) -> None:
         """Finish what runs and stop the engine."""

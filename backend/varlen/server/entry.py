@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
 
@@ -63,8 +63,8 @@ from varlen.wire.outputs import ArrayAnswer, ModelOutputs
 from varlen.wire.tokenizer import TokenizerAnswer
 
 if TYPE_CHECKING:
-    from varlen.service.generation import GenerationService
-    from varlen.service.running import RunningModel
+    from varlen.service.generation import GeneratorParts
+    from varlen.service.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class _Arrived:
 
     reply: ServerReply
     answer_to: Callable[[Request], Answer]
-    service: RunningModel
+    service: Service[Any]
 
     def accept(self, request: Request) -> None:
         """Submit the request with its tokens, from a tokenizer thread if it came as text."""
@@ -102,7 +102,7 @@ class _Arrived:
             request = replace(request, trace=trace)
         self.reply.expect(self.answer_to(request))
         if request.prompts:
-            self.service.submit(request, self.reply)
+            self.service.model.submit(request, self.reply)
         else:
             # its steps have written the answer
             self.reply.finish()
@@ -268,7 +268,7 @@ class TritonPythonModel:
             if isinstance(options, TokenizerAnswer):
                 return draft, lambda _: options
             return draft, partial(ArrayAnswer.to, outputs=outputs, options=options)
-        generation = cast("GenerationService", service)
+        generation: GeneratorParts = service.model
         draft, spec = wire_generate.read_generate_request(
             tensors,
             _parameters(request),
@@ -299,23 +299,27 @@ class TritonPythonModel:
 
 def _load_service(
     task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
-) -> RunningModel:
+) -> Service[Any]:
     """Return the running model of a task."""
     # a step is tokenized in one thread of the pool, not in all cores
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if task in ITERATIVE_TASKS:
         # read when torch is imported: its threads would spin on cores that the server and clients need
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from varlen.execution.workers.start import excludes_gpu, started_early
+    from varlen.execution.workers.process import excludes_gpu, started_early
 
-    with started_early(task) if excludes_gpu(config.device) else nullcontext():
+    early = started_early(new_session=task not in ITERATIVE_TASKS)
+    with early if excludes_gpu(config.device) else nullcontext():
         if task in ITERATIVE_TASKS:
-            from varlen.service.generation import GenerationService
+            from varlen.service.generation import GeneratorParts
+            from varlen.service.one_shot import EncoderParts
+            from varlen.service.service import Service
 
-            return GenerationService.load(folder, config, stats, gpu=gpu, isolated=True)
+            return Service.load(GeneratorParts, folder, config, stats, gpu=gpu, isolated=True)
+        from varlen.service.one_shot import EncoderParts
         from varlen.service.service import Service
 
-        return Service.load(folder, config, stats, gpu=gpu, isolated=True)
+        return Service.load(EncoderParts, folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:

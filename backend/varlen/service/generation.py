@@ -1,11 +1,9 @@
-"""One loaded model that generates: checkpoint, input checks, scheduler and engine."""
+"""A model that generates: runner, input checks, scheduler, engine and grammars."""
 
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,7 +20,7 @@ from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor, StepModel
 from varlen.execution.model_info import ModelInfo, edit_limits, limit_notes, queue_limit, text_limit
-from varlen.execution.workers.step_models import load_step_model
+from varlen.execution.workers.steps import load_step_model
 from varlen.intake.checks import Intake
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.pool import PoolLimits, TokenizerPool
@@ -32,15 +30,14 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
 from varlen.request.request import Prompt, Reply, Request
-from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.service.grammar_requests import submit_with_grammar
-from varlen.service.running import MEGABYTE, RunningModel
 from varlen.service.sandbox import generation_sandbox
+from varlen.service.service import MEGABYTE, Service, log_notes
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
@@ -48,93 +45,71 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationService(RunningModel):
-    """A running model that generates.
+class GeneratorParts:
+    """A model that generates: a `Kind`.
 
     Attributes:
+        checkpoint: the loaded checkpoint.
         grammars: compiler for grammars of structured outputs.
         bad_words: tokenizer of words that requests forbid.
         token_bytes: bytes of the tokens, for log probabilities.
-        compile_queue: requests that wait for their grammar.
-        sandbox: processes of grammars and of the chat template.
         defaults: the checkpoint's own options for requests.
         scheduler: forms steps.
         runner: the model that the executor runs.
+        engine: schedules requests.
+        compile_queue: requests that wait for their grammar.
     """
 
+    checkpoint: Checkpoint
     grammars: Grammars
     bad_words: BadWords
     token_bytes: TokenBytes
-    compile_queue: TokenizerPool
-    sandbox: Sandbox
     defaults: RequestDefaults
     scheduler: IterationScheduler
     runner: StepModel
+    engine: Engine
+    compile_queue: TokenizerPool
 
     @classmethod
     def load(
         cls,
-        folder: str | Path,
+        checkpoint: Checkpoint,
         config: EngineConfig,
         stats: Stats,
+        opened: ExitStack,
         *,
-        gpu: int = 0,
-        isolated: bool = False,
-    ) -> "GenerationService":
-        """Return the model of a checkpoint folder, warmed up; see `Service.load`."""
-        began = time.monotonic()
+        gpu: int,
+        isolated: bool,
+    ) -> "Service[GeneratorParts]":
+        """Return the model, warmed up; see `Kind`."""
         torch.set_num_threads(config.threads or usable_cores())
-        checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
         sandbox, template = generation_sandbox(checkpoint, config, tokenizer.huggingface, ends)
-        with ExitStack() as opened:
-            opened.callback(sandbox.close)
-            # it loads while the weights do
-            sandbox.start()
-            grammars = Grammars(
-                sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
-            )
-            bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-            choice = TokenChooser(
-                checkpoint,
-                grammars,
-                bad_words,
-                choose_device(config.device, gpu),
-                edit_limits(checkpoint, config),
-            )
-            runner = load_step_model(
-                checkpoint,
-                config,
-                choice,
-                stats,
-                gpu=gpu,
-                isolated=isolated,
-            )
-            opened.callback(runner.close)
-            info = runner.info
-            intake = _new_intake(
-                checkpoint,
-                tokenizer,
-                max_sequence_tokens=info.max_sequence_tokens,
-                max_text_bytes=text_limit(config, info.max_sequence_tokens),
-                template=template,
-            )
-            if template is not None:
-                template.check()
-            defaults = request_defaults(
-                checkpoint, info.max_sequence_tokens, config.generation_config
-            )
-            # nothing fails from here on
-            opened.pop_all()
+        opened.callback(sandbox.close)
+        # it loads while the weights do
+        sandbox.start()
+        grammars = Grammars(
+            sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
+        )
+        bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
+        device = choose_device(config.device, gpu)
+        limits = edit_limits(checkpoint, config)
+        choice = TokenChooser(checkpoint, grammars, bad_words, device, limits)
+        runner = load_step_model(checkpoint, config, choice, stats, gpu=gpu, isolated=isolated)
+        opened.callback(runner.close)
+        longest = runner.info.max_sequence_tokens
+        intake = _new_intake(checkpoint, tokenizer, config, longest, template)
+        if template is not None:
+            template.check()
+        defaults = request_defaults(checkpoint, longest, config.generation_config)
         executor: ModelExecutor = InlineExecutor(runner, is_pipeline=config.pipeline_parallel > 1)
-        if info.device == "cuda":
+        if runner.info.device == "cuda":
             # a step that hangs must not stop the engine
             executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
         # steps in flight run one after another
-        admission = Admission(
-            config.max_queued_requests, queue_limit(config, info.max_sequence_tokens)
-        )
+        admission = Admission(config.max_queued_requests, queue_limit(config, longest))
+        scheduler = _new_scheduler(config, runner.info, admission)
         token_bytes = TokenBytes(tokenizer.huggingface)
 
         def new_writer(sequence: GeneratedSequence) -> OutputWriter:
@@ -146,38 +121,21 @@ class GenerationService(RunningModel):
                 token_bytes=token_bytes,
             )
 
-        scheduler = _new_scheduler(config, info, admission)
         engine = Engine(scheduler, executor, stats, new_writer=new_writer)
-        engine.start()
-        _log_loaded(checkpoint, config, info, seconds=time.monotonic() - began)
-        _log_defaults(checkpoint, defaults)
-        parts = checkpoint, intake, admission, engine, executor
-        compile_queue = _new_compile_queue(config, admission, stats)
-        compile_queue.start()
+        queue = _new_compile_queue(config, admission, stats)
         model = cls(
-            *parts,
+            checkpoint,
             grammars,
             bad_words,
             token_bytes,
-            compile_queue,
-            sandbox,
             defaults,
             scheduler,
             runner,
+            engine,
+            queue,
         )
-        longest = info.max_sequence_tokens
-        model.log_notes(longest, limit_notes(checkpoint, config, longest))
-        return model
-
-    @property
-    def task(self) -> Task:
-        """The task of the model."""
-        return _task_of(self.checkpoint)
-
-    @property
-    def waiting_requests(self) -> int:
-        """Number of requests that wait to run, or for their grammar."""
-        return self.admission.depth[0] + self.compile_queue.depth[0]
+        parts = intake, admission, engine, executor, sandbox
+        return Service(checkpoint, _task_of(checkpoint), *parts, model, [queue])
 
     def options(self, parameters: Mapping[str, object]) -> GenerationOptions:
         """Return the checked options of a request, given by name.
@@ -204,7 +162,7 @@ class GenerationService(RunningModel):
         return draft.and_then(TokenizationTask(sum(map(len, options.bad_words)), tokenize))
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or once its grammar is compiled; see `RunningModel.submit`."""
+        """Answer a request, now or once its grammar is compiled; see `Kind`."""
         options = request.options.generation
         assert options is not None
         self._check_tokens(options)
@@ -215,13 +173,6 @@ class GenerationService(RunningModel):
             return
         hold = self.grammars.hold(options.grammar)
         submit_with_grammar(request, reply, hold, self.compile_queue, self.engine.submit)
-
-    def close(self) -> bool:
-        """Run what is queued, then stop; see `RunningModel.close`."""
-        self.compile_queue.close()
-        is_idle = RunningModel.close(self)
-        self.sandbox.close()
-        return is_idle
 
     def _check_tokens(self, options: GenerationOptions) -> None:
         """Raise RequestError if the options name a token that is none of the model."""
@@ -236,13 +187,12 @@ class GenerationService(RunningModel):
                     f"logit_bias has the token {token_id}; this model generates 0 to {last}"
                 )
 
-    def snapshot(self) -> MetricsSnapshot:
-        """Return the values of the gauges and totals of generation. From any thread."""
+    def metrics(self) -> MetricsSnapshot:
+        """Return the values of gauges and totals of this kind of model. From any thread."""
         info = self.runner.info
         counts = self.scheduler.snapshot()
         grammars = self.grammars.use()
         return {
-            **self.queue_metrics(),
             SnapshotMetric.GRAMMARS: grammars.grammars,
             SnapshotMetric.GRAMMAR_BYTES: grammars.held_bytes,
             SnapshotMetric.GRAMMAR_COMPILATIONS: grammars.started,
@@ -267,6 +217,28 @@ class GenerationService(RunningModel):
         """Release the weights and the KV caches, and end their process."""
         self.runner.close()
 
+    def log_loaded(self, checkpoint: Checkpoint, config: EngineConfig, seconds: float) -> None:
+        """Log what was loaded in this time."""
+        info, task = self.runner.info, _task_of(checkpoint)
+        _log.info(
+            "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
+            " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
+            task,
+            info.dtype,
+            info.device_name,
+            info.max_sequence_tokens,
+            config.max_running_sequences,
+            info.max_batch_tokens,
+            info.num_blocks,
+            info.block_size,
+            info.num_blocks * info.block_bytes / MEGABYTE,
+            info.weight_bytes / MEGABYTE,
+            seconds,
+        )
+        _log_defaults(checkpoint, self.defaults)
+        longest = info.max_sequence_tokens
+        log_notes(checkpoint, task, longest, limit_notes(checkpoint, config, longest))
+
 
 def _task_of(checkpoint: Checkpoint) -> Task:
     return "generate" if checkpoint.translate is None else "translate"
@@ -275,15 +247,14 @@ def _task_of(checkpoint: Checkpoint) -> Task:
 def _new_intake(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    *,
-    max_sequence_tokens: int,
-    max_text_bytes: int,
+    config: EngineConfig,
+    longest: int,
     template: ChatTemplate | None,
 ) -> Intake:
-    """Return the checks of prompts, with the chat template if there is one."""
+    """Return the checks of prompts of up to `longest` tokens."""
     limits = InputLimits(
-        max_sequence_tokens=max_sequence_tokens,
-        max_text_bytes=max_text_bytes,
+        max_sequence_tokens=longest,
+        max_text_bytes=text_limit(config, longest),
         vocab_size=checkpoint.vocab_size,
         type_vocab_size=1,
         can_truncate=False,
@@ -333,23 +304,3 @@ def _log_defaults(checkpoint: Checkpoint, defaults: RequestDefaults) -> None:
             "defaults of generation_config.json: %s; generation_config: none leaves them out",
             ", ".join(options),
         )
-
-
-def _log_loaded(
-    checkpoint: Checkpoint, config: EngineConfig, info: ModelInfo, *, seconds: float
-) -> None:
-    _log.info(
-        "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
-        " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
-        _task_of(checkpoint),
-        info.dtype,
-        info.device_name,
-        info.max_sequence_tokens,
-        config.max_running_sequences,
-        info.max_batch_tokens,
-        info.num_blocks,
-        info.block_size,
-        info.num_blocks * info.block_bytes / MEGABYTE,
-        info.weight_bytes / MEGABYTE,
-        seconds,
-    )

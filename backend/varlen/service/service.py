@@ -1,70 +1,114 @@
-"""One loaded model of one step: checkpoint, input checks, engine and response cache."""
+"""A running model. The server's model class and the in-process API use it."""
 
 import logging
-import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
-from varlen.cache.flights import JoinLimits
-from varlen.cache.response_cache import CacheUse, ResponseCache
-from varlen.config import NO_LIMIT, EngineConfig
-from varlen.decoding.text.chat import ChatTemplate
-from varlen.decoding.text.pair_template import PairTemplate
-from varlen.errors import CheckpointError
+from varlen.config import EngineConfig
 from varlen.execution.executor import ModelExecutor
-from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
-from varlen.execution.workers.workers import Workers, load_workers
 from varlen.intake.checks import Intake
-from varlen.intake.input_limits import InputLimits
-from varlen.intake.roles import mask_token, roles_of
-from varlen.intake.tokenization import Tokenizer
+from varlen.intake.pool import TokenizerPool
 from varlen.memory.heap import trim_heap
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Int32Array, Reply, Request
+from varlen.models.notes import checkpoint_notes
+from varlen.request.request import Reply, Request
 from varlen.sandbox.process import Sandbox
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.one_shot.one_shot import OneShotScheduler
-from varlen.service.costs import costs_for, warm_up
-from varlen.service.running import MEGABYTE, RunningModel
-from varlen.service.sandbox import template_sandbox
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
 _log = logging.getLogger(__name__)
 
+MEGABYTE = 1e6
 
-@dataclass(frozen=True, slots=True)
-class Service(RunningModel):
-    """A running model of one step.
 
-    Attributes:
-        workers: workers that run the executor's batches.
-        info: model facts for the engine.
-        sandbox: processes of the chat template, for a model that reads pairs as messages.
-        cache: the response cache in front of the engine, if it is on.
-    """
-
-    workers: Workers
-    info: ModelInfo
-    sandbox: Sandbox
-    cache: ResponseCache | None = None
+class Kind(Protocol):
+    """What differs between models of one step and models that generate."""
 
     @classmethod
     def load(
         cls,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        stats: Stats,
+        opened: ExitStack,
+        *,
+        gpu: int,
+        isolated: bool,
+    ) -> "Service[Any]":
+        """Return the model, warmed up, with an engine that is not started yet; see `Service.load`.
+
+        Args:
+            checkpoint, config, stats, gpu, isolated: arguments of `Service.load`.
+            opened: closes what was opened if the load fails.
+        """
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Answer a request, now or later. Any thread may call this.
+
+        Raises:
+            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
+        """
+
+    def metrics(self) -> MetricsSnapshot:
+        """Return the values of gauges and totals of this kind of model. From any thread."""
+
+    def release(self) -> None:
+        """Release what the executor runs."""
+
+    def log_loaded(self, checkpoint: Checkpoint, config: EngineConfig, seconds: float) -> None:
+        """Log what was loaded in this time."""
+
+
+_Kind = TypeVar("_Kind", bound=Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Service(Generic[_Kind]):
+    """A running model.
+
+    Attributes:
+        checkpoint: the loaded checkpoint.
+        task: the task of the model.
+        intake: checks inputs and makes prompts of them.
+        admission: counts waiting work.
+        engine: schedules requests; started.
+        executor: runs batches.
+        sandbox: processes of the chat template and of grammars.
+        model: the rest.
+        queues: requests that wait for something else before the engine.
+    """
+
+    checkpoint: Checkpoint
+    task: Task
+    intake: Intake
+    admission: Admission
+    engine: Engine
+    executor: ModelExecutor
+    sandbox: Sandbox
+    model: _Kind
+    queues: Sequence[TokenizerPool] = ()
+
+    @classmethod
+    def load(
+        cls,
+        kind: type[_Kind],
         folder: str | Path,
         config: EngineConfig,
         stats: Stats,
         *,
         gpu: int = 0,
         isolated: bool = False,
-    ) -> "Service":
+    ) -> "Service[_Kind]":
         """Return the model of a checkpoint folder, warmed up.
 
         Args:
+            kind: `EncoderParts` or `GeneratorParts`.
             folder: holds the checkpoint.
             config: the settings.
             stats: gets the counts of the engine.
@@ -78,157 +122,60 @@ class Service(RunningModel):
         began = time.monotonic()
         checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
         with ExitStack() as opened:
-            workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
-            executor = workers.new_executor()
-            opened.callback(_close, executor, workers)
-            info = workers.info
-            most, late = info.max_sequence_tokens, checkpoint.late
-            tokenizer = Tokenizer(
-                checkpoint.folder,
-                most,
-                has_types=checkpoint.has_token_types,
-                side=checkpoint.truncation_side,
-                prefixes=() if late is None else late.prefixes,
-            )
-            sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
-            opened.callback(sandbox.close)
-            intake = Intake(
-                tokenizer,
-                _input_limits(config, info),
-                roles=roles_of(checkpoint, info.task, tokenizer, most),
-                mask_token=_filled_token(checkpoint, tokenizer, info.task),
-                pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
-            )
-            warm_up(info, executor, config)
-            costs = costs_for(info, executor, checkpoint, config)
-            workers.use_all_cores()
+            service = kind.load(checkpoint, config, stats, opened, gpu=gpu, isolated=isolated)
             # nothing fails from here on
             opened.pop_all()
         # converting weights leaves free memory in the heap
         trim_heap()
-        # a GPU runs one batch at a time, whatever is in flight
-        admission = Admission(
-            config.max_queued_requests,
-            queue_limit(config, info.max_sequence_tokens),
-            slots=info.workers,
-        )
-        scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
-        engine = Engine(scheduler, executor, stats)
-        engine.start()
-        _log_loaded(info, time.monotonic() - began)
-        cache = _response_cache(config, engine, info)
-        model = cls(checkpoint, intake, admission, engine, executor, workers, info, sandbox, cache)
-        longest = info.max_sequence_tokens
-        model.log_notes(longest, limit_notes(checkpoint, config, longest, info.max_arena_tokens))
-        return model
+        service.engine.start()
+        for queue in service.queues:
+            queue.start()
+        service.model.log_loaded(checkpoint, config, time.monotonic() - began)
+        return service
 
     @property
-    def task(self) -> Task:
-        """The task of the model."""
-        return self.info.task
+    def is_ready(self) -> bool:
+        """Whether requests are accepted; False for good after a fault of the device."""
+        return self.engine.is_ready
 
-    def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or later; see `RunningModel.submit`."""
-        # an answer from the cache would hide that the model does not run
-        cache = None if request.options.probe else self.cache
-        (cache or self.engine).submit(request, reply)
+    @property
+    def waiting_requests(self) -> int:
+        """Number of requests that wait to run, or for what they need to run."""
+        return self.admission.depth[0] + sum(queue.depth[0] for queue in self.queues)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of all gauges and totals. From any thread."""
-        info, cache = self.info, self.cache.use() if self.cache else CacheUse()
         return {
-            **self.queue_metrics(),
-            SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
-            SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
-            **self.workers.use().metrics(),
-            **self.workers.graphs.metrics(),
-            SnapshotMetric.CACHE_BYTES: cache.held_bytes,
-            SnapshotMetric.CACHE_ENTRIES: cache.entries,
-            SnapshotMetric.CACHE_HITS: cache.hits,
-            SnapshotMetric.CACHE_JOINED: cache.joined,
-            SnapshotMetric.CACHE_MISSES: cache.misses,
-            SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
+            SnapshotMetric.QUEUED_REQUESTS: self.waiting_requests,
+            SnapshotMetric.QUEUED_TOKENS: self.admission.depth[1],
+            SnapshotMetric.QUEUED_SECONDS: self.admission.queued_seconds,
+            SnapshotMetric.SLOTS: self.admission.slots,
+            **self.model.metrics(),
         }
 
     def close(self) -> bool:
-        """Run what is queued, then stop; see `RunningModel.close`."""
-        is_idle = RunningModel.close(self)
+        """Run what is queued, then stop.
+
+        Returns:
+            Whether all memory was released. False after the GPU has hung: its process should end.
+        """
+        for queue in self.queues:
+            queue.close()
+        self.engine.close()
+        is_idle = self.executor.close()
+        if is_idle:
+            self.model.release()
         self.sandbox.close()
         return is_idle
 
-    def release(self) -> None:
-        """Stop the workers."""
-        self.workers.close()
 
+def log_notes(checkpoint: Checkpoint, task: Task, longest: int, limits: Sequence[str]) -> None:
+    """Log what a user should know of a checkpoint, and limits below its own.
 
-def _close(executor: ModelExecutor, workers: Workers) -> None:
-    """Stop an executor without an engine; release its workers, unless their device hangs."""
-    if executor.close():
-        workers.close()
-
-
-def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:
-    if not config.response_cache_bytes:
-        return None
-    joins = JoinLimits(
-        max_flight_tokens=info.max_batch_tokens,
-        max_requests=config.max_queued_requests,
-        max_tokens=queue_limit(config, info.max_sequence_tokens),
-    )
-    return ResponseCache(
-        engine.submit,
-        joins,
-        time.monotonic,
-        max_bytes=config.response_cache_bytes,
-        max_seconds=config.response_cache_seconds or math.inf,
-    )
-
-
-def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
-    """Return the token that the task replaces, if it replaces one."""
-    if task != "fill_mask":
-        return None
-    return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
-
-
-def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
-    return InputLimits(
-        max_sequence_tokens=info.max_sequence_tokens,
-        max_text_bytes=text_limit(config, info.max_sequence_tokens),
-        vocab_size=info.vocab_size,
-        type_vocab_size=info.type_vocab_size,
-        max_arena_tokens=info.max_arena_tokens,
-    )
-
-
-def _pair_template(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task, template: ChatTemplate | None
-) -> PairTemplate | None:
-    """Return what makes prompts of pairs, for a model that answers whether they fit."""
-    if checkpoint.logit_score is None or task != "rerank":
-        return None
-    if template is None:
-        raise CheckpointError("the checkpoint has no chat template, which pairs of texts need")
-    template.check()
-
-    def tokenize(text: str) -> Int32Array:
-        (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)
-        return found.token_ids
-
-    return PairTemplate(template, checkpoint.logit_score, tokenize)
-
-
-def _log_loaded(info: ModelInfo, seconds: float) -> None:
-    _log.info(
-        "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches of several up to %d;"
-        " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
-        info.task,
-        info.dtype,
-        info.device_name,
-        info.workers,
-        min(info.max_sequence_tokens, info.max_arena_tokens),
-        info.max_batch_tokens,
-        info.arena_bytes / MEGABYTE,
-        info.weight_bytes / MEGABYTE,
-        seconds,
-    )
+    Args:
+        checkpoint, task: the model.
+        longest: its longest sequence, in tokens.
+        limits: a sentence for each limit.
+    """
+    for note in (*checkpoint_notes(checkpoint, task, longest), *limits):
+        _log.warning("%s", note)

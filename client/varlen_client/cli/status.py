@@ -12,13 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from varlen_client.cli.options import (
-    DEFAULT_URLS,
-    Urls,
-    exit_on_error,
-    fail,
-    usage_error,
-)
+from varlen_client.cli.options import DEFAULT_URLS, Urls, exit_on_error, fail, usage_error
 from varlen_client.errors import VarlenClientError
 from varlen_client.metrics import (
     MetricsSample,

@@ -18,12 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast
 from fastapi import Query
 
 from varlen_client.aio import AsyncClient
-from varlen_client.errors import (
-    InvalidRequest,
-    ModelNotFound,
-    ServerUnavailable,
-    VarlenClientError,
-)
+from varlen_client.errors import InvalidRequest, ModelNotFound, ServerUnavailable, VarlenClientError
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.bodies import Ignore, TextFields
 from varlen_client.gateway.metrics import GatewayMetrics

@@ -12,13 +12,7 @@ from pydantic import StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import (
-    OpenAIBody,
-    TextFields,
-    Texts,
-    given_options,
-    rows_of,
-)
+from varlen_client.gateway.bodies import OpenAIBody, TextFields, Texts, given_options, rows_of
 from varlen_client.gateway.embeddings import VectorFields, encoded
 from varlen_client.gateway.json_writing import listed
 from varlen_client.gateway.models import Gateway

@@ -10,14 +10,7 @@ from pydantic import StrictBool, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import (
-    MAX_INPUTS,
-    Ids,
-    ListOf,
-    RequestBody,
-    RowsOfIds,
-    rows_of,
-)
+from varlen_client.gateway.bodies import MAX_INPUTS, Ids, ListOf, RequestBody, RowsOfIds, rows_of
 from varlen_client.gateway.generation import Messages, for_template, template_variables
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway

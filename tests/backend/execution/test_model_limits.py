@@ -64,7 +64,7 @@ def test_a_sequence_that_memory_does_not_hold_is_refused_and_not_cut(long_bert, 
     with Encoder.from_pretrained(
         long_bert, dtype="fp32", threads=1, arena_bytes=4_000_000
     ) as encoder:
-        held = encoder._service.info.max_arena_tokens
+        held = encoder._service.model.info.max_arena_tokens
         assert 100 < held < LONG
         remedy = f"truncate_prompt_tokens={held} cuts a text there"
         with refused(f"row 0: {LONG} tokens; the memory of this model is enough for {held} tokens"):

@@ -34,8 +34,10 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Request
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import RequestState
-from varlen.service import service
+from varlen.service import one_shot
 from varlen.service.costs import warm_up
+from varlen.service.one_shot import EncoderParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import SnapshotMetric, Stats
 from varlen_kernels import reference
 
@@ -357,16 +359,16 @@ def test_a_batch_that_is_measured_runs_alone(overlapping):
 def test_a_service_on_a_gpu_gives_the_answers_of_the_cpu(
     overlapping, runner, small_bert, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(service, "load_workers", lambda *args, **kwargs: overlapping)
+    monkeypatch.setattr(one_shot, "load_workers", lambda *args, **kwargs: overlapping)
     config = EngineConfig(
         device="cpu", max_batch_sequences=16, warmup_seconds=1, cache_folder=str(tmp_path)
     )
-    loaded = service.Service.load(small_bert, config, Stats())
+    loaded = Service.load(EncoderParts, small_bert, config, Stats())
     batches = [tuple(random_prompts([1 + n % 20, 7], seed=n, types=2)) for n in range(30)]
     replies = [FakeReply() for _ in batches]
 
     for prompts, reply in zip(batches, replies, strict=True):
-        loaded.submit(Request(prompts, NORMALIZED), reply)
+        loaded.model.submit(Request(prompts, NORMALIZED), reply)
     snapshot = loaded.snapshot()
     loaded.close()
 

@@ -35,9 +35,9 @@ class Device:
         if (what, step.number) in self.failing:
             raise ZeroDivisionError
 
-    def pack(self, step, choice):
+    def pack(self, step, plan):
         self._do("pack", step)
-        return choice
+        return plan
 
     def may_queue(self, packed):
         return self.takes_more
@@ -51,9 +51,9 @@ class Device:
 
         return chosen
 
-    def choose(self, step, packed, choice, chosen):
+    def choose(self, step, packed, plan, chosen):
         self._do("choose", step)
-        assert not choice.is_whole
+        assert not plan.is_whole
         assert chosen == Chosen()
         return [SampledToken(200 + step.number)]
 
@@ -63,7 +63,7 @@ def device():
     return Device()
 
 
-class Choice(NoChooser):
+class PlannedChooser(NoChooser):
     """Chooses on the device what the next step is told.
 
     Attributes:
@@ -81,8 +81,8 @@ class Choice(NoChooser):
             raise ZeroDivisionError
         return of_step
 
-    def outputs(self, step, choice, chosen, logits):
-        assert choice.is_whole
+    def outputs(self, step, plan, chosen, logits):
+        assert plan.is_whole
         assert logits is None
         if self.has_no_memory:
             raise MemoryError
@@ -91,16 +91,16 @@ class Choice(NoChooser):
 
 def launch_on(device, **settings):
     """Return a function that launches a step and returns what waits for it."""
-    choice, numbers = Choice(), count()
-    launcher = StepLauncher(device, choice, **settings)
+    chooser, numbers = PlannedChooser(), count()
+    launcher = StepLauncher(device, chooser, **settings)
 
     def launch(of_step, after=None):
-        choice.told.append(of_step)
+        chooser.told.append(of_step)
         number = next(numbers)
         step = Batch((), BatchShape.of([1]), 1.0, "", (), (), number, after)
         return launcher.launch(step)
 
-    launch.launcher, launch.choice = launcher, choice
+    launch.launcher, launch.chooser = launcher, chooser
     return launch
 
 
@@ -202,14 +202,14 @@ def test_a_step_whose_choice_fails_fails_and_the_one_behind_it_is_skipped(launch
 
 def test_a_step_whose_outputs_find_no_memory_does_not_run_again(launch, device):
     first, second = launch(DRAWN), launch(DRAWN, after=0)
-    launch.choice.has_no_memory = True
+    launch.chooser.has_no_memory = True
 
     # a MemoryError would repeat it, but the next step has run
     with pytest.raises(EngineError, match="too little memory to read"):
         first()
     with pytest.raises(SkippedStepError):
         second()
-    launch.choice.has_no_memory = False
+    launch.chooser.has_no_memory = False
     assert launch(DRAWN)() == [SampledToken(102)]
 
 

@@ -26,6 +26,7 @@ from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
@@ -183,7 +184,7 @@ def test_texts_of_all_roles_share_a_batch(saved, execution):
     oracle = MultiVectorEncoder(str(saved), device="cpu")
     config = EngineConfig(dtype="fp32", threads=1, execution=execution)
     runner = Runner(Checkpoint.open(saved), config)
-    service = Service.load(saved, config, Stats())
+    service = Service.load(EncoderParts, saved, config, Stats())
     text = "the river? a cat?"
     prompts = [
         service.intake.texts([text], truncate=False, prompt_name=role)[0]

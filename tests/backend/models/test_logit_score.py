@@ -15,7 +15,8 @@ from varlen import Encoder, Generator
 from varlen.config import EngineConfig
 from varlen.errors import RequestError
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
 from ..refusals import refused_checkpoint as refused
@@ -204,7 +205,7 @@ def test_a_reranker_may_generate_in_bf16(save):
     folder, _ = save()
     config = EngineConfig(task="generate", device="cpu", dtype="bf16")
 
-    with Generator(GenerationService.load(folder, config, Stats())) as generator:
+    with Generator(Service.load(GeneratorParts, folder, config, Stats())) as generator:
         [answer] = generator.generate(["the cat"], max_tokens=3, temperature=0.0)
 
     assert len(answer.token_ids) <= 3

@@ -13,6 +13,7 @@ from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
@@ -166,7 +167,7 @@ def test_texts_of_all_prompts_share_a_batch(saved, execution):
     made = SentenceTransformer(str(saved), device="cpu")
     config = EngineConfig(dtype="fp32", threads=1, execution=execution)
     runner = Runner(Checkpoint.open(saved), config)
-    service = Service.load(saved, config, Stats())
+    service = Service.load(EncoderParts, saved, config, Stats())
     wanted = [(text, name) for text in TEXTS for name in PROMPTS]
     prompts = [
         service.intake.texts([text], truncate=False, prompt_name=name)[0] for text, name in wanted

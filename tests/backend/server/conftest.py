@@ -11,7 +11,7 @@ import pytest
 
 from tests.backend.fakes.server_api import of_fake
 from tests.backend.model_configs import initialize_args, model_config
-from varlen.service import generation, service
+from varlen.service import generation, one_shot
 
 SERVER_MODULES = ("varlen.server.entry", "varlen.server.process", "varlen.server.replies")
 SECONDS = 20.0
@@ -66,12 +66,12 @@ def our_threads():
 def load(server_model, pb_utils, small_bert, monkeypatch, our_threads):
     """Return a function that loads a model with one thread as its worker."""
     loaded = []
-    load_workers = service.load_workers
+    load_workers = one_shot.load_workers
 
     def load_thread(*args, isolated, **kwargs):
         return load_workers(*args, isolated=False, **kwargs)
 
-    monkeypatch.setattr(service, "load_workers", load_thread)
+    monkeypatch.setattr(one_shot, "load_workers", load_thread)
     load_step_model = generation.load_step_model
 
     def load_here(*args, isolated, **kwargs):

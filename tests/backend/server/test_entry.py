@@ -69,21 +69,21 @@ def failure(request):
 
 
 def only_runner(model):
-    (runner,) = model._service.workers.runners
+    (runner,) = model._service.model.workers.runners
     return runner
 
 
 def start_and_hold(model, request):
     """Execute a request; return the event that lets its running batch continue."""
     runner = only_runner(model)
-    begun, go_on, run = Event(), Event(), runner.run
+    begun, go_on, run = Event(), Event(), runner.run_batch
 
-    def wait_and_run(prompts, options):
+    def wait_and_run(batch):
         begun.set()
         assert go_on.wait(SECONDS)
-        return run(prompts, options)
+        return run(batch)
 
-    runner.run = wait_and_run
+    runner.run_batch = wait_and_run
     assert model.execute([request]) is None
     assert begun.wait(SECONDS)
     return go_on
@@ -92,13 +92,13 @@ def start_and_hold(model, request):
 def fail_once(model):
     """Make the model fail in its next batch."""
     runner = only_runner(model)
-    run = runner.run
+    run = runner.run_batch
 
-    def fail(prompts, options):
-        runner.run = run
+    def fail(batch):
+        runner.run_batch = run
         raise ZeroDivisionError("poison")
 
-    runner.run = fail
+    runner.run_batch = fail
 
 
 def test_execute_answers_later_and_returns_none(load, ask):
@@ -317,7 +317,7 @@ def test_requests_of_every_form_share_what_the_engine_computes(load, ask, cache_
     length = np.linalg.norm(vector[:, :8])
     np.testing.assert_allclose(unit, vector[:, :8] / length, rtol=1e-4)
     if cache_bytes != "0":
-        assert model._service.cache.use().hits == 3
+        assert model._service.model.cache.use().hits == 3
 
 
 def test_a_bad_request_fails_alone(load, ask, pb_utils):
@@ -453,10 +453,11 @@ def test_a_failure_of_the_model_is_answered_without_details(load, ask, pb_utils)
 def test_a_model_whose_device_is_lost_is_not_ready_and_refuses_at_once(load, ask, pb_utils):
     model = load()
 
-    def lost(prompts, options):
+    def lost(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    only_runner(model).run = lost
+    runner = only_runner(model)
+    runner.run_batch = runner.run = lost
     first, later = ask(text=text("a")), ask(text=text("b"))
     model.execute([first])
     wait_for(first)
@@ -1001,7 +1002,7 @@ def series_of(model):
 
 def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask, monkeypatch):
     model = load_generator()
-    runner, steps = model._service.runner, []
+    runner, steps = model._service.model.runner, []
     launch = runner.launch_batch
 
     def launch_when_sent(batch):
@@ -1053,7 +1054,9 @@ def test_requests_that_wait_for_their_grammar_count_among_those_that_wait(
     go_on, late = Event(), ask(text_input=prompt())
     draft = Draft((TokenizationTask(1, lambda: (), lambda _: go_on.is_set()),), DEFAULT_OPTIONS)
     reply = SimpleNamespace(is_cancelled=lambda: False)
-    model._service.compile_queue.submit(draft, reply, lambda _: None, arrival=time.monotonic())
+    model._service.model.compile_queue.submit(
+        draft, reply, lambda _: None, arrival=time.monotonic()
+    )
 
     model.execute([late])
 

@@ -17,11 +17,12 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.packing import pack_step
 from varlen.execution.runner import Runner
-from varlen.execution.workers import step_process
-from varlen.execution.workers.restarts import RestartLimit
+from varlen.execution.workers import steps
+from varlen.execution.workers.limits import RestartLimit
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 SECONDS = 60.0
@@ -78,8 +79,8 @@ def translator(tmp_path_factory):
 def generator_of(folder, *, restarts=100, stats=None, **settings):
     """Yield a generator whose model runs in a process, which may end often."""
     config = EngineConfig(**{**SETTINGS, **settings})
-    service = GenerationService.load(folder, config, stats or Stats(), isolated=True)
-    service.runner._restarts = RestartLimit(restarts, 600.0)
+    service = Service.load(GeneratorParts, folder, config, stats or Stats(), isolated=True)
+    service.model.runner.host.restarts = RestartLimit(restarts, 600.0)
     with Generator(service) as generator:
         yield generator
 
@@ -95,7 +96,7 @@ class Killer:
     def __init__(self, generator, *at):
         self.at = set(at)
         self.steps = 0
-        self._runner = generator._service.runner
+        self._runner = generator._service.model.runner
         self._start = type(self._runner).start
         self._runner.start = self.start
 
@@ -116,7 +117,7 @@ def answers_of(generator, kinds, *, max_tokens=24):
     parts = {}
     futures = {}
     for number, (kind, options) in enumerate(kinds.items()):
-        checked = generator._service.options({"max_tokens": max_tokens, **options})
+        checked = generator._service.model.options({"max_tokens": max_tokens, **options})
 
         def on_part(row, part, kind=kind):
             assert parts.get((kind, row, "end")) is None
@@ -148,7 +149,7 @@ def test_answers_of_every_kind_are_the_same_though_the_worker_is_killed(
     stats = Stats()
     with generator_of(decoder, kv_policy=policy, prefix_cache=prefix_cache, stats=stats) as made:
         undisturbed = answers_of(made, KINDS)
-        runner = made._service.runner
+        runner = made._service.model.runner
         for at in (0, 11):
             killed = runner.pid
             killer = Killer(made, at)
@@ -177,7 +178,7 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
     decoder, policy, monkeypatch
 ):
     config = EngineConfig(**{**SETTINGS, "kv_policy": policy})
-    with Generator(GenerationService.load(decoder, config, Stats())) as made:
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
         expected = answers_of(made, EDITED)[1]
     listed = []
 
@@ -190,7 +191,7 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
 
     with generator_of(decoder, kv_policy=policy) as made:
         with monkeypatch.context() as context:
-            context.setattr(step_process, "pack_step", packed)
+            context.setattr(steps, "pack_step", packed)
             assert answers_of(made, EDITED)[1] == expected
         # most steps send no list
         assert 0 < sum(listed) < len(listed) / 2
@@ -237,46 +238,46 @@ def test_after_too_many_restarts_the_model_stops(decoder, caplog):
         assert not made._service.is_ready
         with pytest.raises(ModelFaultError):
             made.generate([SHARED], max_tokens=4, temperature=0.0)
-        assert is_gone(made._service.runner.pid)
+        assert is_gone(made._service.model.runner.pid)
     assert "ended with code -9, after" in caplog.text
 
 
 def test_an_idle_worker_that_is_killed_is_replaced_at_the_next_request(decoder):
     with generator_of(decoder) as made:
         expected = made.generate([SHARED], max_tokens=8, temperature=0.0)
-        killed = made._service.runner.pid
+        killed = made._service.model.runner.pid
         os.kill(killed, signal.SIGKILL)
         assert is_gone(killed)
 
         assert made.generate([SHARED], max_tokens=8, temperature=0.0) == expected
-        assert made._service.runner.pid != killed
+        assert made._service.model.runner.pid != killed
 
 
 def test_a_step_that_fails_in_the_worker_fails_its_requests_and_no_worker_ends(
     decoder, monkeypatch, caplog
 ):
     with generator_of(decoder) as made:
-        pid = made._service.runner.pid
+        pid = made._service.model.runner.pid
 
         def broken(*step):
             return replace(pack_step(*step), inputs={})
 
         with monkeypatch.context() as context:
-            context.setattr(step_process, "pack_step", broken)
+            context.setattr(steps, "pack_step", broken)
             with pytest.raises(EngineError, match="the model failed on the step"):
                 made.generate([SHARED], max_tokens=4, temperature=0.0)
 
         made.generate([SHARED], max_tokens=4, temperature=0.0)
-        assert made._service.runner.pid == pid
+        assert made._service.model.runner.pid == pid
     assert "KeyError" in caplog.text
 
 
 def test_closing_while_the_worker_starts_again_answers_what_is_open_and_leaves_no_process(decoder):
     config = EngineConfig(**SETTINGS)
-    service = GenerationService.load(decoder, config, Stats(), isolated=True)
+    service = Service.load(GeneratorParts, decoder, config, Stats(), isolated=True)
     made = Generator(service)
     expected = made.generate([SHARED], max_tokens=8, temperature=0.0, ignore_eos=True)
-    killed = service.runner.pid
+    killed = service.model.runner.pid
     Killer(made, 2)
     answer = made.submit(SHARED, GenerationOptions(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert is_gone(killed)
@@ -287,29 +288,34 @@ def test_closing_while_the_worker_starts_again_answers_what_is_open_and_leaves_n
 
     assert not closing.is_alive()
     assert answer.result(0) == expected
-    assert is_gone(service.runner.pid)
+    assert is_gone(service.model.runner.pid)
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(decoder):
     with pytest.raises(ConfigError, match="kv_bytes allows 64 bytes"):
-        GenerationService.load(
-            decoder, EngineConfig(**{**SETTINGS, "kv_bytes": 64}), Stats(), isolated=True
+        Service.load(
+            GeneratorParts,
+            decoder,
+            EngineConfig(**{**SETTINGS, "kv_bytes": 64}),
+            Stats(),
+            isolated=True,
         )
 
 
 def test_in_process_there_is_no_worker(decoder):
     with Generator.from_pretrained(decoder, device="cpu", dtype="fp32") as made:
-        assert isinstance(made._service.runner, Runner)
+        assert isinstance(made._service.model.runner, Runner)
 
 
 SCRIPT = """
 import sys, time
 from varlen.config import EngineConfig
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 config = EngineConfig(device="cpu", dtype="fp32", threads=1)
-service = GenerationService.load(sys.argv[1], config, Stats(), isolated=True)
-print(service.runner.pid, flush=True)
+service = Service.load(GeneratorParts, sys.argv[1], config, Stats(), isolated=True)
+print(service.model.runner.pid, flush=True)
 time.sleep(600)
 """
 

@@ -21,7 +21,7 @@ from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
-from varlen.execution.workers import step_models
+from varlen.execution.workers import steps
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory import arena
 from varlen.models.checkpoint_folder import Checkpoint
@@ -387,7 +387,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "_PASSES", 1)
     monkeypatch.setattr(encoders, "_PASSES", 1)
     monkeypatch.setattr(encoders, "_BATCHES", 2)
-    monkeypatch.setattr(step_models, "warm_up", lambda *_: None)
+    monkeypatch.setattr(steps, "warm_up", lambda *_: None)
 
 
 @pytest.mark.full

@@ -21,7 +21,8 @@ from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 from varlen_bench.gpu_report.figures import MUST_BE_0, Figure, device_time, figure
 from varlen_bench.kernels.machine import Machine
@@ -111,12 +112,12 @@ SERVED = DecoderGrid(
 
 
 @contextmanager
-def loaded(name: str, grid: DecoderGrid) -> Iterator[GenerationService]:
+def loaded(name: str, grid: DecoderGrid) -> Iterator[Service[GeneratorParts]]:
     """Yield a random decoder on the GPU."""
     with TemporaryDirectory(prefix="varlen-report-") as folder:
         grid.save[name](Path(folder))
         config = EngineConfig(device="cuda", warmup_seconds=0, **grid.settings)
-        with closing(GenerationService.load(folder, config, Stats())) as service:
+        with closing(Service.load(GeneratorParts, folder, config, Stats())) as service:
             yield service
 
 
@@ -160,7 +161,7 @@ def measure_steps(name: str, grid: DecoderGrid, bandwidth: float) -> Iterator[Fi
     """Yield the times of a decoder's steps; `bandwidth` is in bytes a second."""
     row = partial(figure, "decode")
     with loaded(name, grid) as service:
-        runner, use = service.runner, service.runner.graph_use
+        runner, use = service.model.runner, service.model.runner.graph_use
         assert isinstance(runner, Runner)
         yield row(name, "captures", use.seconds, "s")
         yield row(name, "memory of graphs", use.num_bytes / 2**20, "MiB")

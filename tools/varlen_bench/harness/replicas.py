@@ -23,7 +23,7 @@ from pathlib import Path
 from varlen_bench.harness.resident import model_process
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError, free_port
 
-_WORKER_HOST = "varlen.execution.workers.host"
+_WORKER = "varlen.execution.workers.child"
 CONFIGURATIONS = Path(__file__).resolve().parents[3] / "deploy"
 
 # Longer than anything takes on a busy machine. Only a failure waits this long.
@@ -121,7 +121,7 @@ def worker_processes(stub: int) -> list[int]:
     return [
         worker
         for host in _children(stub)
-        if _WORKER_HOST in Path(f"/proc/{host}/cmdline").read_text("utf-8").split("\0")
+        if _WORKER in Path(f"/proc/{host}/cmdline").read_text("utf-8").split("\0")
         for worker in _children(host)
     ]
 

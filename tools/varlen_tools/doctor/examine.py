@@ -16,7 +16,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.request.scores import scores_of
 from varlen.request.sparse_vectors import SparseVector
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
 from varlen.telemetry.metrics import Stats
@@ -102,8 +103,8 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     task = _comparable_task(config.task or checkpoint.task, checkpoint)
     inputs = sample_inputs(task, limit)
     vocab_size = checkpoint.vocab_size
-    service = Service.load(checkpoint.folder, config, Stats())
-    info, dtype = service.info, short_dtype(service.info.dtype)
+    service = Service.load(EncoderParts, checkpoint.folder, config, Stats())
+    info, dtype = service.model.info, short_dtype(service.model.info.dtype)
     speeds: tuple[Speed, ...] = ()
     answers: dict[DType, list[Float32Array]] = {}
     with Encoder(service) as encoder:
@@ -115,7 +116,7 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     dtypes: set[DType] = {"fp32", dtype}
     for each in dtypes - answers.keys():
         settings = replace(config, dtype=each, task=task)
-        with Encoder(Service.load(checkpoint.folder, settings, Stats())) as encoder:
+        with Encoder(Service.load(EncoderParts, checkpoint.folder, settings, Stats())) as encoder:
             answers[each] = _answers(encoder, inputs, vocab_size)
     memory = (
         ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}, shared by all workers"),
@@ -301,8 +302,8 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
     limit = min(LONGEST, generation_limit(checkpoint, config))
     config = replace(config, max_sequence_tokens=limit, kv_bytes=_KV_BYTES)
     prompts = sample_prompts()
-    service = GenerationService.load(checkpoint.folder, config, Stats())
-    info = service.runner.info
+    service = Service.load(GeneratorParts, checkpoint.folder, config, Stats())
+    info = service.model.runner.info
     dtype = short_dtype(info.dtype)
     memory = (
         ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}"),
@@ -327,7 +328,9 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
             rate = sum(map(len, timed)) / (time.perf_counter() - began)
             speeds = (Speed(f"{len(timed)} answers at a time, tokens generated in {dtype}", rate),)
     if dtype != "fp32":
-        service = GenerationService.load(checkpoint.folder, replace(config, dtype="fp32"), Stats())
+        service = Service.load(
+            GeneratorParts, checkpoint.folder, replace(config, dtype="fp32"), Stats()
+        )
         with Generator(service) as generator:
             answers["fp32"] = answers_of(generator, prompts)
     return Examination(memory, tuple(_compare_generated(checkpoint, prompts, answers)), speeds)

@@ -35,12 +35,13 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
         CheckpointError, ConfigError: the model cannot be loaded to generate.
     """
     # imports torch, which nothing else here needs
-    from varlen.service.generation import GenerationService
+    from varlen.service.generation import GeneratorParts
+    from varlen.service.service import Service
     from varlen.telemetry.metrics import Stats
 
     source = find_source(folder, settings)
-    service = GenerationService.load(source.checkpoint, source.config, Stats())
-    runner, info = service.runner, service.runner.info
+    service = Service.load(GeneratorParts, source.checkpoint, source.config, Stats())
+    runner, info = service.model.runner, service.model.runner.info
 
     def seconds(step: Batch) -> float:
         began = time.perf_counter()

@@ -64,8 +64,8 @@ class _Table:
 
     Attributes:
         rows: the table of `run_calls`.
-        addresses: flat places of addresses in it, and for each the number of its tensor.
-        sizes: flat places of numbers of rows in it, and for each the number of its size.
+        addresses: flat indices of addresses in it, and for each the number of its tensor.
+        sizes: flat indices of numbers of rows in it, and for each the number of its size.
         kinds: calls whose work is the same in every batch, one of each.
         sizes_of: numbers of the sizes that the work of each kind may depend on.
         kind_of: number of the kind of each row.
@@ -173,8 +173,8 @@ class CompiledProgram:
         # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()
         flat = rows.ravel()
-        for (places, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
-            flat[places] = np.array(values, np.int64)[numbers]
+        for (indices, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
+            flat[indices] = np.array(values, np.int64)[numbers]
         rows[:, UNITS : PARTS + 1] = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
         return rows
 
@@ -188,21 +188,21 @@ class CompiledProgram:
         for i, call in enumerate(calls):
             rows[i, FUNCTION] = call.function
             for j, tensor in enumerate(call.tensors):
-                place = ARGUMENTS + 3 * j
+                offset = ARGUMENTS + 3 * j
                 if tensor is None:
                     continue
                 count, columns = _extent(tensor)
-                rows[i, place + 2] = columns
+                rows[i, offset + 2] = columns
                 if isinstance(count, int):
-                    rows[i, place + 1] = count
+                    rows[i, offset + 1] = count
                 else:
-                    sizes.append((i * rows.shape[1] + place + 1, self._sizes.index(count)))
+                    sizes.append((i * rows.shape[1] + offset + 1, self._sizes.index(count)))
                 if isinstance(tensor, Tensor):
-                    rows[i, place] = tensor.data_ptr()
+                    rows[i, offset] = tensor.data_ptr()
                 else:
-                    addresses.append((i * rows.shape[1] + place, self._slots[tensor.name]))
-            place = ARGUMENTS + 3 * len(call.tensors)
-            rows[i, place : place + len(call.constants)] = [bits(each) for each in call.constants]
+                    addresses.append((i * rows.shape[1] + offset, self._slots[tensor.name]))
+            offset = ARGUMENTS + 3 * len(call.tensors)
+            rows[i, offset : offset + len(call.constants)] = [bits(each) for each in call.constants]
             kinds.setdefault(call.kind, i)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         chosen = [calls[i] for i in kinds.values()]
@@ -284,7 +284,7 @@ def _work(
     table: _Table, kind: int, sizes: Sequence[int], dims: Dims, cores: int
 ) -> tuple[int, int]:
     """Return `_units_and_parts` of a kind of calls."""
-    key = (kind, cores, *(sizes[place] for place in table.sizes_of[kind]))
+    key = (kind, cores, *(sizes[index] for index in table.sizes_of[kind]))
     found = table.work.get(key)
     if found is None:
         if len(table.work) >= _MOST_WORK:

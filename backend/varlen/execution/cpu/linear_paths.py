@@ -133,7 +133,7 @@ def choose_paths(
         program,
         link.agree(
             lambda: dict(stored_paths(store, {**key, **more}, measure)),
-            meanwhile=partial(_multiply, shapes.values(), kernels, use.rows),
+            partial(_multiply, shapes.values(), kernels, use.rows),
         ),
     )
 

@@ -1,184 +1,212 @@
-"""A process of a model: loads the model, then answers batches.
+"""A process of a model: `python -m varlen.execution.workers.child FD`. Loads the model, then runs batches or steps.
 
-It gets a socket of whole JSON messages, its control socket. The engine sends the checkpoint and the settings, and gets
-log lines and then the model's description, or an error. When the engine closes its end, or dies, the process ends.
+FD is its control socket, of whole JSON messages. The engine sends the checkpoint and the settings, and gets log lines
+and then the model's description, or an error. Each later message of the engine brings the connection of a worker, and
+the memory that says whether its batch runs alone. When the engine closes its end, or dies, the process ends.
+
+Workers of a model of one step are forked. They share the weights, page by page, until one of them writes, which none
+does. A worker that was killed is forked again within milliseconds. No thread works at that time, so a fork leaves no
+lock behind. A process that has keys and values, or that leads others, is its own only worker.
+
+The other ranks or stages of a model have their control socket from the leader, and run what it sends them. They have
+no scheduler, tokenizer or sampler, and end with the leader.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from varlen.config import EngineConfig
-from varlen.errors import VarlenError
-from varlen.execution.executor import SkippedStepError
-from varlen.execution.model_info import ModelInfo
-from varlen.execution.workers.messages import Answers, send_answers
+from varlen.errors import EngineError, VarlenError
+from varlen.execution.executor import CoreShare, SkippedStepError
+from varlen.execution.workers.messages import (
+    MAX_MESSAGE,
+    Answers,
+    receive_control,
+    send_answers,
+    send_control,
+)
+from varlen.execution.workers.orders import Orders, ReadAhead
+from varlen.execution.workers.process import Setup
 from varlen.memory.heap import return_large_memory, trim_heap
-from varlen.memory.memory_use import MemoryUse
 from varlen.processes import freeze_objects, log_by, set_log_level
-from varlen.request.request import Float32Array
+
+if TYPE_CHECKING:
+    from varlen.execution.workers.group import Leader, Member
+    from varlen.execution.workers.work import Work
 
 _log = logging.getLogger("varlen")
 
-# Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
-MAX_MESSAGE = 1 << 16
 # Characters of a log line or an error, which JSON may make six times as long.
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
-# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
-_SET_PARENT_DEATH_SIGNAL = 1
-# File descriptors of a message at most.
-MOST_DESCRIPTORS = 5
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
 # Seconds without a batch after which a worker returns the memory of intermediates.
 IDLE_SECONDS = 10
 
 _Order = TypeVar("_Order")
-_Order_co = TypeVar("_Order_co", covariant=True)
+_Part = TypeVar("_Part")
 
 
-class LoadedModel(Protocol):
-    """A model that this process has loaded."""
-
-    @property
-    def info(self) -> ModelInfo:
-        """Model facts for the engine."""
-
-
-_Model = TypeVar("_Model", bound=LoadedModel)
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a process is to load.
-
-    Attributes:
-        control: its control socket.
-        folder: folder of the checkpoint.
-        config: the settings.
-        rank: its number among the ranks of the model.
-        descriptors: file descriptors that it got.
-    """
-
-    control: socket.socket
-    folder: Path
-    config: EngineConfig
-    rank: int
-    descriptors: Sequence[int]
-
-
-def run_model(
-    load: Callable[[Setup], _Model], serve: Callable[[socket.socket, _Model], None]
-) -> None:
-    """Load a model, describe it to the engine, and serve it.
-
-    Args:
-        load: returns the model of a setup.
-        serve: serves it until the engine closes the control socket, which it gets.
-    """
+def main() -> None:
+    """Load a model, or a part of one, and run it."""
+    if os.getpgrp() != os.getpid():
+        # a signal for the server's group is not for it
+        os.setpgid(0, 0)
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     # before the engine says which model it is
     import_module("torch")
     log_by(_ToEngine(control))
-    message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, MOST_DESCRIPTORS)
-    if not message:
+    try:
+        fields, descriptors = receive_control(control)
+    except EOFError:
         # the engine's process has ended
         return
-    fields = json.loads(message)
     set_log_level(fields["log_level"])
     return_large_memory()
-    config = EngineConfig(**fields["config"])
-    setup = Setup(control, Path(fields["folder"]), config, fields.get("rank", 0), descriptors)
+    setup = Setup(control, fields, EngineConfig(**fields["config"]), descriptors)
     try:
-        model = load(setup)
+        work, serve = _load(setup)
     except VarlenError as error:
-        send(control, {"error": [type(error).__name__, str(error)[:_TEXT_CHARACTERS]]})
+        send_control(control, _error(error))
         return
     except Exception:
         _log.exception("the model could not be loaded")
-        send(control, {"error": ["EngineError", "the model could not be loaded"]})
+        send_control(control, _error(EngineError("the model could not be loaded")))
         return
     freeze_objects()
     # what the load has freed; processes that are forked from this one would all keep it
     trim_heap()
-    send(control, {"model": asdict(model.info)})
-    serve(control, model)
+    send_control(control, {"model": asdict(work.runner.info)})
+    serve()
 
 
-class Orders(Protocol[_Order_co]):
-    """Batches as they arrive."""
+def _load(setup: Setup) -> tuple[Work[Any, Any], Callable[[], None]]:
+    """Return the work of this process, and what runs it."""
+    from varlen.execution.workers.group import Leader, Member
+    from varlen.execution.workers.work import BatchWork, StepWork
 
-    def next(self, timeout: float | None) -> _Order_co | None:
-        """Return the next batch, or None after this many seconds; None is no limit.
-
-        Raises:
-            EOFError, OSError: the engine has closed the connection.
-        """
-
-
-class DirectOrders(Generic[_Order]):
-    """Batches that are read when they run: `Orders`."""
-
-    def __init__(self, connection: Connection, receive: Callable[[Connection], _Order]) -> None:
-        """Read from a connection to the engine; `receive` returns its next batch."""
-        self._connection = connection
-        self._receive = receive
-        self._arrivals = select.poll()
-        self._arrivals.register(connection, select.POLLIN)
-
-    def next(self, timeout: float | None) -> _Order | None:
-        """Return the next batch; see `Orders`."""
-        has_arrived = self._arrivals.poll(None if timeout is None else 1000 * timeout)
-        return self._receive(self._connection) if has_arrived else None
+    kind = StepWork if setup.generates else BatchWork
+    if setup.number is not None:
+        member = Member(setup)
+        work: Work[Any, Any] = kind(setup, member)
+        return work, partial(_follow, setup.control, member, work)
+    leader = Leader(setup, kind.message_of) if setup.config.num_processes > 1 else None
+    work = kind(setup, leader)
+    work.warm_up()
+    if leader is not None:
+        leader.finish_load()
+    return work, partial(_connect_workers, setup.control, leader, work)
 
 
-def answer_batches(
-    connection: Connection,
-    orders: Orders[_Order],
-    run: Callable[[_Order], Sequence[Float32Array]],
-    use: Callable[[], MemoryUse],
-    release: Callable[[], None],
+def _follow(control: socket.socket, member: Member, work: Work[Any, Any]) -> None:
+    """Run what the leader runs, until it closes the connection."""
+    try:
+        while True:
+            if not member.connection.poll(IDLE_SECONDS):
+                work.runner.release_arenas()
+                trim_heap()
+            member.follow(lambda message: work.runner.run_part(work.read(message)))
+    except MemoryError:
+        send_control(control, _error(EngineError("too little memory")))
+    except VarlenError as error:
+        send_control(control, _error(error))
+    except (EOFError, BrokenPipeError):
+        # the leader has ended, or the stage behind
+        pass
+
+
+def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[Any, Any]) -> None:
+    """Run the work of each connection that the engine sends, perhaps in forks."""
+    workers: set[int] = set()
+    with suppress(EOFError):
+        while True:
+            message, (connection, share) = receive_control(control)
+            code = _exit_code(workers, message["ended"])
+            try:
+                pid = os.fork() if work.is_forked else 0
+            except OSError as error:
+                os.close(connection)
+                os.close(share)
+                failure = EngineError(f"no worker can be started: {error.strerror}")
+                send_control(control, _error(failure))
+                continue
+            if pid:
+                workers.add(pid)
+                send_control(control, {"pid": pid, "code": code})
+            elif work.is_forked:
+                control.close()
+                work.runner.share_cores(CoreShare(share))
+                answer_orders(Connection(connection), work)
+            else:
+                send_control(control, {"pid": os.getpid(), "code": code}, work.share())
+                answer_orders(Connection(connection), work, leader)
+            os.close(connection)
+            os.close(share)
+    for pid in workers:
+        os.waitpid(pid, 0)
+
+
+def _exit_code(workers: set[int], ended: int | None) -> int | None:
+    """Forget a worker that has ended; return its exit code, negative for a signal."""
+    if ended not in workers:
+        return None
+    workers.remove(ended)
+    _, status = os.waitpid(ended, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def answer_orders(
+    connection: Connection, work: Work[_Order, _Part], leader: Leader | None = None
 ) -> NoReturn:
-    """Answer batches until the engine closes the connection, then end the process.
+    """Answer batches or steps until the engine closes the connection, then end the process.
 
     Args:
         connection: connection to the engine.
-        orders: the batches.
-        run: returns the answers of a batch.
-        use: returns the memory use.
-        release: returns memory to the system after some seconds without a batch.
+        work: runs them.
+        leader: sends them to the other stages as they arrive, if there are any.
     """
     # later lines have no engine that reads them
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(logging.Formatter("varlen: worker %(process)d: %(message)s"))
     log_by(to_stderr)
+
+    def send_ahead(order: _Order) -> _Part:
+        part = work.prepare(order)
+        if part is not None and leader is not None:
+            leader.send_ahead(part)
+        return part
+
+    orders = (
+        Orders(connection, work.read, work.prepare)
+        if leader is None or leader.stage.count == 1
+        else ReadAhead(connection, work.read, send_ahead)
+    )
     status, trimmed = 1, 0.0
     try:
         while True:
             order = orders.next(IDLE_SECONDS)
             if order is None:
-                release()
+                work.runner.release_arenas()
                 trim_heap()
                 order = orders.next(None)
             assert order is not None
-            send_answers(connection, _answers(order, run, use))
+            send_answers(connection, _answers(work, *order))
             if time.monotonic() - trimmed > _TRIM_SECONDS:
                 trim_heap()
                 trimmed = time.monotonic()
@@ -191,35 +219,20 @@ def answer_batches(
         os._exit(status)
 
 
-def end_with_parent() -> None:
-    """Have the system end this process with the thread that started it.
-
-    A control socket tells of that end too, but not a process that is stopped, or that waits for another one.
-    """
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
-def send(
-    control: socket.socket, message: dict[str, object], descriptors: Sequence[int] = ()
-) -> None:
-    """Send a message to the engine, perhaps with file descriptors."""
-    socket.send_fds(control, [json.dumps(message).encode()], descriptors)
-
-
-def _answers(
-    order: _Order,
-    run: Callable[[_Order], Sequence[Float32Array]],
-    use: Callable[[], MemoryUse],
-) -> Answers:
+def _answers(work: Work[_Order, _Part], order: _Order, part: Callable[[], _Part]) -> Answers:
     try:
-        rows = run(order)
+        rows = work.run(order, part)
     except MemoryError:
-        return Answers((), use(), "memory")
+        return Answers((), work.runner.use(), "memory")
     except SkippedStepError:
-        return Answers((), use(), "skipped")
+        return Answers((), work.runner.use(), "skipped")
     except Exception:
-        return Answers((), use(), "error", traceback.format_exc())
-    return Answers(rows, use())
+        return Answers((), work.runner.use(), "error", traceback.format_exc())
+    return Answers(rows, work.runner.use())
+
+
+def _error(error: VarlenError) -> dict[str, object]:
+    return {"error": [type(error).__name__, str(error)[:_TEXT_CHARACTERS]]}
 
 
 class _ToEngine(logging.Handler):
@@ -232,6 +245,10 @@ class _ToEngine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)[-_TEXT_CHARACTERS:]
-            send(self._control, {"log": [record.levelno, text]})
+            send_control(self._control, {"log": [record.levelno, text]})
         except Exception:
             self.handleError(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,262 +1,352 @@
-"""Workers of a CPU model in processes of their own, of one core each.
+"""A process of a model, for the process that starts it.
 
-A process contains faults: a worker that is killed, or crashes, costs one retry of its batch.
+That is the engine's process, or the leader of ranks or stages. The engine may start it early: it imports torch first,
+which takes longer than all that the engine's process does until its model loads.
 """
+
+from __future__ import annotations
 
 import logging
 import socket
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
+from typing import Any, NamedTuple
 
-from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
-from varlen.errors import EngineError
-from varlen.execution.executor import CoreShare, WorkerEndedError, raising
+from varlen import errors
+from varlen.config import Device, EngineConfig
+from varlen.errors import EngineError, ModelFaultError, VarlenError
+from varlen.execution.executor import CoreShare
 from varlen.execution.model_info import ModelInfo
-from varlen.execution.workers.connection import WorkerConnection, hung_after
-from varlen.execution.workers.messages import send_batch
-from varlen.execution.workers.model_process import ENDED, ModelProcess
-from varlen.execution.workers.start import BATCHES, HOST
-from varlen.memory.memory_use import MemoryUse
-from varlen.request.request import (
-    DEFAULT_OPTIONS,
-    SHORTEST_PROMPT,
-    Float32Array,
-    Prompt,
-    RequestOptions,
-)
-from varlen.scheduling.batch import Batch
+from varlen.execution.workers.limits import RestartLimit
+from varlen.execution.workers.messages import receive_control, send_control
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.processes import start_module
 
 _log = logging.getLogger(__name__)
 
-# A batch that has ended two workers is likely to end the next one too.
-_ATTEMPTS = 2
+# Module that the process runs.
+CHILD = "varlen.execution.workers.child"
+# Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
+_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+# Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Seconds for a process to finish a batch, and then to end.
+_END_SECONDS = 10.0
+# Seconds after each attempt to load the model again.
+_PAUSES = (1.0, 5.0, 0.0)
+ENDED = "the process that loads the model ended; the server's log says why"
 
 
-class WorkerHost(ModelProcess[ModelInfo]):
-    """The process that loads a model and forks its workers. Any thread may call `fork`.
-
-    If several processes hold a model, it is the leader, and its own only worker.
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a process is to load.
 
     Attributes:
-        share: tells workers whether their batch runs alone.
-        hung_after: the time after which a worker counts as hung.
+        control: its control socket.
+        fields: the message that says it.
+        config: the settings.
+        descriptors: file descriptors that came with the message.
     """
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        """Start the process and load the model.
+    control: socket.socket
+    fields: dict[str, Any]
+    config: EngineConfig
+    descriptors: Sequence[int]
 
-        Raises:
-            CheckpointError, ConfigError: see `Runner`.
-            EngineError: the process failed.
-        """
-        self._lock = Lock()
-        self.hung_after = hung_after(config)
-        module = HOST if config.num_processes == 1 else BATCHES
-        super().__init__(module, folder, config, new_info=ModelInfo, limits_of=_limits)
-        # after the load, which may be refused
-        self.share = CoreShare()
+    def open_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint."""
+        ignored = self.config.ignored_fields
+        return Checkpoint.open(self.fields["folder"], ignore_config_fields=ignored)
 
-    def fork(self, ended: int | None = None) -> tuple[Connection, int]:
-        """Return the connection and the process id of a new worker.
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates."""
+        return bool(self.fields["generates"])
+
+    @property
+    def number(self) -> int | None:
+        """Its number among the ranks or stages; None if it leads."""
+        return self.fields.get("number")
+
+
+class ControlledProcess:
+    """A process of a model and its control socket. Not for two threads.
+
+    The socket carries whole messages, log lines and errors among them.
+    """
+
+    def __init__(self, *, new_session: bool) -> None:
+        """Start the process.
 
         Args:
-            ended: process id of the worker that it replaces.
+            new_session: whether it has a session of its own. Linux schedules a session as one: in another one, each
+                step of generation would wait twice for the time of others.
 
         Raises:
-            EngineError: the host ended and cannot be started again.
+            EngineError: see `start_module`.
         """
-        with self._lock:
-            try:
-                return self._fork(ended)
-            except (EOFError, OSError):
-                _log.warning("the process that starts workers has ended; it loads the model again")
-                self._end()
-            self._load_again()
-            try:
-                return self._fork(None)
-            except (EOFError, OSError):
-                raise EngineError(ENDED) from None
-
-    def close(self) -> None:
-        """End the process, once the workers' connections are closed."""
-        with self._lock:
-            self._end()
-            self.share.close()
-
-    def _fork(self, ended: int | None) -> tuple[Connection, int]:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            descriptors = [theirs.fileno(), self.share.file]
-            answer, _ = self._exchange({"ended": ended}, descriptors)
-            if ended is not None:
-                _log.warning(
-                    "worker process %d ended with code %s; %d replaces it",
-                    ended,
-                    answer["code"],
-                    answer["pid"],
-                )
-            return Connection(ours.detach()), answer["pid"]
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """A batch in flight.
-
-    Attributes:
-        send: sends it.
-        seconds: expected run time.
-        is_sent: whether the worker has it.
-        attempts: workers that have ended while it was the first of their batches.
-        answer: returns its answers, or raises; None until they are known.
-    """
-
-    send: Callable[[Connection], None]
-    seconds: float
-    is_sent: bool = False
-    attempts: int = 0
-    answer: Callable[[], Sequence[Float32Array]] | None = None
-
-
-class WorkerProcess:
-    """Runs batches in one worker process at a time.
-
-    The last stage of a pipeline takes the next batch before it has run the first.
-
-    One thread may launch batches, and another one ask for their answers, in their order.
-
-    Attributes:
-        slots: batches that may be in flight.
-    """
-
-    def __init__(self, host: WorkerHost, restarted: Callable[[], None], slots: int = 1) -> None:
-        """Start the worker.
-
-        Args:
-            host: host of the model.
-            restarted: called after the worker ended and another one has started.
-            slots: batches that may be in flight.
-        """
-        self._host = host
-        self._restarted = restarted
-        self.slots = slots
-        self._worker = WorkerConnection(*host.fork(), host.hung_after)
-        self._in_flight: deque[_Sent] = deque()
-        self._sending = Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = start_module(
+                CHILD, theirs, _ENVIRONMENT, stdin=subprocess.DEVNULL, new_session=new_session
+            )
 
     @property
     def pid(self) -> int:
         """Id of the process."""
-        return self._worker.pid
+        return self._process.pid
 
-    def run_batch(self, batch: Batch) -> Sequence[Float32Array]:
-        """Return the answer of each sequence of a batch; see `Runner.run`."""
-        return self.launch_batch(batch)()
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
 
-    def run(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions], *, seconds: float = 0.0
-    ) -> Sequence[Float32Array]:
-        """Return the answer of each sequence; see `launch`."""
-        return self.launch(prompts, options, seconds=seconds)()
+    def fileno(self) -> int:
+        """Return the file descriptor of the control socket."""
+        return self._control.fileno()
 
-    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Float32Array]]:
-        """Send a batch; return a function that waits for its answers; see `launch`."""
-        return self.launch(batch.prompts, batch.options, seconds=batch.seconds)
+    def send(self, message: dict[str, object], descriptors: Sequence[int] = ()) -> None:
+        """Send a message, perhaps with file descriptors.
 
-    def launch(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions], *, seconds: float = 0.0
-    ) -> Callable[[], Sequence[Float32Array]]:
-        """Send a batch; return a function that waits for the answer of each sequence.
+        Raises:
+            OSError: the process has ended.
+        """
+        send_control(self._control, message, descriptors)
 
-        See `Runner.run` for the answers. The function raises:
-            MemoryError: the worker has too little memory.
-            EngineError: the batch failed, or ended two workers.
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """Return the next message that is not a log line, and its file descriptors.
+
+        Raises:
+            EOFError, OSError: the process has ended.
+            VarlenError: the error that it reports.
+        """
+        while (received := self.receive_one()) is None:
+            pass
+        return received
+
+    def receive_one(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Return the next message and its file descriptors; None if it is a log line.
+
+        Raises:
+            EOFError, OSError, VarlenError: see `receive`.
+        """
+        message, descriptors = receive_control(self._control)
+        if "log" in message:
+            _log.log(*message["log"])
+            return None
+        if "error" in message:
+            name, text = message["error"]
+            raise getattr(errors, name)(text)
+        return message, descriptors
+
+    def last_words(self) -> str:
+        """Return the error that a process has reported before it ended; empty without one."""
+        try:
+            self._control.setblocking(False)
+            self.receive()
+        except VarlenError as error:
+            return str(error)
+        except (EOFError, OSError):
+            pass
+        return ""
+
+    def end(self, seconds: float = _END_SECONDS) -> None:
+        """End the process, whose connections are closed; kill it after some seconds."""
+        self._control.close()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+# Processes that were started early, by whether they have a session.
+_early: dict[bool, ControlledProcess] = {}
+
+
+def excludes_gpu(device: Device) -> bool:
+    """Return whether a model surely runs on the CPU; imports no torch."""
+    has_gpu_files = any(path.exists() for path in _GPU_FILES)
+    return device == "cpu" or (device == "auto" and not has_gpu_files)
+
+
+@contextmanager
+def started_early(*, new_session: bool) -> Iterator[None]:
+    """Start the process of a CPU model, which is loaded in this context."""
+    _early[new_session] = ControlledProcess(new_session=new_session)
+    try:
+        yield
+    finally:
+        unused = _early.pop(new_session, None)
+        if unused is not None:
+            unused.end(seconds=0.0)
+
+
+class Connected(NamedTuple):
+    """A worker: its connection for work, its process id, and its shared memory."""
+
+    connection: Connection
+    pid: int
+    descriptors: Sequence[int] = ()
+
+
+class ModelProcess:
+    """The process that loads a model.
+
+    It forks its workers, or is its own only one. A process that has ended is started again, with the same checkpoint.
+    Any thread may call `connect`.
+
+    Attributes:
+        info: model facts for the engine.
+        config: the settings.
+        share: tells workers whether their batch runs alone.
+        restarts: limit of starts after the first; None is no limit.
+        is_lost: whether the process has ended and no other one has started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        *,
+        generates: bool,
+        restarts: RestartLimit | None = None,
+    ) -> None:
+        """Start the process and load the model.
 
         Args:
-            prompts, options: prompts and options of the batch.
-            seconds: expected run time.
+            folder: folder of the checkpoint.
+            config: the settings; the device is a CPU.
+            generates: whether the model generates.
+            restarts: see the class.
+
+        Raises:
+            CheckpointError, ConfigError: the checkpoint or a setting is refused.
+            EngineError: the process failed.
         """
-        sent = _Sent(partial(send_batch, prompts=prompts, options=options), seconds)
-        with self._sending:
-            # after a worker has ended, each batch runs alone until none is left that may have ended it
-            if all(each.is_sent for each in self._in_flight):
-                self._send(sent)
-            self._in_flight.append(sent)
-        return partial(self._answers, sent)
+        self.config = config
+        self.restarts = restarts
+        self.is_lost = False
+        self._lock = Lock()
+        self._folder = folder
+        self._files = _files(folder)
+        self._generates = generates
+        self.info = self._load()
+        # after the load, which may be refused
+        self.share = CoreShare()
 
-    def _answers(self, sent: _Sent) -> Sequence[Float32Array]:
-        """Return the answers of a batch, after the answers of the batches before it."""
-        while sent.answer is None:
-            first = self._in_flight[0]
-            first.answer = self._answer(first)
-            if first.answer is not None:
-                with self._sending:
-                    self._in_flight.popleft()
-        return sent.answer()
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
 
-    def _answer(self, first: _Sent) -> Callable[[], Sequence[Float32Array]] | None:
-        """Wait for the first batch in flight; return None if it has to run again."""
-        try:
-            with self._sending:
-                if not first.is_sent:
-                    self._send(first)
-            rows = self._worker.receive(seconds=first.seconds)
-        except WorkerEndedError:
-            return self._start_next(first)
-        except Exception as error:
-            return raising(error)
-        return lambda: rows
+    def connect(self, ended: int | None = None, reason: str = "") -> Connected:
+        """Return a new worker.
 
-    def _start_next(self, first: _Sent) -> Callable[[], Sequence[Float32Array]] | None:
-        """Start the next worker, which has no batch yet; see `_answer`."""
-        first.attempts += 1
-        with self._sending:
-            for each in self._in_flight:
-                each.is_sent = False
-        try:
-            self._worker.replace(*self._host.fork(self.pid))
-        except Exception as error:
-            return raising(error)
-        self._restarted()
-        if first.attempts < _ATTEMPTS:
-            return None
-        return raising(EngineError(f"{_ATTEMPTS} worker processes ended while they ran this batch"))
+        Args:
+            ended: process id of the worker that it replaces.
+            reason: reason of its end, if it is known.
 
-    def _send(self, sent: _Sent) -> None:
-        """Send a batch; whether the worker has ended, `_answer` finds out."""
-        with suppress(WorkerEndedError):
-            self._worker.send(sent.send)
-        sent.is_sent = True
-
-    def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the number of padding tokens of a batch of this shape."""
-        return self._host.info.padding_tokens(shape)
-
-    def check(self) -> None:
-        """Run one sequence of one token; raise whatever it raises."""
-        self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
-
-    def use(self) -> MemoryUse:
-        """Return the memory use after the last batch. From any thread."""
-        return self._worker.use()
+        Raises:
+            ModelFaultError: the process has ended too often.
+            EngineError: the process ended and cannot be started again.
+        """
+        with self._lock:
+            with suppress(EOFError, OSError):
+                if ended != self.pid:
+                    return self._connect(ended)
+            self._load_again(self._end_of_process(reason))
+            try:
+                worker = self._connect()
+            except (EOFError, OSError):
+                self._process.end()
+                raise EngineError(ENDED) from None
+            self.is_lost = False
+            return worker
 
     def close(self) -> None:
-        """End the worker."""
-        self._worker.close()
+        """End the process, once the workers' connections are closed."""
+        with self._lock:
+            self._process.end()
+            self.share.close()
+
+    def _connect(self, ended: int | None = None) -> Connected:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._process.send({"ended": ended}, [theirs.fileno(), self.share.file])
+            answer, descriptors = self._process.receive()
+            pid, code = answer["pid"], answer["code"]
+            if code is not None:
+                message = "worker process %d ended with code %s; %d replaces it"
+                _log.warning(message, ended, code, pid)
+            return Connected(Connection(ours.detach()), pid, descriptors)
+
+    def _end_of_process(self, reason: str) -> str:
+        """End what is left of the process; return why it has ended."""
+        self.is_lost = True
+        # of a model that several processes hold, it is the end of one of them
+        reason = self._process.last_words() or reason
+        self._process.end()
+        return reason or f"worker process {self.pid} ended with code {self._process.code}"
+
+    def _load(self) -> ModelInfo:
+        new_session = not self._generates
+        self._process = (
+            _early.pop(new_session)
+            if new_session in _early
+            else ControlledProcess(new_session=new_session)
+        )
+        setup = {
+            "folder": str(self._folder),
+            "config": asdict(self.config),
+            "generates": self._generates,
+            "log_level": self.config.log_level.upper(),
+        }
+        try:
+            self._process.send(setup)
+            message, _ = self._process.receive()
+            return ModelInfo(**message["model"])
+        except (EOFError, OSError):
+            self._process.end()
+            raise EngineError(ENDED) from None
+        except BaseException:
+            self._process.end()
+            raise
+
+    def _load_again(self, reason: str) -> None:
+        """Load the model that was loaded before, and no other.
+
+        Raises:
+            ModelFaultError: it was loaded again too often.
+            EngineError: it cannot be loaded, or has changed.
+        """
+        if self.restarts is not None and not self.restarts.allow():
+            raise ModelFaultError(f"{reason}, after {self.restarts}")
+        _log.warning("%s; the model is loaded again", reason)
+        for pause in _PAUSES:
+            if _files(self._folder) != self._files:
+                raise EngineError("the files of the checkpoint have changed; reload the model")
+            try:
+                info = self._load()
+            except VarlenError as error:
+                _log.error("the model could not be loaded again: %s", error)
+                time.sleep(pause)
+                continue
+            if info.limits == self.info.limits:
+                _log.warning("the model is loaded again, in process %d", self.pid)
+                return
+            self._process.end()
+            raise EngineError("the cores or the memory have changed; reload the model")
+        raise EngineError(ENDED)
 
 
-def _limits(info: ModelInfo) -> tuple[object, ...]:
-    """Return the facts that the engine relies on."""
-    return (
-        info.dtype,
-        info.max_sequence_tokens,
-        info.max_batch_tokens,
-        info.max_arena_tokens,
-        info.workers,
-    )
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of the files in a checkpoint's folder."""
+    found = sorted(path for path in folder.iterdir() if path.is_file())
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]

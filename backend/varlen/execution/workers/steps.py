@@ -1,130 +1,245 @@
-"""The process that loads a model that generates and runs its steps: `python -m varlen.execution.workers.steps FD`.
+"""A model that generates, in this process or in one of its own.
 
-It has the weights, the KV caches and the intermediates. It draws tokens and takes steps of searches that depend on the
-logits alone, and the next step goes on with them. Others are chosen by the engine, from logits in memory that both map.
-
-FD is its control socket (`child`). After the model's description, one message of the engine brings the socket of the
-steps; its answer brings the memory of the logits.
+On a server's CPU it has its own, which computes logits, draws the tokens and takes the steps of searches that depend on
+them alone; the engine chooses others. A crash, or an end for lack of memory, ends that process, not the engine:
+sequences are computed again in the next one, from their tokens.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import replace
 
 import numpy as np
+import torch
 
-from varlen.execution.workers.child import (
-    MAX_MESSAGE,
-    DirectOrders,
-    Orders,
-    Setup,
-    answer_batches,
-    run_model,
-    send,
+from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
+from varlen.execution.cpu.runner import map_logits
+from varlen.execution.device import check_ranks, choose_device
+from varlen.execution.executor import StepLauncher, StepModel
+from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
+from varlen.execution.runner import Runner
+from varlen.execution.token_state import Chooser
+from varlen.execution.warm_up import warm_up, warm_up_choice
+from varlen.execution.workers.limits import RestartLimit
+from varlen.execution.workers.messages import Array, step_message
+from varlen.execution.workers.process import ModelProcess
+from varlen.execution.workers.worker import WorkerProcess
+from varlen.memory.memory_use import MemoryUse
+from varlen.memory.out_of_memory import memory_errors
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Int32Array
+from varlen.scheduling.batch import Batch
+from varlen.scheduling.device_plan import (
+    BeamStep,
+    Chosen,
+    ChosenBeams,
+    DevicePlan,
+    SampledToken,
 )
-from varlen.execution.workers.group.read_ahead import ReadAhead
+from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
+from varlen.telemetry.metrics import CountedMetric, Stats
 
-if TYPE_CHECKING:
-    from varlen.execution.packing import PackedStep
-    from varlen.execution.runner import Runner
-    from varlen.request.request import Float32Array, Int32Array
-
-    # A step, or None for a check, and a function that returns the part of it that ranks or stages run.
-    _Prepared: TypeAlias = tuple[PackedStep | None, Callable[[], PackedStep | None]]
+# Bytes of a step that is sent while another one runs: far below what a socket holds, which would have to wait.
+_QUEUED_BYTES = 1 << 16
+# Restarts that are allowed, and the seconds in which they are counted.
+_MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
-def main() -> None:
-    """Load the model, then run steps."""
-    # a signal for the server's group is not for it
-    os.setpgid(0, 0)
-    run_model(_load, _run_steps)
+def load_step_model(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    choice: Chooser,
+    stats: Stats,
+    *,
+    gpu: int,
+    isolated: bool,
+) -> StepModel:
+    """Return a model that generates, warmed up.
 
+    Args:
+        checkpoint: checkpoint to load.
+        config: the settings.
+        choice: chooses tokens from logits on the device of the settings.
+        stats: counts processes that had to be started again.
+        gpu: number of the GPU, if the model runs on one.
+        isolated: whether a model on a CPU has a process of its own.
 
-def _load(setup: Setup) -> Runner:
-    import torch
-
-    from varlen.execution.device import cores_of_rank
-    from varlen.execution.rank_link import NO_OTHERS
-    from varlen.execution.runner import Runner
-    from varlen.execution.token_state import NoChooser
-    from varlen.execution.warm_up import warm_up, warm_up_draws
-    from varlen.execution.workers.group.rank_group import RankGroup
-    from varlen.execution.workers.group.stage_group import StageGroup
-    from varlen.execution.workers.step_messages import step_message
-    from varlen.models.checkpoint_folder import Checkpoint
-
-    config = setup.config
-    group: RankGroup[PackedStep] | StageGroup[PackedStep] | None = None
-    if config.num_processes > 1:
-        group = (RankGroup if config.tensor_parallel > 1 else StageGroup)(setup, step_message)
-    torch.set_num_threads(cores_of_rank(config))
-    checkpoint = Checkpoint.open(setup.folder, ignore_config_fields=config.ignored_fields)
-    # the engine chooses what the process does not
-    runner = Runner(checkpoint, config, NoChooser(), link=group or NO_OTHERS)
-    warm_up(runner)
-    warm_up_draws(runner)
-    if group is not None:
-        group.finish_load()
+    Raises:
+        CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+        ConfigError: a setting does not fit the checkpoint.
+    """
+    device = choose_device(config.device, gpu)
+    check_ranks(config, device, isolated=isolated)
+    if device.type == "cpu" and isolated:
+        limit = RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
+        host = ModelProcess(
+            checkpoint.folder, replace(config, device="cpu"), generates=True, restarts=limit
+        )
+        model = ProcessSteps(host, choice, stats)
+        try:
+            warm_up_choice(choice, host.info)
+        except BaseException:
+            model.close()
+            raise
+        return model
+    runner = Runner(checkpoint, config, choice, gpu=gpu)
+    warm_up(runner, config.device_timeout_seconds)
+    # sequences of the warm-up, which never end
+    choice.forget()
     return runner
 
 
-def _run_steps(control: socket.socket, runner: Runner) -> None:
-    from varlen.execution.cpu.runner import CpuSteps
-    from varlen.execution.executor import StepOrder
-    from varlen.execution.workers.step_messages import answers_of, receive_step
+class ProcessSteps:
+    """Steps of a model in a process of its own: a `StepModel`, and a `StepDevice`.
 
-    message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
-    if not message:
-        return
-    assert isinstance(runner.decoder.steps, CpuSteps)
-    logits = runner.decoder.steps.share_logits()
-    send(control, {}, [logits])
-    os.close(logits)
+    While it runs one, the next one is packed. It is sent as soon as the tokens of the one before are chosen, so the
+    process waits neither for the scheduler nor for answers. Not for two threads at once, except for `use`.
 
-    order = StepOrder()
-    chosen: Int32Array = np.empty(0, np.int32)
+    Attributes:
+        host: the process.
+        slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each
+            stage.
+        graph_use: cost of CUDA graphs, which it has none of.
+    """
 
-    def run(prepared: _Prepared) -> Sequence[Float32Array]:
-        nonlocal chosen
-        step, part_of = prepared
-        if step is None:
-            runner.check()
-            return ()
-        with order.running(step.number, step.after):
-            step.take_tokens(chosen)
-            part = part_of()
-            assert part is not None
-            found = runner.decoder.run_prepared(step, part)
-        answers = answers_of(found)
-        chosen = answers[0].view(np.int32)
-        return answers
+    def __init__(self, host: ModelProcess, choice: Chooser, stats: Stats) -> None:
+        """Connect to the process.
 
-    def prepare(step: PackedStep | None) -> PackedStep | None:
-        return None if step is None else runner.decoder.prepare(step)
+        Args:
+            host: the process.
+            choice: chooses tokens from logits on a CPU, and says what the process chooses.
+            stats: counts the processes that replace it.
 
-    def receive(connection: Connection) -> _Prepared:
-        step = receive_step(connection)
-        return step, partial(prepare, step)
+        Raises:
+            EngineError: the process failed.
+        """
+        self.host = host
+        self._choice = choice
+        self._stats = stats
+        stages = host.config.pipeline_parallel
+        # whether steps in flight have different sequences, as in a pipeline
+        self._runs_apart = stages > 1
+        self.slots = stages if self._runs_apart else MAX_IN_FLIGHT
+        # places of logits in the process, and the place of the last step
+        self._places, self._place = stages, 0
+        self._launcher = StepLauncher(self, choice, runs_apart=self._runs_apart)
+        # a token for each row of logits of the last step, if the engine took part in the choice
+        self._chosen: Int32Array | None = None
+        self.graph_use = GraphUse()
+        try:
+            self._worker = WorkerProcess(host, self._restarted, self.slots, has_state=True)
+        except BaseException:
+            host.close()
+            raise
+        self._map_logits()
 
-    def send_ahead(step: PackedStep | None) -> PackedStep | None:
-        part = prepare(step)
-        if part is not None:
-            runner.link.send_ahead(part)
-        return part
+    @property
+    def info(self) -> ModelInfo:
+        """Model facts for the engine."""
+        return self.host.info
 
-    connection = Connection(descriptors[0])
-    orders: Orders[_Prepared] = (
-        DirectOrders(connection, receive)
-        if runner.link.stage.count == 1
-        else ReadAhead(connection, receive_step, send_ahead)
-    )
-    answer_batches(connection, orders, run, runner.use, runner.release_arenas)
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self.host.pid
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Send a step to the process; return a function that waits for its outputs.
+
+        If the engine has to choose the tokens before it, it is sent after that. `Runner.launch_batch` describes the
+        outputs. The functions are called in the order of the steps, and raise:
+            MemoryError: too little memory.
+            WorkerEndedError: the process ended; another one has started, whose KV caches are empty.
+            SkippedStepError: the step before it failed.
+            EngineError: the step failed, or the process ended and no other one could be started.
+        """
+        return self._launcher.launch(batch)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the process has run the first step in flight; see `WaitingLauncher.wait`."""
+        # without a limit, the outputs wait, and find out whether the process hangs
+        if timeout is None or not self._launcher.awaits_device:
+            return True
+        return self._worker.wait(max(0.0, timeout))
+
+    def pack(self, step: Batch, choice: DevicePlan) -> PackedStep:
+        """Return a step as the process takes it; see `StepDevice`."""
+        return pack_step(step, self.info.block_size, choice)
+
+    def may_queue(self, packed: PackedStep) -> bool:
+        """Return whether a step can be sent while the process runs another one."""
+        if self._runs_apart:
+            return True
+        groups = (packed.sources, packed.inputs, packed.edits, packed.beams, packed.searches)
+        arrays = (each for group in groups for each in group.values())
+        return sum(each.nbytes for each in arrays) <= _QUEUED_BYTES
+
+    def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
+        """Send a step to the process; return a function that waits for what it chooses.
+
+        What the process has not chosen it does not know.
+        """
+        if packed.beams:
+            packed.beams["given"][:] = self._choice.given(step)
+        if self._chosen is not None:
+            packed.take_tokens(self._chosen)
+            packed = replace(packed, follows=np.empty((2, 0), np.int32))
+        self._chosen = None
+        self._place = (self._place + 1) % self._places
+        packed.keep_logits(self._place)
+        answers = self._worker.launch(step_message(packed), seconds=step.seconds)
+        return lambda: _chosen_of(*answers())
+
+    def choose(
+        self, step: Batch, packed: PackedStep, choice: DevicePlan, chosen: Chosen
+    ) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of a step, with what the engine chooses from its logits."""
+        with memory_errors(), torch.inference_mode():
+            logits = self._logits[packed.place, : step.num_logit_rows]
+            outputs = self._choice.outputs(step, choice, chosen, logits)
+        self._chosen = tokens_of_rows(step, outputs)
+        return outputs
+
+    def padding_tokens(self, _: BatchShape, /) -> int:
+        """Return 0: a step has no padding."""
+        return 0
+
+    def check(self) -> None:
+        """Run one op in the process; see `WorkerProcess.check_state`."""
+        # the answers to steps in flight come before the one to this
+        self._launcher.settle()
+        self._worker.check_state()
+
+    def use(self) -> MemoryUse:
+        """Return the memory use after the last step. From any thread."""
+        return self._worker.use()
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+        self.host.close()
+
+    def _restarted(self) -> None:
+        """Go on with the next process, whose KV caches are empty."""
+        self._map_logits()
+        self._choice.forget()
+        self._stats.count(CountedMetric.WORKER_RESTARTS)
+
+    def _map_logits(self) -> None:
+        (descriptor,) = self._worker.descriptors
+        try:
+            info = self.info
+            self._logits = map_logits(
+                descriptor, self._places, info.max_logit_rows, info.vocab_size
+            )
+        finally:
+            os.close(descriptor)
 
 
-if __name__ == "__main__":
-    main()
+def _chosen_of(token_ids: Array, *searches: Array) -> Chosen:
+    """Return what a process has chosen in a step."""
+    return Chosen(token_ids.tolist(), ChosenBeams(*searches) if searches else None)

@@ -21,8 +21,8 @@ from varlen.execution.executor import (
     ThreadExecutor,
 )
 from varlen.execution.model_info import GraphUse, ModelInfo
-from varlen.execution.workers.process import WorkerHost, WorkerProcess
-from varlen.execution.workers.start import excludes_gpu
+from varlen.execution.workers.process import ModelProcess, excludes_gpu
+from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
@@ -56,7 +56,7 @@ class Workers:
     info: ModelInfo
     runners: Sequence[Worker]
     prepare: Callable[[], None] | None = None
-    host: WorkerHost | None = None
+    host: ModelProcess | None = None
     launcher: Launcher | None = None
     graphs: GraphUse = field(default_factory=GraphUse)
     device_timeout: float = 0.0
@@ -138,7 +138,7 @@ def load_workers(
 
 
 def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
-    host = WorkerHost(checkpoint.folder, replace(config, device="cpu"))
+    host = ModelProcess(checkpoint.folder, replace(config, device="cpu"), generates=False)
 
     def count_restart() -> None:
         stats.count(CountedMetric.WORKER_RESTARTS)

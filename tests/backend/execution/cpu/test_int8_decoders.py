@@ -20,7 +20,8 @@ from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
 CPU = torch.device("cpu")
@@ -126,7 +127,7 @@ def test_a_process_gives_the_answers_of_this_one(folder, tmp_path, dtype):
     config = EngineConfig(dtype=dtype, **SETTINGS, **STEPS)
     answers = []
     for isolated in (False, True):
-        service = GenerationService.load(stored, config, Stats(), isolated=isolated)
+        service = Service.load(GeneratorParts, stored, config, Stats(), isolated=isolated)
         with Generator(service) as generator:
             answers.append(answers_of(generator, prompts))
 

@@ -29,7 +29,9 @@ from varlen.memory.layout import Layout
 from varlen.request.request import Request
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.sequence import RequestState
-from varlen.service import service
+from varlen.service import one_shot
+from varlen.service.one_shot import EncoderParts
+from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 from varlen_kernels import reference
 
@@ -235,20 +237,20 @@ def test_a_service_whose_gpu_hangs_is_not_ready_and_releases_nothing(
     launcher = HungLauncher(runner, batches)
     info = replace(runner.info, workers=1)
     workers = Workers(info, [launcher], launcher=launcher, device_timeout=timeout)
-    monkeypatch.setattr(service, "load_workers", lambda *args, **kwargs: workers)
+    monkeypatch.setattr(one_shot, "load_workers", lambda *args, **kwargs: workers)
     config = EngineConfig(device="cpu", warmup_seconds=0)
     reply = FakeReply()
 
     if batches:
-        loaded = service.Service.load(small_bert, config, Stats())
-        loaded.submit(Request(tuple(random_prompts([5], types=2)), NORMALIZED), reply)
+        loaded = Service.load(EncoderParts, small_bert, config, Stats())
+        loaded.model.submit(Request(tuple(random_prompts([5], types=2)), NORMALIZED), reply)
         assert reply.answered.wait(SECONDS)
         assert isinstance(reply.end, ModelFaultError)
         assert not loaded.is_ready
         assert loaded.close() is False
     else:
         with pytest.raises(EngineError, match="first batches"):
-            service.Service.load(small_bert, config, Stats())
+            Service.load(EncoderParts, small_bert, config, Stats())
 
     # the GPU may still write to its memory
     assert not launcher.closed

@@ -3,6 +3,7 @@
 from multiprocessing.connection import Pipe
 from queue import SimpleQueue
 from threading import Thread
+from types import SimpleNamespace
 
 from varlen.execution.workers import child
 from varlen.execution.workers.messages import receive_answers
@@ -16,13 +17,17 @@ def test_a_worker_without_batches_releases_memory_once(monkeypatch):
     ours, theirs = Pipe()
     events: SimpleQueue[str] = SimpleQueue()
 
-    def run(batch: bytes) -> tuple[()]:
+    def run(batch: bytes, _: object) -> tuple[()]:
         events.put(batch.decode())
         return ()
 
-    orders = child.DirectOrders(theirs, lambda end: end.recv_bytes())
-    arguments = (orders, run, MemoryUse, lambda: events.put("released"))
-    worker = Thread(target=child.answer_batches, args=(theirs, *arguments))
+    work = SimpleNamespace(
+        read=bytes,
+        prepare=len,
+        run=run,
+        runner=SimpleNamespace(use=MemoryUse, release_arenas=lambda: events.put("released")),
+    )
+    worker = Thread(target=child.answer_orders, args=(theirs, work))
     worker.start()
     assert events.get(timeout=60) == "released"
     worker.join(0.3)

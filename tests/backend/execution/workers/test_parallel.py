@@ -18,7 +18,8 @@ from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError
 from varlen.in_process.generator import Generator
-from varlen.service.generation import GenerationService
+from varlen.service.generation import GeneratorParts
+from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
@@ -72,7 +73,9 @@ def make(tmp_path_factory):
 @contextmanager
 def generator(folder, **settings):
     config = EngineConfig(**SETTINGS, **settings)
-    service = GenerationService.load(folder, config, Stats(), isolated=config.num_processes > 1)
+    service = Service.load(
+        GeneratorParts, folder, config, Stats(), isolated=config.num_processes > 1
+    )
     with Generator(service) as found:
         yield found
 
@@ -111,13 +114,13 @@ RANKS, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 def test_tokens_are_those_of_one_process(make, processes, name, blocks):
     with generator(make(name)) as alone:
         expected = answers(alone)
-        info = alone._service.runner.info
+        info = alone._service.model.runner.info
     # so few that sequences are preempted; where two ranks hold the same key head, each has half of them
     settings = {"kv_policy": "optimistic", "kv_bytes": blocks * info.block_bytes}
     with generator(make(name), **processes, **settings) as model:
         found = answers(model)
         preemptions = model.snapshot().preemptions
-        assert model._service.runner.info.vocab_size == info.vocab_size
+        assert model._service.model.runner.info.vocab_size == info.vocab_size
 
     assert found == expected
     assert preemptions > 0
@@ -145,7 +148,7 @@ def test_translations_are_those_of_one_process(make, name, processes):
 
 def processes_of(model):
     """Return the process ids of the leader and of the others."""
-    leader = model._service.runner.pid
+    leader = model._service.model.runner.pid
     tasks = Path(f"/proc/{leader}/task").iterdir()
     return [leader, *sorted(int(n) for t in tasks for n in (t / "children").read_text().split())]
 
@@ -209,8 +212,12 @@ def test_the_stage_behind_one_that_stops_names_it(make, caplog):
 )
 def test_a_model_that_cannot_be_divided_is_refused(make, settings, message):
     with pytest.raises(ConfigError, match=message):
-        GenerationService.load(
-            make("gpt2"), EngineConfig(**{**SETTINGS, **settings}), Stats(), isolated=True
+        Service.load(
+            GeneratorParts,
+            make("gpt2"),
+            EngineConfig(**{**SETTINGS, **settings}),
+            Stats(),
+            isolated=True,
         )
 
 
@@ -219,7 +226,7 @@ def test_they_need_processes_of_their_own(make, processes):
     config = EngineConfig(**SETTINGS, **processes)
 
     with pytest.raises(ConfigError, match="needs a server; in process, a model is one process"):
-        GenerationService.load(make("gpt2"), config, Stats())
+        Service.load(GeneratorParts, make("gpt2"), config, Stats())
 
 
 @pytest.mark.full
@@ -236,9 +243,9 @@ def test_vectors_of_an_encoder_are_those_of_one_process(tmp_path, processes):
         with ThreadPoolExecutor(8) as pool:
             return [job.result() for job in [pool.submit(model.embed, texts) for _ in range(20)]]
 
-    with Encoder(Service.load(folder, parallel, Stats(), isolated=True)) as model:
+    with Encoder(Service.load(EncoderParts, folder, parallel, Stats(), isolated=True)) as model:
         found = embed(model)
-        leader = model._service.workers.host.pid
+        leader = model._service.model.workers.host.pid
         with ThreadPoolExecutor(1) as pool:
             # batches in flight run again
             again = pool.submit(embed, model)

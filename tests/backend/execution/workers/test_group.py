@@ -1,16 +1,15 @@
 """A stage that does not lead waits for the stage before, not for ever."""
 
 import socket
-from pathlib import Path
 from threading import Timer
 
 import pytest
 
 from varlen.config import EngineConfig
 from varlen.errors import EngineError
-from varlen.execution.workers.child import Setup
-from varlen.execution.workers.group import members
-from varlen.execution.workers.group.members import StageMember
+from varlen.execution.workers import group, links
+from varlen.execution.workers.group import Member
+from varlen.execution.workers.process import Setup
 from varlen.memory.shared import new_shared
 
 LIMIT = 0.05
@@ -19,13 +18,15 @@ LIMIT = 0.05
 @pytest.fixture
 def stage(monkeypatch):
     """Return the second of three stages, and the stages before and behind it."""
-    monkeypatch.setattr(members, "longest_wait", lambda config, before: before * LIMIT)
+    monkeypatch.setattr(links, "longest_wait", lambda config, before: before * LIMIT)
+    # this thread may end before the process
+    monkeypatch.setattr(group, "_end_with_parent", lambda: None)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
     leader, behind, before = (ours for ours, _ in pairs)
     connection, sends, receives = (theirs.detach() for _, theirs in pairs)
-    descriptors = [connection, sends, new_shared(0), receives, new_shared(0)]
+    descriptors = [connection, receives, new_shared(0), sends, new_shared(0)]
     config = EngineConfig(device="cpu", pipeline_parallel=3)
-    yield StageMember(Setup(leader, Path(), config, 1, descriptors)), before, behind
+    yield Member(Setup(leader, {"number": 1}, config, descriptors)), before, behind
     for each in (leader, behind, before):
         each.close()
 
@@ -57,7 +58,7 @@ def test_no_stage_is_late_until_all_have_loaded(stage):
         pass
     assert has_message(behind)
 
-    member.finish_load()
+    member._links.limit_waits()
     with (
         pytest.raises(EngineError, match="stage 1 did not answer within 10 s"),
         member.running(None),

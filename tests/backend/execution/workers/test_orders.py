@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from varlen.execution.workers.group.read_ahead import ReadAhead
+from varlen.execution.workers.orders import ReadAhead
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_every_order_is_prepared_before_the_first_one_is_asked_for(ends):
             all_prepared.set()
         return order.upper()
 
-    orders = ReadAhead(theirs, lambda end: end.recv_bytes().decode(), prepare)
+    orders = ReadAhead(theirs, bytes.decode, prepare)
     for text in (b"a", b"b", b"c"):
         ours.send_bytes(text)
 
@@ -40,7 +40,7 @@ def test_an_error_of_one_order_is_its_own(ends):
     def prepare(order):
         return 1 // len(order)
 
-    orders = ReadAhead(theirs, lambda end: end.recv_bytes(), prepare)
+    orders = ReadAhead(theirs, bytes, prepare)
     ours.send_bytes(b"")
     ours.send_bytes(b"x")
 
@@ -52,7 +52,7 @@ def test_an_error_of_one_order_is_its_own(ends):
 
 def test_none_is_returned_while_nothing_comes_and_the_end_is_an_end(ends):
     ours, theirs = ends
-    orders = ReadAhead(theirs, lambda end: end.recv_bytes(), len)
+    orders = ReadAhead(theirs, bytes, len)
 
     assert orders.next(0.01) is None
     ours.send_bytes(b"ab")
@@ -65,11 +65,10 @@ def test_none_is_returned_while_nothing_comes_and_the_end_is_an_end(ends):
 def test_an_order_that_cannot_be_read_ends_the_orders(ends):
     ours, theirs = ends
 
-    def receive(end):
-        end.recv_bytes()
+    def read(message):
         raise MemoryError
 
-    orders = ReadAhead(theirs, receive, len)
+    orders = ReadAhead(theirs, read, len)
     ours.send_bytes(b"ab")
     with pytest.raises(MemoryError):
         orders.next(60)

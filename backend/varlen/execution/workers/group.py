@@ -1,0 +1,246 @@
+"""The processes that hold one model.
+
+The leader starts the others, decides for all, and sends them their work. None can go on without the others: each of
+them has keys and values that no other one has. So if one is lost, the leader ends, the others with it, and the engine
+starts all of them again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from varlen.errors import EngineError, VarlenError
+from varlen.execution.workers.links import LateError, Links, links_of
+from varlen.execution.workers.messages import send_control
+from varlen.execution.workers.process import ControlledProcess, Setup
+
+if TYPE_CHECKING:
+    from varlen.config import EngineConfig
+
+_log = logging.getLogger(__name__)
+
+# Message that says that all processes have loaded; others are work.
+_LOADED = b""
+# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+_SET_PARENT_DEATH_SIGNAL = 1
+
+_T = TypeVar("_T")
+
+
+class _Linked:
+    """A process of a group: a `RankLink`."""
+
+    def __init__(self, setup: Setup, links: Links) -> None:
+        # the engine's thread that starts the leader ends after its last step; the others end with the leader
+        _end_with_parent()
+        self._config = setup.config
+        self._links = links
+        self.rank, self.states = links.rank, links.states
+        self.stage, self.handoffs = links.stage, links.handoffs
+
+
+class Leader(_Linked):
+    """The process that leads: rank 0, or the last stage."""
+
+    def __init__(self, setup: Setup, message_of: Callable[[Any], bytes]) -> None:
+        """Start the others, which load their parts while this process loads its own.
+
+        Args:
+            setup: the setup of this process.
+            message_of: returns some work as a message to the others.
+        """
+        links, others = links_of(setup.config).new(setup.config)
+        super().__init__(setup, links)
+        self._control = setup.control
+        self._message_of = message_of
+        self._is_ahead = False
+        self._loaded: SimpleQueue[int] = SimpleQueue()
+        self._connections: list[Connection] = []
+        self._members: dict[int, ControlledProcess] = {}
+        for number, descriptors in enumerate(others, start=1 if links.rank.size > 1 else 0):
+            ours, theirs = socket.socketpair()
+            self._connections.append(Connection(ours.detach()))
+            self._members[number] = ControlledProcess(new_session=False)
+            given = [theirs.detach(), *descriptors]
+            try:
+                # their log lines would all come several times
+                more = {"log_level": "WARNING", "number": number}
+                self._members[number].send(setup.fields | more, given)
+            except OSError:
+                # nothing watches it yet
+                self._end_ended(number)
+            for descriptor in given:
+                os.close(descriptor)
+        self._watcher = Thread(target=self._watch, name="varlen-watcher", daemon=True)
+        self._watcher.start()
+
+    def agree(self, decide: Callable[[], _T], _: Callable[[], None] | None = None, /) -> _T:
+        """Return what this process decides, and tell the others."""
+        try:
+            for connection in self._connections:
+                connection.recv_bytes()
+            value = decide()
+            for connection in self._connections:
+                connection.send_bytes(json.dumps(value).encode())
+        except (EOFError, OSError):
+            self._end_with_watcher()
+        return value
+
+    def finish_load(self) -> None:
+        """Wait until all have loaded. From now on, none may keep others waiting."""
+        for _ in self._members:
+            self._loaded.get()
+        self._links.limit_waits()
+        self._send(_LOADED)
+
+    def send_ahead(self, work: object) -> None:
+        """Send the others what this process runs later, in another thread: `running` then sends nothing."""
+        self._is_ahead = True
+        self._send(self._message_of(work))
+
+    @contextmanager
+    def running(self, work: object) -> Iterator[None]:
+        """Return the context in which this process runs some work, which the others get first."""
+        if not self._is_ahead:
+            self._send(self._message_of(work))
+        try:
+            with self._links.turn():
+                try:
+                    yield
+                except BaseException:
+                    # the others wait for this one, or have keys and values of this work, whatever it was
+                    _log.exception("the leader failed")
+                    self._end(f"{self._name(self._number)} failed; the server's log says why")
+        except LateError as late:
+            self._end(f"{self._name(late.number)} {_late(self._config)}")
+        except (EOFError, OSError):
+            self._end_with_watcher()
+
+    @property
+    def _number(self) -> int:
+        return self.rank.number or self.stage.number
+
+    def _name(self, number: int) -> str:
+        """Return the name of a process in messages."""
+        pid = os.getpid() if number == self._number else self._members[number].pid
+        return f"{self._links.name(number)} (process {pid})"
+
+    def _send(self, message: bytes) -> None:
+        """Send the others a message."""
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError:
+            self._end_with_watcher()
+        except BaseException:
+            # some have it, and some do not
+            _log.exception("sending work failed")
+            self._end("sending work failed; the server's log says why")
+
+    def _end_with_watcher(self) -> NoReturn:
+        """End after another process has ended: the watcher knows which one, and why."""
+        self._watcher.join()
+        self._end("a process ended")
+
+    def _end(self, reason: str, error: str = "EngineError") -> NoReturn:
+        """Tell the engine why, and end; the system then ends the others."""
+        try:
+            send_control(self._control, {"error": [error, reason]})
+        finally:
+            os._exit(1)
+
+    def _end_ended(self, number: int) -> NoReturn:
+        """End because another process has ended."""
+        member = self._members[number]
+        member.end()
+        self._end(f"{self._name(number)} ended with code {member.code}")
+
+    def _watch(self) -> None:
+        """Read what the others report; end all if one ends."""
+        arrivals = select.poll()
+        numbers = {member.fileno(): number for number, member in self._members.items()}
+        for descriptor in numbers:
+            arrivals.register(descriptor, select.POLLIN)
+        while True:
+            for descriptor, _ in arrivals.poll():
+                self._read(numbers[descriptor])
+
+    def _read(self, number: int) -> None:
+        """Read one message of another process."""
+        try:
+            # the only message without a log line or an error says that it has loaded
+            if self._members[number].receive_one() is not None:
+                self._loaded.put(number)
+        except VarlenError as error:
+            self._end(f"{self._name(number)}: {error}", type(error).__name__)
+        except (EOFError, OSError):
+            self._end_ended(number)
+
+
+class Member(_Linked):
+    """A process that does not lead.
+
+    Attributes:
+        connection: connection to the leader.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        """Take the connection to the leader, then the descriptors of the links."""
+        assert setup.number is not None
+        connection, *descriptors = setup.descriptors
+        super().__init__(setup, links_of(setup.config)(setup.config, setup.number, *descriptors))
+        self.connection = Connection(connection)
+
+    def agree(self, _: Callable[[], _T], meanwhile: Callable[[], None] | None = None, /) -> _T:
+        """Return what the leader decides."""
+        # the leader waits for it
+        self.connection.send_bytes(b"")
+        while meanwhile is not None and not self.connection.poll():
+            meanwhile()
+        value: _T = json.loads(self.connection.recv_bytes())
+        return value
+
+    def follow(self, run: Callable[[bytes], object]) -> None:
+        """Run the work of the leader's next message.
+
+        Raises:
+            EOFError, BrokenPipeError: the leader has ended, or the stage behind.
+        """
+        message = self.connection.recv_bytes()
+        if message == _LOADED:
+            self._links.limit_waits()
+        else:
+            run(message)
+
+    @contextmanager
+    def running(self, _: object, /) -> Iterator[None]:
+        """Return the context in which this process runs what the leader has sent."""
+        try:
+            with self._links.turn():
+                yield
+        except LateError as late:
+            raise EngineError(f"stage {late.number + 1} {_late(self._config)}") from None
+
+
+def _late(config: EngineConfig) -> str:
+    return f"did not answer within {config.rank_timeout_seconds} s (rank_timeout_seconds)"
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process with the thread that started it.
+
+    A control socket tells of that end too, but not a process that is stopped, or that waits for another one.
+    """
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,1 +1,0 @@
-"""Several processes that hold one model: ranks and stages."""

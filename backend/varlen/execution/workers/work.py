@@ -1,0 +1,149 @@
+"""The work of a process of a model: batches, or steps of generation.
+
+Steps draw their tokens here, and take steps of searches that depend on the logits alone, and the next step goes on with
+them. Others are chosen by the engine, from logits in memory that both map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from varlen.execution.cpu.runner import CpuSteps
+from varlen.execution.device import cores_of_rank, usable_cores
+from varlen.execution.executor import StepOrder
+from varlen.execution.packing import PackedStep
+from varlen.execution.rank_link import NO_OTHERS, RankLink
+from varlen.execution.runner import Runner
+from varlen.execution.token_state import NoChooser
+from varlen.execution.warm_up import warm_up, warm_up_draws
+from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
+from varlen.execution.workers.process import Setup
+from varlen.request.request import Int32Array, Prompt, RequestOptions
+
+_Order = TypeVar("_Order")
+_Part = TypeVar("_Part")
+# Prompts and options.
+_Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
+
+
+class Work(Protocol[_Order, _Part]):
+    """The work of a process that has loaded a model, or a part of one.
+
+    Attributes:
+        runner: the model.
+        is_forked: whether workers are forked from this process; if not, it is its own only worker.
+    """
+
+    runner: Runner
+    is_forked: bool
+
+    def warm_up(self) -> None:
+        """Run the first batch or steps, in all processes of the model."""
+
+    def share(self) -> Sequence[int]:
+        """Return file descriptors of memory that the engine maps."""
+
+    def read(self, message: bytes, /) -> _Order:
+        """Return the work of a message."""
+
+    def prepare(self, order: _Order, /) -> _Part:
+        """Return the part that ranks or stages run; other work may run meanwhile."""
+
+    def run(self, order: _Order, part: Callable[[], _Part], /) -> Sequence[Array]:
+        """Return the answers to some work.
+
+        Args:
+            order: the work.
+            part: returns the result of `prepare`.
+        """
+
+
+class BatchWork:
+    """Batches of a model of one step, which all of its processes run."""
+
+    read = staticmethod(batch_of)
+
+    def __init__(self, setup: Setup, link: RankLink[_Batch] | None = None) -> None:
+        """Load the model, or a part of it, and compile it once for all workers."""
+        config = setup.config
+        self.is_forked = link is None
+        workers = (config.threads or usable_cores()) if self.is_forked else 1
+        torch.set_num_threads(1 if self.is_forked else cores_of_rank(config))
+        self.runner = Runner(
+            setup.open_checkpoint(), config, workers=workers, measures=True, link=link or NO_OTHERS
+        )
+        self.runner.compile_products()
+
+    @staticmethod
+    def message_of(batch: _Batch) -> bytes:
+        """Return the message of a batch to other processes."""
+        return batch_message(*batch)
+
+    def warm_up(self) -> None:
+        """Run the smallest batch."""
+        self.runner.check()
+
+    def share(self) -> Sequence[int]:
+        """Return no file descriptor: answers are sent."""
+        return ()
+
+    def prepare(self, batch: _Batch) -> _Batch:
+        """Return the batch."""
+        return batch
+
+    def run(self, _: _Batch, part: Callable[[], _Batch], /) -> Sequence[Array]:
+        """Return the answer of each sequence of a batch."""
+        return self.runner.run(*part())
+
+
+class StepWork:
+    """Steps of a model that generates: `Work`. A step that is None is a check."""
+
+    is_forked = False
+    message_of = staticmethod(step_message)
+    read = staticmethod(step_of)
+
+    def __init__(self, setup: Setup, link: RankLink[PackedStep] | None = None) -> None:
+        """Load the model, or a part of it."""
+        torch.set_num_threads(cores_of_rank(setup.config))
+        # the engine chooses what the process does not
+        self.runner = Runner(
+            setup.open_checkpoint(), setup.config, NoChooser(), link=link or NO_OTHERS
+        )
+        self._decoder = self.runner.decoder
+        self._order = StepOrder()
+        # tokens that the step before has chosen
+        self._chosen: Int32Array = np.empty(0, np.int32)
+
+    def warm_up(self) -> None:
+        """Run steps of each kind."""
+        warm_up(self.runner)
+        warm_up_draws(self.runner)
+
+    def share(self) -> Sequence[int]:
+        """Return the memory of the logits."""
+        assert isinstance(self._decoder.steps, CpuSteps)
+        return (self._decoder.steps.share_logits(),)
+
+    def prepare(self, step: PackedStep | None) -> PackedStep | None:
+        """Return the part of a step that ranks or stages run."""
+        return None if step is None else self._decoder.prepare(step)
+
+    def run(
+        self, step: PackedStep | None, part: Callable[[], PackedStep | None], /
+    ) -> Sequence[Array]:
+        """Return what a step chooses."""
+        if step is None:
+            self.runner.check()
+            return ()
+        with self._order.running(step.number, step.after):
+            step.take_tokens(self._chosen)
+            prepared = part()
+            assert prepared is not None
+            found = self._decoder.run_prepared(step, prepared)
+        self._chosen = np.array(found.token_ids, np.int32)
+        return (self._chosen, *(found.searches or ()))

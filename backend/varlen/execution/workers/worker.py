@@ -1,0 +1,330 @@
+"""A worker process of a model, for the engine.
+
+A process contains faults: a worker that is killed, or crashes, costs one retry of its batch. Where it has keys and
+values, the scheduler computes its sequences again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from threading import Lock
+
+from varlen.costs.batch_shape import BatchShape
+from varlen.errors import EngineError
+from varlen.execution.executor import SkippedStepError, WorkerEndedError, raising
+from varlen.execution.workers.limits import HungAfter, hung_after
+from varlen.execution.workers.messages import Array, batch_message, receive_answers
+from varlen.execution.workers.process import ENDED, ModelProcess
+from varlen.memory.memory_use import MemoryUse
+from varlen.request.request import DEFAULT_OPTIONS, SHORTEST_PROMPT
+from varlen.scheduling.batch import Batch
+
+_log = logging.getLogger(__name__)
+
+# A batch that has ended two workers is likely to end the next one too.
+_ATTEMPTS = 2
+
+
+class WorkerConnection:
+    """A connection to one worker process at a time.
+
+    Not for two threads at once, except for `use`.
+
+    Attributes:
+        pid: id of the process.
+    """
+
+    def __init__(self, connection: Connection, pid: int, hung_after: HungAfter) -> None:
+        """Take a connection."""
+        self._hung_after = hung_after
+        self._take(connection, pid)
+        self._use = MemoryUse()
+        # totals of the workers before it
+        self._earlier = MemoryUse()
+
+    def replace(self, connection: Connection, pid: int) -> None:
+        """Connect to the worker that replaces one that has ended; totals go on."""
+        self._earlier = self._use
+        self._connection.close()
+        self._take(connection, pid)
+
+    def send(self, message: bytes) -> None:
+        """Send work, whose answers `receive` returns.
+
+        Raises:
+            WorkerEndedError: the process has ended.
+        """
+        try:
+            self._connection.send_bytes(message)
+        except OSError:
+            # it may have answered work before this, which `receive` still returns
+            raise WorkerEndedError from None
+        except BaseException:
+            # a part of the message may have been sent
+            self._connection.close()
+            raise
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the next answers; return False after this many seconds."""
+        try:
+            return self._connection.poll(timeout)
+        except OSError:
+            # it has ended
+            return True
+
+    def receive(self, *, seconds: float = 0.0) -> Sequence[Array]:
+        """Return the answers to the first work that was sent.
+
+        Args:
+            seconds: expected run time.
+
+        Raises:
+            WorkerEndedError: the process has ended, or hung and was ended.
+            MemoryError: the worker has too little memory.
+            SkippedStepError: the step before failed.
+            EngineError: the work failed.
+        """
+        reason = ""
+        try:
+            limit = self._hung_after
+            longest = max(limit.seconds, limit.factor * seconds)
+            if not self._connection.poll(longest):
+                reason = self._end_hung(longest)
+            answers = receive_answers(self._connection)
+        except BlockingIOError:
+            # it hangs in the midst of an answer
+            reason = self._end_hung(limit.seconds)
+            self._connection.close()
+            raise WorkerEndedError(reason) from None
+        except (EOFError, OSError):
+            self._connection.close()
+            raise WorkerEndedError(reason) from None
+        except BaseException:
+            # an answer that was not read would be taken for the answer of the next batch
+            self._connection.close()
+            raise
+        self._count(answers.use)
+        if answers.problem == "memory":
+            raise MemoryError("too little memory in a worker process")
+        if answers.problem == "skipped":
+            raise SkippedStepError
+        if answers.problem:
+            raise EngineError(f"a worker process failed:\n{answers.trace}")
+        return answers.rows
+
+    def use(self) -> MemoryUse:
+        """Return the memory use after the last work. From any thread."""
+        return self._use
+
+    def close(self) -> None:
+        """End the worker."""
+        self._connection.close()
+
+    def _take(self, connection: Connection, pid: int) -> None:
+        """Take the connection of a worker, and let no read of it wait for ever."""
+        self._connection, self.pid = connection, pid
+        seconds = struct.pack("ll", math.ceil(self._hung_after.seconds), 0)
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+
+    def _end_hung(self, seconds: float) -> str:
+        """End the process, which did not answer within this time; return why."""
+        reason = f"worker process {self.pid} did not answer within {seconds:.0f} s"
+        _log.error("%s; it is ended", reason)
+        os.kill(self.pid, signal.SIGKILL)
+        return reason
+
+    def _count(self, use: MemoryUse) -> None:
+        before = self._earlier
+        self._use = replace(
+            use,
+            plan_seconds=before.plan_seconds + use.plan_seconds,
+            plan_hits=before.plan_hits + use.plan_hits,
+            plan_misses=before.plan_misses + use.plan_misses,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """Work in flight.
+
+    Attributes:
+        message: the work.
+        seconds: expected run time.
+        is_sent: whether the worker has it.
+        attempts: workers that have ended while it was the first in flight.
+        answer: returns its answers, or raises; None until they are known.
+    """
+
+    message: bytes
+    seconds: float
+    is_sent: bool = False
+    attempts: int = 0
+    answer: Callable[[], Sequence[Array]] | None = None
+
+
+class WorkerProcess:
+    """Runs batches or steps in one worker process at a time.
+
+    The last stage of a pipeline takes the next batch before it has run the first. One thread may launch work, and
+    another one ask for its answers.
+
+    Attributes:
+        slots: batches that may be in flight.
+        descriptors: file descriptors that the worker shares.
+    """
+
+    def __init__(
+        self,
+        host: ModelProcess,
+        restarted: Callable[[], None],
+        slots: int = 1,
+        *,
+        has_state: bool = False,
+    ) -> None:
+        """Start the worker.
+
+        Args:
+            host: process of the model.
+            restarted: called after the worker ended and another one has started.
+            slots: batches that may be in flight.
+            has_state: whether work needs what work before it has left in the worker. Then all work in flight fails with
+                WorkerEndedError when it ends; other work runs again in the next worker.
+        """
+        self._host = host
+        self._restarted = restarted
+        self._has_state = has_state
+        self.slots = slots
+        connection, pid, self.descriptors = host.connect()
+        self._worker = WorkerConnection(connection, pid, hung_after(host.config))
+        self._in_flight: deque[_Sent] = deque()
+        self._sending = Lock()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._worker.pid
+
+    def run_batch(self, batch: Batch) -> Sequence[Array]:
+        """Return the answer of each sequence of a batch; see `Runner.run`."""
+        return self.launch_batch(batch)()
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Array]]:
+        """Send a batch; return a function that waits for its answers; see `launch`."""
+        return self.launch(batch_message(batch.prompts, batch.options), seconds=batch.seconds)
+
+    def launch(self, message: bytes, *, seconds: float = 0.0) -> Callable[[], Sequence[Array]]:
+        """Send work; return a function that waits for its answers.
+
+        The function raises:
+            MemoryError: the worker has too little memory.
+            SkippedStepError, WorkerEndedError: a step before it failed, or was lost with the worker.
+            EngineError: the work failed, or ended two workers.
+
+        Args:
+            message: the work.
+            seconds: expected run time.
+        """
+        sent = _Sent(message, seconds)
+        with self._sending:
+            # after a worker has ended, each batch runs alone until none is left that may have ended it
+            if all(each.is_sent for each in self._in_flight):
+                self._send(sent)
+            self._in_flight.append(sent)
+        return partial(self._answers, sent)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the next answers; return False after this many seconds."""
+        return self._worker.wait(timeout)
+
+    def _answers(self, sent: _Sent) -> Sequence[Array]:
+        """Return the answers to some work, after the answers to work before it."""
+        in_flight = self._in_flight
+        while sent.answer is None:
+            self._answer(in_flight[0])
+            with self._sending:
+                while in_flight and in_flight[0].answer is not None:
+                    in_flight.popleft()
+        return sent.answer()
+
+    def _answer(self, first: _Sent) -> None:
+        """Wait for the first work in flight, which may have to run again."""
+        try:
+            with self._sending:
+                if not first.is_sent:
+                    self._send(first)
+            rows = self._worker.receive(seconds=first.seconds)
+        except WorkerEndedError as error:
+            self._start_next(first, error)
+        except Exception as error:
+            first.answer = raising(error)
+        else:
+            first.answer = lambda: rows
+
+    def _start_next(self, first: _Sent, ended: WorkerEndedError) -> None:
+        """Start the next worker, which has no work yet; see `_answer`."""
+        first.attempts += 1
+        with self._sending:
+            for each in self._in_flight:
+                each.is_sent = False
+                if self._has_state:
+                    each.answer = raising(ended)
+        try:
+            connection, pid, self.descriptors = self._host.connect(self.pid, str(ended))
+            self._worker.replace(connection, pid)
+            self._restarted()
+        except Exception as error:
+            first.answer = raising(error)
+            return
+        if first.attempts == _ATTEMPTS:
+            lost = f"{_ATTEMPTS} worker processes ended while they ran this batch"
+            first.answer = raising(EngineError(lost))
+
+    def _send(self, sent: _Sent) -> None:
+        """Send work; whether the worker has ended, `_answer` finds out."""
+        with suppress(WorkerEndedError):
+            self._worker.send(sent.message)
+        sent.is_sent = True
+
+    def padding_tokens(self, shape: BatchShape) -> int:
+        """Return the number of padding tokens of a batch of this shape."""
+        return self._host.info.padding_tokens(shape)
+
+    def check(self) -> None:
+        """Run one sequence of one token; raise whatever it raises."""
+        self.launch(batch_message([SHORTEST_PROMPT], [DEFAULT_OPTIONS]))()
+
+    def check_state(self) -> None:
+        """Run nothing, with all in flight answered; raise whatever it raises.
+
+        Nothing is raised if the worker has ended and another one may be started, which the next work does.
+
+        Raises:
+            EngineError: no other one can be started.
+        """
+        if self._host.is_lost:
+            raise EngineError(ENDED)
+        try:
+            self._worker.send(b"")
+            self._worker.receive()
+        except WorkerEndedError:
+            _log.warning("worker process %d has ended; the next step starts another one", self.pid)
+
+    def use(self) -> MemoryUse:
+        """Return the memory use after the last batch. From any thread."""
+        return self._worker.use()
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.close()

@@ -1,0 +1,198 @@
+"""A model of one step: workers, input checks, engine and response cache."""
+
+import logging
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from varlen.cache.flights import JoinLimits
+from varlen.cache.response_cache import CacheUse, ResponseCache
+from varlen.config import NO_LIMIT, EngineConfig
+from varlen.decoding.text.chat import ChatTemplate
+from varlen.decoding.text.pair_template import PairTemplate
+from varlen.errors import CheckpointError
+from varlen.execution.executor import ModelExecutor
+from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
+from varlen.execution.workers.workers import Workers, load_workers
+from varlen.intake.checks import Intake
+from varlen.intake.input_limits import InputLimits
+from varlen.intake.roles import mask_token, roles_of
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Int32Array, Reply, Request
+from varlen.scheduling.admission import Admission
+from varlen.scheduling.engine import Engine
+from varlen.scheduling.one_shot.one_shot import OneShotScheduler
+from varlen.service.costs import costs_for, warm_up
+from varlen.service.sandbox import template_sandbox
+from varlen.service.service import MEGABYTE, Service, log_notes
+from varlen.tasks import Task
+from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderParts:
+    """A model of one step: a `Kind`.
+
+    Attributes:
+        workers: workers that run the executor's batches.
+        info: model facts for the engine.
+        engine: schedules requests.
+        cache: the response cache in front of the engine, if it is on.
+    """
+
+    workers: Workers
+    info: ModelInfo
+    engine: Engine
+    cache: ResponseCache | None
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        stats: Stats,
+        opened: ExitStack,
+        *,
+        gpu: int,
+        isolated: bool,
+    ) -> "Service[EncoderParts]":
+        """Return the model, warmed up; see `Kind`."""
+        workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
+        executor = workers.new_executor()
+        opened.callback(_close, executor, workers)
+        info = workers.info
+        most, late = info.max_sequence_tokens, checkpoint.late
+        tokenizer = Tokenizer(
+            checkpoint.folder,
+            most,
+            has_types=checkpoint.has_token_types,
+            side=checkpoint.truncation_side,
+            prefixes=() if late is None else late.prefixes,
+        )
+        sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
+        opened.callback(sandbox.close)
+        intake = Intake(
+            tokenizer,
+            _input_limits(config, info),
+            roles=roles_of(checkpoint, info.task, tokenizer, most),
+            mask_token=_filled_token(checkpoint, tokenizer, info.task),
+            pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
+        )
+        warm_up(info, executor, config)
+        costs = costs_for(info, executor, checkpoint, config)
+        workers.use_all_cores()
+        # a GPU runs one batch at a time, whatever is in flight
+        admission = Admission(
+            config.max_queued_requests, queue_limit(config, most), slots=info.workers
+        )
+        scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
+        engine = Engine(scheduler, executor, stats)
+        model = cls(workers, info, engine, _response_cache(config, engine, info))
+        return Service(checkpoint, info.task, intake, admission, engine, executor, sandbox, model)
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Answer a request, now or later; see `Kind`."""
+        # an answer from the cache would hide that the model does not run
+        cache = None if request.options.probe else self.cache
+        (cache or self.engine).submit(request, reply)
+
+    def metrics(self) -> MetricsSnapshot:
+        """Return the values of gauges and totals of this kind of model."""
+        info, cache = self.info, self.cache.use() if self.cache else CacheUse()
+        return {
+            SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
+            **self.workers.use().metrics(),
+            **self.workers.graphs.metrics(),
+            SnapshotMetric.CACHE_BYTES: cache.held_bytes,
+            SnapshotMetric.CACHE_ENTRIES: cache.entries,
+            SnapshotMetric.CACHE_HITS: cache.hits,
+            SnapshotMetric.CACHE_JOINED: cache.joined,
+            SnapshotMetric.CACHE_MISSES: cache.misses,
+            SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
+        }
+
+    def release(self) -> None:
+        """Stop the workers."""
+        self.workers.close()
+
+    def log_loaded(self, checkpoint: Checkpoint, config: EngineConfig, seconds: float) -> None:
+        """Log what was loaded in this time."""
+        info = self.info
+        _log.info(
+            "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches of several up to %d;"
+            " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
+            info.task,
+            info.dtype,
+            info.device_name,
+            info.workers,
+            min(info.max_sequence_tokens, info.max_arena_tokens),
+            info.max_batch_tokens,
+            info.arena_bytes / MEGABYTE,
+            info.weight_bytes / MEGABYTE,
+            seconds,
+        )
+        longest = info.max_sequence_tokens
+        limits = limit_notes(checkpoint, config, longest, info.max_arena_tokens)
+        log_notes(checkpoint, info.task, longest, limits)
+
+
+def _close(executor: ModelExecutor, workers: Workers) -> None:
+    """Stop an executor without an engine; release its workers, unless their device hangs."""
+    if executor.close():
+        workers.close()
+
+
+def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:
+    if not config.response_cache_bytes:
+        return None
+    joins = JoinLimits(
+        max_flight_tokens=info.max_batch_tokens,
+        max_requests=config.max_queued_requests,
+        max_tokens=queue_limit(config, info.max_sequence_tokens),
+    )
+    return ResponseCache(
+        engine.submit,
+        joins,
+        time.monotonic,
+        max_bytes=config.response_cache_bytes,
+        max_seconds=config.response_cache_seconds or math.inf,
+    )
+
+
+def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
+    """Return the token that the task replaces, if it replaces one."""
+    if task != "fill_mask":
+        return None
+    return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
+
+
+def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
+    return InputLimits(
+        max_sequence_tokens=info.max_sequence_tokens,
+        max_text_bytes=text_limit(config, info.max_sequence_tokens),
+        vocab_size=info.vocab_size,
+        type_vocab_size=info.type_vocab_size,
+        max_arena_tokens=info.max_arena_tokens,
+    )
+
+
+def _pair_template(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task, template: ChatTemplate | None
+) -> PairTemplate | None:
+    """Return what makes prompts of pairs, for a model that answers whether they fit."""
+    if checkpoint.logit_score is None or task != "rerank":
+        return None
+    if template is None:
+        raise CheckpointError("the checkpoint has no chat template, which pairs of texts need")
+    template.check()
+
+    def tokenize(text: str) -> Int32Array:
+        (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)
+        return found.token_ids
+
+    return PairTemplate(template, checkpoint.logit_score, tokenize)
