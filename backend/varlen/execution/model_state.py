@@ -1,4 +1,4 @@
-"""What a model keeps on its device, and how batches reach its programs: one state for each kind of model.
+"""What a model keeps on its device, with one state for each kind.
 
 `OneShot` runs whole sequences and keeps nothing. `Decoder` runs steps over KV caches, and `EncoderDecoder` encodes the
 source texts of a step first. A state fills the inputs of its programs, and reads their result: rows of a head, or
@@ -79,9 +79,9 @@ class ProgramRunner(Protocol):
     longest_first: bool
 
     def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
-        """Start a batch; return a function that waits for the output on the host, and is called once.
+        """Start a batch; return a function that waits for the output on the host.
 
-        There is no output if it goes to the next stage.
+        It is called once. There is no output if it goes to the next stage.
         """
 
     def close(self) -> None:
@@ -112,9 +112,9 @@ class OneShot:
     def launch(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> Callable[[], list[Float32Array]]:
-        """Start a batch, on a CPU run it; return a function that waits for the answer of each sequence.
+        """Start a batch; return a function that waits for the answer of each sequence.
 
-        The function must be called once. See `Runner.run` for the answers.
+        On a CPU the batch has run. The function must be called once. See `Runner.run` for the answers.
         """
         count = len(prompts)
         if self._is_padded:
@@ -197,7 +197,9 @@ def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 class Decoder:
-    """Sequences that run step by step over KV caches. Not for two threads at once, but for `prepare`.
+    """Sequences that run step by step over KV caches.
+
+    Not for two threads at once, except for `prepare`.
 
     Attributes:
         kv: size of the KV caches.
@@ -275,7 +277,10 @@ class Decoder:
         return 1 if self._launcher is None else MAX_IN_FLIGHT
 
     def launch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Start a step; return a function that waits for its outputs. On a CPU it runs the step."""
+        """Start a step; return a function that waits for its outputs.
+
+        On a CPU that function runs the step.
+        """
         if self._launcher is not None:
             return self._launcher.launch(batch)
         return partial(self._run_batch, batch)
@@ -357,7 +362,7 @@ class Decoder:
         return True
 
     def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
-        """Start a step on a GPU; return a function that waits for what the GPU chooses."""
+        """Start a step; return a function that waits for what the GPU chooses."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             try:
@@ -376,7 +381,7 @@ class Decoder:
         plan: DevicePlan,
         chosen: Chosen,
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step that the host completes, and give the tokens to the next step."""
+        """Return the outputs of a step, and give the tokens to the next one."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             logits = self.steps.last_logits(step.num_logit_rows)
@@ -431,7 +436,7 @@ class Decoder:
 
 
 class EncoderDecoder(Decoder):
-    """A decoder whose sequences have a source text, which an encoder reads before their first step."""
+    """A decoder whose sequences have a source text, which an encoder reads first."""
 
     def _bind_others(self, programs: Sequence[Program], arenas: Sequence[Arena]) -> None:
         """Bind the encoder to its memory."""

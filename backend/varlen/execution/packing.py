@@ -109,9 +109,9 @@ class InputLayout:
 
 
 def fill_inputs(views: Mapping[str, npt.NDArray[Any]], arrays: Arrays) -> None:
-    """Write arrays into the inputs of a program, which may have more room; others are left out.
+    """Write arrays into the inputs of a program; others are left out.
 
-    Room that is left becomes tokens of no sequence and sequences of no token.
+    Inputs may have more room, which becomes tokens of no sequence and sequences of no token.
 
     Args:
         views: inputs of an `InputLayout` in memory of the host.

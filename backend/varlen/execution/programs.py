@@ -178,7 +178,7 @@ class _Model(Protocol):
     type_vocab_size: int
 
     def kv_size(self, longest: int, layers: int | None) -> KvSize | None:
-        """Return the size of the KV caches, given the layers of the largest stage, if there are stages."""
+        """Return the size of the KV caches, given the layers of the largest stage."""
 
     def record(self, kv: KvSize) -> tuple[Program, ...]:
         """Return its programs."""

@@ -1,7 +1,7 @@
 """A loaded model on one device: batches in, their outputs out.
 
-A batch is some sequences, each with a number of tokens: all of its tokens in a model that runs whole sequences, or
-those of one step in a model that generates. `model_state` says what differs.
+A batch is some sequences, each with a number of tokens: all of its tokens in a model that runs whole sequences, or the
+tokens of one step in a model that generates. `model_state` has the differences.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Runner:
         device: device of weights, caches and batches.
         programs: the recorded forward passes.
         arenas: memory of their intermediates.
-        state: what the model keeps on the device.
+        state: memory of the model on the device, which decides how batches run.
         slots: batches that may be in flight; more than one if `launch_batch` starts them.
         graph_use: cost of the CUDA graphs, if there are any.
     """
@@ -95,7 +95,7 @@ class Runner:
             kernels: a module with the functions that ops name; None selects the device's own.
             workers: number of runners of the model, which share `arena_bytes`.
             measures: whether to measure the fastest way to run linear layers of whole sequences, unless
-                `warmup_seconds` is 0. Those of steps are measured in any case.
+                `warmup_seconds` is 0. Layers of steps are measured in any case.
             link: link to the other ranks or stages, if this process holds a part of the model.
 
         Raises:
@@ -185,7 +185,7 @@ class Runner:
         )
 
     def _info(self, task: Task, longest: int, device: str, **own: Any) -> ModelInfo:
-        """Return model facts for the engine, with those of a kind of model."""
+        """Return model facts for the engine, with the facts of one kind of model."""
         loaded = self._loaded
         return ModelInfo(
             task=task,
@@ -307,7 +307,7 @@ class Runner:
         self._cpu_runner.compile()
 
     def check(self) -> None:
-        """Run the smallest batch, or one op where sequences have a state; raise whatever it raises."""
+        """Run the smallest batch, or one op of a decoder; raise whatever it raises."""
         if isinstance(self.state, Decoder):
             torch.zeros(1, device=self.device).add_(1).item()
         else:

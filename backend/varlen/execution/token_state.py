@@ -1,4 +1,4 @@
-"""What chooses the tokens of steps, and what a device keeps of sequences to do so: searches and edit lists."""
+"""The choice of tokens, and its state on a device: searches and edit lists."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_a_service_on_a_gpu_gives_the_answers_of_the_cpu(
     replies = [FakeReply() for _ in batches]
 
     for prompts, reply in zip(batches, replies, strict=True):
-        loaded.submit(Request(prompts, NORMALIZED), reply)
+        loaded.model.submit(Request(prompts, NORMALIZED), reply)
     snapshot = loaded.snapshot()
     loaded.close()
 

@@ -76,14 +76,14 @@ def only_runner(model):
 def start_and_hold(model, request):
     """Execute a request; return the event that lets its running batch continue."""
     runner = only_runner(model)
-    begun, go_on, run = Event(), Event(), runner.run
+    begun, go_on, run = Event(), Event(), runner.run_batch
 
-    def wait_and_run(prompts, options):
+    def wait_and_run(batch):
         begun.set()
         assert go_on.wait(SECONDS)
-        return run(prompts, options)
+        return run(batch)
 
-    runner.run = wait_and_run
+    runner.run_batch = wait_and_run
     assert model.execute([request]) is None
     assert begun.wait(SECONDS)
     return go_on
@@ -92,13 +92,13 @@ def start_and_hold(model, request):
 def fail_once(model):
     """Make the model fail in its next batch."""
     runner = only_runner(model)
-    run = runner.run
+    run = runner.run_batch
 
-    def fail(prompts, options):
-        runner.run = run
+    def fail(batch):
+        runner.run_batch = run
         raise ZeroDivisionError("poison")
 
-    runner.run = fail
+    runner.run_batch = fail
 
 
 def test_execute_answers_later_and_returns_none(load, ask):
@@ -453,10 +453,11 @@ def test_a_failure_of_the_model_is_answered_without_details(load, ask, pb_utils)
 def test_a_model_whose_device_is_lost_is_not_ready_and_refuses_at_once(load, ask, pb_utils):
     model = load()
 
-    def lost(prompts, options):
+    def lost(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    only_runner(model).run = lost
+    runner = only_runner(model)
+    runner.run_batch = runner.run = lost
     first, later = ask(text=text("a")), ask(text=text("b"))
     model.execute([first])
     wait_for(first)

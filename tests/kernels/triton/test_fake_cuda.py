@@ -330,14 +330,14 @@ def test_a_step_after_one_that_fails_does_not_count(gpu: FakeCuda, tmp_path: Pat
     chunk = prompt_chunk(runner, 3, KINDS["greedy"])
     expected = chosen(runner.run_batch(step_of((chunk,))))
 
-    # three numbers are no copy
-    broken = replace(step_of((chunk,)), copies=((0, 1, 2),), number=1)
+    # no graph has room for nine tokens
+    broken = replace(step_of((chunk._replace(token_ids=(1,) * 9),)), number=1)
     outputs = [
         runner.launch_batch(step)
         for step in (broken, replace(step_of((chunk,)), number=2, after=1))
     ]
 
-    with pytest.raises(ValueError, match="could not broadcast"):
+    with pytest.raises(ValueError, match="a batch of 9 tokens; allowed: up to 8"):
         outputs[0]()
     with pytest.raises(SkippedStepError):
         outputs[1]()

@@ -40,8 +40,9 @@ def limit_primitives() -> None:
 
 
 class CpuRunner:
-    """Runs a program on the cores that torch gives the thread. Not for two threads at once.
+    """Runs a program on the cores that torch gives the thread.
 
+    Not for two threads at once.
     oneDNN compiles a product for each number of rows, which takes longer than a small product itself. So batches of
     whole sequences are padded to few numbers of tokens: by less than an eighth, or by seven tokens.
 
@@ -101,7 +102,10 @@ class CpuRunner:
             compile_products(self.program, self._kernels, batch_sizes(_USUAL_TOKENS))
 
     def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
-        """Run a batch; return a function that returns its output, or None if that went to the next stage."""
+        """Run a batch; return a function that returns its output.
+
+        There is none if it went to the next stage.
+        """
         outputs = self.run(arrays, dims)
         return lambda: outputs[0] if outputs else None
 
@@ -109,7 +113,9 @@ class CpuRunner:
     def run(
         self, arrays: Arrays, dims: Dims, out: Sequence[Tensor] | None = None
     ) -> Sequence[Tensor]:
-        """Return the outputs of a batch: `out`, or new tensors; none if they go to the next stage.
+        """Return the outputs of a batch: `out`, or new tensors.
+
+        There are none if they go to the next stage.
 
         Args:
             arrays: inputs by name.
@@ -147,7 +153,7 @@ class CpuRunner:
 
 
 class CpuSteps:
-    """Runs the steps of a decoder on one core or on all cores of torch, and keeps their logits.
+    """Runs the steps of a decoder on one core or all, and keeps their logits.
 
     Not for two threads at once.
     """

@@ -1,7 +1,7 @@
-"""Runs the programs of a model on a CUDA GPU by replaying graphs captured at load.
+"""Runs the programs of a model on a CUDA GPU by replaying graphs.
 
-A small model's ops are shorter on the GPU than the Python that launches them. So nothing is launched op by op in
-service: each batch is one copy of its inputs, one graph, one copy of its result. Nothing waits either: while a batch
+The graphs are captured at load: a small model's ops are shorter on the GPU than the Python that launches them. In
+service each batch is one copy of its inputs, one graph, one copy of its result. Nothing waits either: while a batch
 runs, the next one is packed into other buffers and started. docs/decisions/0029-gpu-executor.md has the reasons.
 
 A decode step has one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of
@@ -106,7 +106,7 @@ class _Captured:
 
 
 class _GraphRunner:
-    """The graphs of one program, one for each size of batch, and the inputs that they read.
+    """The graphs of one program, one for each size of batch.
 
     Attributes:
         program: the program.

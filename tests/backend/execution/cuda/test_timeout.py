@@ -243,7 +243,7 @@ def test_a_service_whose_gpu_hangs_is_not_ready_and_releases_nothing(
 
     if batches:
         loaded = Service.load(EncoderParts, small_bert, config, Stats())
-        loaded.submit(Request(tuple(random_prompts([5], types=2)), NORMALIZED), reply)
+        loaded.model.submit(Request(tuple(random_prompts([5], types=2)), NORMALIZED), reply)
         assert reply.answered.wait(SECONDS)
         assert isinstance(reply.end, ModelFaultError)
         assert not loaded.is_ready
