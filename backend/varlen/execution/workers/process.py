@@ -288,7 +288,7 @@ class ModelProcess:
             return Connected(Connection(ours.detach()), pid, descriptors)
 
     def _end_of_process(self, reason: str) -> str:
-        """End what is left of the process; return why it has ended."""
+        """End the process; return why it has ended."""
         self.is_lost = True
         # of a model that several processes hold, it is the end of one of them
         reason = self._process.last_words() or reason
