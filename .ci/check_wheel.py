@@ -116,13 +116,13 @@ def code_problems(wheel: Path, *, all_levels: bool = False) -> list[str]:
         all_levels: whether each level has to be there.
     """
     # only this check needs what compiles them
-    from varlen_kernels.cpu.calls.entries import MAKERS
     from varlen_kernels.cpu.calls.machine_code import file_name
     from varlen_kernels.cpu.native.target_cpu import LEVELS
+    from varlen_kernels.op_table import ENTRIES
 
     with zipfile.ZipFile(wheel) as archive:
         found = {PurePosixPath(name).name for name in fnmatch.filter(archive.namelist(), CODE)}
-    of_levels = [{file_name(name, each.level) for name in MAKERS} for each in LEVELS]
+    of_levels = [{file_name(name, each.level) for name in ENTRIES} for each in LEVELS]
     expected = set().union(*(files for files in of_levels if all_levels or files & found))
     if not found and not all_levels and machine() == "x86_64":
         return ["has no compiled op; make wheels LEVELS=avx2 compiles them on any x86-64 machine"]

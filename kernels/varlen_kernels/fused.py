@@ -1,5 +1,5 @@
 # mypy: implicit-reexport
-# ruff: noqa: F401  # the ops
+# ruff: noqa: F401, F403, F821  # the ops
 """Every op of `reference` for CUDA GPUs.
 
 An op is a Triton kernel, or plain torch where torch runs it in one fast kernel. Names and signatures match
@@ -8,15 +8,9 @@ An op is a Triton kernel, or plain torch where torch runs it in one fast kernel.
 
 import torch
 
-from varlen_kernels.reference import (
-    concat,
-    linear,
-    normalize_rows,
-    select_rows,
-    tanh,
-    to_fp32,
-    top_terms,
-)
+from varlen_kernels.reference.every_op import *
+
+# isort: split
 from varlen_kernels.triton.activation import activate
 from varlen_kernels.triton.advance_searches import advance_searches
 from varlen_kernels.triton.append_kv import append_kv
@@ -36,7 +30,11 @@ from varlen_kernels.triton.paged_tiles import paged_tiles
 from varlen_kernels.triton.pooling import first_tokens, pool
 from varlen_kernels.triton.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.triton.sampling import sample_tokens
+from varlen_kernels.triton.softmax import masked_softmax
 from varlen_kernels.triton.vocabulary import term_weights
+
+# ranks are on CPUs: no machine with two GPUs was available for tests
+del all_reduce, gather_columns, local_ids
 
 # cuBLAS may else add up the parts of a product in its dtype, and then an answer depends on how a product was split
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -8,8 +8,9 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-# Arguments of an op by name. Those of a program are symbolic: they have a shape and a dtype.
+# Arguments of an op by name. In a program they are symbolic: they have a shape and a dtype.
 Arguments: TypeAlias = Mapping[str, Any]
 # Shape and dtype of each result.
 Results: TypeAlias = Sequence[tuple[Sequence[Any], torch.dtype]]
@@ -96,9 +97,9 @@ class Function:
 
     Attributes:
         name: name of its code; code for bf16 has a suffix.
-        kinds: how it reads each argument.
+        kinds: the kind of each argument.
         tensors, constants: names of the arguments in memory.
-        written: whether it writes each tensor.
+        written: numbers of the tensors that it writes.
         body: name of its body.
         work: returns its work, given the extents of its tensors, and its constants.
     """
@@ -122,33 +123,42 @@ class Function:
         own = [key for key, kind in self.kinds.items() if not kind.of]
         self.tensors = [key for key in own if self.kinds[key].letter]
         self.constants = [key for key in own if not self.kinds[key].letter]
-        self.written = [f"{key}=" in arguments for key in self.tensors]
-        self._letters = [self.kinds[key].letter for key in self.tensors]
+        letters = [self.kinds[key].letter for key in self.tensors]
+        self.written = [i for i, key in enumerate(self.tensors) if f"{key}=" in arguments]
+        self._dtypes = [DTYPES.get(letter) for letter in letters]
+        self._of_model = [i for i, letter in enumerate(letters) if letter == "d"]
+        self._read_fp32 = [i for i, x in enumerate(letters) if x == "f" and i not in self.written]
 
     @property
     def entries(self) -> tuple[str, ...]:
         """The names of its code."""
-        suffixes = SUFFIXES.values() if "d" in self._letters else ("",)
+        suffixes = SUFFIXES.values() if self._of_model else ("",)
         return tuple(self.name + suffix for suffix in suffixes)
 
     def entry_for(self, tensors: Sequence[Any]) -> str | None:
-        """Return the name of the code for tensors of these dtypes; None if there is none."""
-        of_model = None
-        for letter, tensor in zip(self._letters, tensors, strict=True):
-            if tensor is None or letter == ".":
-                continue
-            dtype = tensor.dtype
-            if letter != "d":
-                if dtype != DTYPES[letter]:
-                    return None
-            elif of_model is None:
-                of_model = dtype
-            elif dtype != of_model:
+        """Return the name of the code for such tensors; None if there is none."""
+        for tensor, dtype in zip(tensors, self._dtypes, strict=True):
+            if dtype is not None and tensor is not None and tensor.dtype != dtype:
                 return None
-        suffix = SUFFIXES.get(of_model or torch.float32)
+        of_model = None
+        for i in self._of_model:
+            if tensors[i] is not None:
+                dtype = tensors[i].dtype
+                if of_model is not None and dtype != of_model:
+                    return None
+                of_model = dtype
+        suffix = "" if of_model is None else SUFFIXES.get(of_model)
         return None if suffix is None else self.name + suffix
 
-    def of(self, *, where: Callable[..., bool] | None = None, **given: Any) -> "Call":
+    def as_read(self, tensors: list[Any]) -> list[Any]:
+        """Return tensors as it reads them: numbers of another precision become fp32."""
+        for i in self._read_fp32:
+            x = tensors[i]
+            if isinstance(x, Tensor) and x.dtype != torch.float32 and x.is_floating_point():
+                tensors[i] = x.float()
+        return tensors
+
+    def of(self, *, where: Callable[[Arguments], bool] | None = None, **given: Any) -> "Call":
         """Return a call, see there."""
         return Call(self, given, where)
 
@@ -157,39 +167,48 @@ class Bound(NamedTuple):
     """A function with what it gets for one call of an op."""
 
     function: Function
-    tensors: list[Any]
-    constants: list[float]
+    tensors: Sequence[Any]
+    constants: Sequence[float]
+
+    @property
+    def entry(self) -> str | None:
+        """The name of its code for these tensors; None if there is none."""
+        return self.function.entry_for(self.tensors)
 
 
 class Call:
     """How an op, or a part of it, runs a compiled function."""
 
     def __init__(
-        self, function: Function, given: Arguments, where: Callable[..., bool] | None
+        self, function: Function, given: Arguments, where: Callable[[Arguments], bool] | None
     ) -> None:
         """Declare a call.
 
         Args:
-            function: what runs.
-            given: what it gets under each name: the name of an argument or a result of the op, or of a field of one; a
+            function: the compiled function.
+            given: the source of each argument: the name of an argument or a result of the op, or of a field of one; a
                 number; or a function of all arguments. By default the argument of the same name, or nothing.
             where: whether it runs, given all arguments; None for always.
         """
         assert set(given) <= set(function.kinds), f"{function.name} takes no {given}"
         self.function, self._where = function, where
-        self._tensors = [_getter(given.get(key, key)) for key in function.tensors]
+        self._tensors = [_source(given.get(key, key)) for key in function.tensors]
         self._constants = [
-            (_getter(given.get(key, key)), float if function.kinds[key].form == "real" else int)
+            (_source(given.get(key, key)), float if function.kinds[key].form == "real" else int)
             for key in function.constants
         ]
 
     def bind(self, arguments: Arguments) -> Bound | None:
-        """Return the function with what it gets of the arguments and results of an op; None if it does not run."""
-        if self._where is not None and not self._where(**arguments):
+        """Return the function with its arguments; None if it does not run."""
+        if self._where is not None and not self._where(arguments):
             return None
-        tensors = [get(arguments) for get in self._tensors]
-        constants = [kind(get(arguments)) for get, kind in self._constants]
-        return Bound(self.function, tensors, constants)
+        get = arguments.get
+        tensors = [get(x) if isinstance(x, str) else x(arguments) for x in self._tensors]
+        constants = [
+            kind(arguments[x] if isinstance(x, str) else x(arguments))
+            for x, kind in self._constants
+        ]
+        return Bound(self.function, self.function.as_read(tensors), constants)
 
 
 class Op:
@@ -201,39 +220,41 @@ class Op:
         operands, attributes: names of its positional arguments and of its keyword arguments, without `out`.
         forms: "cpu" and "fused" where these devices have a form of their own; others run the specification.
         calls: the compiled functions that run it on a CPU, one after another.
-        in_place: for each result, the number of the operand that may be its `out`.
+        in_place: number of the operand that may be `out`, for each result.
         results: names of its results.
-        runs: whether the functions are faster than the specification for these arguments, given by name.
+        runs: whether the functions are faster than the specification for these arguments.
         check: raises an exception for wrong arguments, given by name; without it the functions need no check.
     """
 
     def __init__(
         self,
         specification: Callable[..., Any],
-        result: Callable[..., Results] | None,
+        result: Callable[[Any], Results] | None,
         forms: str = "",
         *calls: Call,
         name: str = "",
         in_place: Sequence[int] = (),
         results: str = "out",
-        runs: Callable[..., bool] | None = None,
+        runs: Callable[[Any], bool] | None = None,
         check: Callable[..., object] | None = None,
     ) -> None:
         """Declare an op.
 
         Args:
             specification, forms, calls, name, in_place, results, runs, check: see the attributes.
-            result: shape and dtype of each result, given the arguments by name; None if it has none, or says so itself.
+            result: shape and dtype of each result, given all arguments; None if it has none, or says so itself.
         """
         self.specification, self.name = specification, name or specification.__name__
         self.forms, self.calls, self.in_place = frozenset(forms.split()), calls, tuple(in_place)
         self.results, self.runs, self.check = tuple(results.split()), runs, check
         self.result = result
-        parameters = [p for p in signature(specification).parameters.values() if p.name != "out"]
+        given = signature(specification).parameters.values()
+        parameters = [p for p in given if p.name != "out" or p.kind != Parameter.KEYWORD_ONLY]
         self.operands = tuple(p.name for p in parameters if p.kind != Parameter.KEYWORD_ONLY)
         self.attributes = tuple(p.name for p in parameters if p.kind == Parameter.KEYWORD_ONLY)
         self._required = {p.name for p in parameters if p.default is Parameter.empty}
         self._defaults = {p.name: p.default for p in parameters} | dict.fromkeys(self._required)
+        self._checked = tuple(signature(check).parameters) if check else ()
 
     def named(self, operands: Sequence[Any], attributes: Arguments) -> dict[str, Any]:
         """Return all arguments by name.
@@ -241,27 +262,51 @@ class Op:
         Raises:
             TypeError: there are too many operands, or an argument is missing or has another name.
         """
-        given = dict(zip(self.operands, operands, strict=False)) | attributes
-        arguments = self._defaults | given
+        arguments = self._defaults.copy()
+        arguments.update(zip(self.operands, operands, strict=False))
+        arguments.update(attributes)
+        given = len(operands) + len(attributes)
+        if given != len(self._defaults) or len(arguments) != given:
+            self._check_names(operands, attributes)
+        return arguments
+
+    def _check_names(self, operands: Sequence[Any], attributes: Arguments) -> None:
+        given = {*self.operands[: len(operands)], *attributes}
         if len(operands) > len(self.operands):
             raise TypeError(
                 f"{self.name} has {len(operands)} operands; allowed: {', '.join(self.operands)}"
             )
-        if missing := self._required - given.keys():
+        if missing := self._required - given:
             raise TypeError(f"{self.name} lacks {', '.join(sorted(missing))}")
-        if unknown := arguments.keys() - self._defaults.keys():
+        if unknown := given - self._defaults.keys():
             allowed = ", ".join(self.attributes)
             raise TypeError(f"{self.name} has {', '.join(sorted(unknown))}; allowed: {allowed}")
-        return arguments
+
+    def bound(self, arguments: Arguments) -> list[Bound]:
+        """Return the compiled functions with their arguments; none if it has none.
+
+        Args:
+            arguments: its arguments and its results, by name.
+        """
+        bound = [call.bind(arguments) for call in self.calls]
+        return [each for each in bound if each is not None]
+
+    def runs_compiled(self, arguments: Arguments) -> bool:
+        """Return whether compiled functions are faster than the specification."""
+        return self.runs is None or self.runs(arguments)
+
+    def check_arguments(self, arguments: Arguments, out: Any) -> None:
+        """Raise the exception of the specification for wrong arguments."""
+        if self.check is not None:
+            self.check(*[arguments.get(name, out) for name in self._checked])
 
 
-def _getter(given: Any) -> Callable[[Arguments], Any]:
-    """Return what finds an argument of a function among those of its op."""
+def _source(given: Any) -> str | Callable[[Arguments], Any]:
+    """Return the source of an argument: its name in the op, or what finds it."""
     if callable(given):
-        return lambda arguments: given(**arguments)
+        found: Callable[[Arguments], Any] = given
+        return found
     if not isinstance(given, str):
         return lambda _: given
     name, _, field = given.partition(".")
-    if field:
-        return lambda arguments: getattr(arguments[name], field, None)
-    return lambda arguments: arguments.get(name)
+    return (lambda arguments: getattr(arguments[name], field, None)) if field else name

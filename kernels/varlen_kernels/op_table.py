@@ -1,9 +1,9 @@
-"""The ops, each declared once: its specification, its result, what it may overwrite, and how CPUs run it.
+"""The ops, each declared once.
 
-From a row come the form of a CPU (`cpu`), the op that a model records and the check of its arguments, the arguments of
-its machine code, and the tests and benchmarks that every form has. A device without a form of its own runs the
-specification. An op with machine code has three parts: its function in `reference`, its row, and its body in
-`cpu.bodies`.
+A row has the specification of an op, its result, the operand that it may overwrite, and how CPUs run it. From it come
+the form of a CPU (`cpu`), the op that a model records, the check of its arguments, the arguments of its machine code,
+and the tests and benchmarks of every form. A device without a form of its own runs the specification. An op with
+machine code has three parts: its function in `reference`, its row, and its body in `cpu.bodies`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from varlen_kernels import Activation, reference
-from varlen_kernels.op import Call, Extent, Function, Op, Results, Work
+from varlen_kernels.op import Arguments, Call, Extent, Function, Op, Results, Work
 from varlen_kernels.reference.linear_int8 import linear_int8, linear_int8_activate
 from varlen_kernels.reference.logit_edits import check_edits
 from varlen_kernels.reference.paged import check_copies
@@ -27,7 +27,8 @@ ACTIVATIONS: Mapping[Activation, int] = {
     "silu": SILU,
     "relu": RELU,
 }
-# Tokens of a block of a product: their rows stay in the second-level cache while each panel of a weight passes.
+# Tokens of a block of a product: their rows stay in the second-level cache while each panel of a weight passes. A
+# multiple of the rows of every tile.
 BLOCK = 96
 
 # Multiplications that take as long as one number of a norm, an activation or a copy; as reading a number of a weight;
@@ -43,7 +44,7 @@ _WorkOf = Callable[[Sequence[Extent], Sequence[float]], Work]
 
 
 def _rows(number: int, factor: int = _OF_NUMBER) -> _WorkOf:
-    """A unit is a row of the tensor of this number, whose numbers take as long as so many multiplications."""
+    """A unit is a row of this tensor; a number takes `factor` multiplications."""
 
     def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
         rows, columns = extents[number]
@@ -59,7 +60,7 @@ def _beams(extents: Sequence[Extent], _: Sequence[float]) -> Work:
 
 
 def _panels(divisor: int) -> _WorkOf:
-    """A unit is a panel of a block of rows; a multiplication takes one over the divisor."""
+    """A unit is a panel of a block of rows."""
 
     def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
         (rows, _hidden), (panels, numbers) = extents[:2]
@@ -76,7 +77,7 @@ def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) ->
 
 
 def _heads_of_sequences(place: int) -> _WorkOf:
-    """A unit is a head of a sequence; their number is the constant in this place."""
+    """A unit is a head of a sequence; the constant in this place counts them."""
 
     def work(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
         (tokens, columns), sequences = extents[0], extents[1][0] - 1
@@ -203,114 +204,102 @@ _ADVANCE_SEARCHES = Function(
 )
 
 
-def _like_x(x: Any, **_: Any) -> Results:
-    return [(x.shape, x.dtype)]
+def _like(name: str) -> Callable[[Arguments], Results]:
+    return lambda a: [(a[name].shape, a[name].dtype)]
 
 
-def _like_qkv(qkv: Any, **_: Any) -> Results:
-    return [(qkv.shape, qkv.dtype)]
+def _embedded(a: Arguments) -> Results:
+    return [((*a["token_ids"].shape, a["token_table"].shape[1]), a["token_table"].dtype)]
 
 
-def _like_ids(token_ids: Any, **_: Any) -> Results:
-    return [(token_ids.shape, token_ids.dtype)]
+def _normed(a: Arguments) -> Results:
+    return [(a["x"].shape, a["weight"].dtype)]
 
 
-def _embedded(token_ids: Any, token_table: Any, **_: Any) -> Results:
-    return [((*token_ids.shape, token_table.shape[1]), token_table.dtype)]
+def _sum_and_normed(a: Arguments) -> Results:
+    return [(a["x"].shape, a["x"].dtype), (a["x"].shape, a["weight"].dtype)]
 
 
-def _normed(x: Any, weight: Any, **_: Any) -> Results:
-    return [(x.shape, weight.dtype)]
+def _product(a: Arguments) -> Results:
+    return [((a["x"].shape[0], a["weight"].shape[1]), a["x"].dtype)]
 
 
-def _sum_and_normed(x: Any, weight: Any, **_: Any) -> Results:
-    return [(x.shape, x.dtype), (x.shape, weight.dtype)]
+def _panel_product(a: Arguments) -> Results:
+    return [((a["x"].shape[0], a["weight"].features), a["x"].dtype)]
 
 
-def _product(x: Any, weight: Any, **_: Any) -> Results:
-    return [((x.shape[0], weight.shape[1]), x.dtype)]
+def _int8_product(a: Arguments) -> Results:
+    return [((a["x"].shape[0], a["layer"].scale.shape[0]), torch.float32)]
 
 
-def _panel_product(x: Any, weight: Any, **_: Any) -> Results:
-    return [((x.shape[0], weight.features), x.dtype)]
+def _gated(a: Arguments) -> Results:
+    rows, width = a["x"].shape
+    return [((rows, width // 2), a["x"].dtype)]
 
 
-def _int8_product(x: Any, layer: Any, **_: Any) -> Results:
-    return [((x.shape[0], layer.scale.shape[0]), torch.float32)]
-
-
-def _gated(x: Any, **_: Any) -> Results:
-    return [((x.shape[0], x.shape[1] // 2), x.dtype)]
-
-
-def _context(qkv: Any, num_heads: int, num_kv_heads: int | None, **_: Any) -> Results:
-    head_dim = qkv.shape[1] // (num_heads + 2 * (num_kv_heads or num_heads))
+def _context(a: Arguments) -> Results:
+    qkv, num_heads = a["qkv"], a["num_heads"]
+    head_dim = qkv.shape[1] // (num_heads + 2 * (a["num_kv_heads"] or num_heads))
     return [((qkv.shape[0], num_heads * head_dim), qkv.dtype)]
 
 
-def _paged_context(qkv: Any, key_cache: Any, num_heads: int, **_: Any) -> Results:
-    return [((qkv.shape[0], num_heads * key_cache.shape[3]), qkv.dtype)]
+def _paged_context(a: Arguments) -> Results:
+    return [((a["qkv"].shape[0], a["num_heads"] * a["key_cache"].shape[3]), a["qkv"].dtype)]
 
 
-def _tiles(qkv: Any, cu_seqlens: Any, key_lengths: Any, **_: Any) -> Results:
-    columns = 3 if key_lengths is None else 4
-    return [((cu_seqlens.shape[0] + qkv.shape[0], columns), torch.int32)]
+def _tiles(a: Arguments) -> Results:
+    columns = 3 if a["key_lengths"] is None else 4
+    return [((a["cu_seqlens"].shape[0] + a["qkv"].shape[0], columns), torch.int32)]
 
 
-def _paged_tiles(qkv: Any, cu_seqlens: Any, **_: Any) -> Results:
-    return [((cu_seqlens.shape[0] * 2 + qkv.shape[0], 5), torch.int32)]
+def _paged_tiles(a: Arguments) -> Results:
+    return [((a["cu_seqlens"].shape[0] * 2 + a["qkv"].shape[0], 5), torch.int32)]
 
 
-def _selected(x: Any, rows: Any, **_: Any) -> Results:
-    return [((*rows.shape, *x.shape[1:]), x.dtype)]
+def _selected(a: Arguments) -> Results:
+    return [((*a["rows"].shape, *a["x"].shape[1:]), a["x"].dtype)]
 
 
-def _pooled(x: Any, cu_seqlens: Any, **_: Any) -> Results:
-    return [((cu_seqlens.shape[0] - 1, x.shape[1]), torch.float32)]
+def _of_sequences(a: Arguments) -> Sequence[Any]:
+    return a["cu_seqlens"].shape[0] - 1, a["x"].shape[1]
 
 
-def _first_tokens(x: Any, cu_seqlens: Any, **_: Any) -> Results:
-    return [((cu_seqlens.shape[0] - 1, x.shape[1]), x.dtype)]
-
-
-def _term_weights(x: Any, weight: Any, cu_seqlens: Any, **_: Any) -> Results:
-    terms = weight.shape[1]
+def _term_weights(a: Arguments) -> Results:
+    x, terms = a["x"], a["weight"].shape[1]
     scratch = (x.shape[0], min(terms, SLICE_TERMS)), x.dtype
-    return [((cu_seqlens.shape[0] - 1, terms), torch.float32), scratch]
+    return [((a["cu_seqlens"].shape[0] - 1, terms), torch.float32), scratch]
 
 
-def _joined(left: Any, right: Any, **_: Any) -> Results:
+def _joined(a: Arguments) -> Results:
+    left, right = a["left"], a["right"]
     return [((left.shape[0], left.shape[1] + right.shape[1]), left.dtype)]
 
 
-def _kind(kind: Activation, **_: Any) -> int:
-    return ACTIVATIONS[kind]
+def _kind(a: Arguments) -> int:
+    return ACTIVATIONS[a["kind"]]
 
 
-def _is_slow(x: Any, kind: Activation, **_: Any) -> bool:
+def _is_slow(features: int) -> Callable[[Arguments], bool]:
     """Return whether torch is slower; not by rows: a row keeps its bits."""
-    return kind == "gelu_tanh" and x.shape[1] >= _LEAST_FEATURES
+    return lambda a: a["kind"] == "gelu_tanh" and a["x"].shape[1] >= features
 
 
-def _is_slow_gate(x: Any, kind: Activation, **_: Any) -> bool:
-    return kind == "gelu_tanh" and x.shape[1] >= 2 * _LEAST_FEATURES
+def _are_whole(a: Arguments) -> bool:
+    return bool(a["key_cache"].is_contiguous() and a["value_cache"].is_contiguous())
 
 
-def _are_whole(key_cache: Any, value_cache: Any, **_: Any) -> bool:
-    return bool(key_cache.is_contiguous() and value_cache.is_contiguous())
-
-
-def _head_dim(qkv: Any, num_heads: int, num_kv_heads: int, **_: Any) -> int:
-    return int(qkv.shape[1]) // (num_heads + 2 * num_kv_heads)
+def _head_dim(a: Arguments) -> int:
+    heads: int = a["num_heads"] + 2 * a["num_kv_heads"]
+    return int(a["qkv"].shape[1]) // heads
 
 
 _CACHES: Mapping[str, Any] = {
     "keys": "key_cache",
     "values": "value_cache",
-    "block_size": lambda key_cache, **_: key_cache.shape[2],
-    "head_dim": lambda key_cache, **_: key_cache.shape[3],
+    "block_size": lambda a: a["key_cache"].shape[2],
+    "head_dim": lambda a: a["key_cache"].shape[3],
 }
-_TOKENS = {"ids": "token_ids", "table": "token_table"}
+_TOKENS: Mapping[str, Any] = {"ids": "token_ids", "table": "token_table"}
 
 
 def _fields(operand: str, names: str, prefix: str = "") -> dict[str, Any]:
@@ -398,23 +387,34 @@ _ROWS = (
             ("linear_int4_panels_activate", _MULTIPLY_INT4),
         )
     ),
-    Op(reference.activate, _like_x, _BOTH, _ACTIVATE.of(kind=_kind), in_place=(0,), runs=_is_slow),
-    Op(reference.activate_gate, _gated, _BOTH, _ACTIVATE.of(kind=_kind), runs=_is_slow_gate),
-    Op(reference.tanh, _like_x, in_place=(0,)),
-    Op(reference.norm_heads, _like_qkv, "fused", in_place=(0,)),
+    Op(
+        reference.activate,
+        _like("x"),
+        _BOTH,
+        _ACTIVATE.of(kind=_kind),
+        in_place=(0,),
+        runs=_is_slow(_LEAST_FEATURES),
+    ),
+    Op(
+        reference.activate_gate,
+        _gated,
+        _BOTH,
+        _ACTIVATE.of(kind=_kind),
+        runs=_is_slow(2 * _LEAST_FEATURES),
+    ),
+    Op(reference.tanh, _like("x"), in_place=(0,)),
+    Op(reference.norm_heads, _like("qkv"), "fused", in_place=(0,)),
     Op(
         reference.rotary,
-        _like_qkv,
+        _like("qkv"),
         "fused",
-        _ROTATE.of(
-            heads=lambda num_heads, num_kv_heads, **_: num_heads + num_kv_heads, head_dim=_head_dim
-        ),
+        _ROTATE.of(heads=lambda a: a["num_heads"] + a["num_kv_heads"], head_dim=_head_dim),
         in_place=(0,),
     ),
     Op(
         reference.append_kv,
         # without positions, queries stay as they are
-        lambda qkv, cos_sin, **_: [] if cos_sin is None else _like_qkv(qkv),
+        lambda a: [] if a["cos_sin"] is None else [(a["qkv"].shape, a["qkv"].dtype)],
         _BOTH,
         _APPEND.of(**_CACHES),
         in_place=(0,),
@@ -426,12 +426,12 @@ _ROWS = (
         _context,
         _BOTH,
         _ATTEND.of(
-            where=lambda distances, **_: distances is None,
-            num_kv_heads=lambda num_heads, num_kv_heads, **_: num_kv_heads or num_heads,
+            where=lambda a: a["distances"] is None,
+            num_kv_heads=lambda a: a["num_kv_heads"] or a["num_heads"],
             is_causal="causal",
         ),
         _ATTEND_DISTANCES.of(
-            where=lambda distances, **_: distances is not None,
+            where=lambda a: a["distances"] is not None,
             is_causal="causal",
             **_fields("distances", "rows keys queries", "distance_"),
         ),
@@ -445,35 +445,36 @@ _ROWS = (
         _ATTEND_CHUNKS.of(queries="qkv", blocks="block_ids", **_CACHES),
         runs=_are_whole,
     ),
+    Op(reference.masked_softmax, _like("x"), "fused", in_place=(0,)),
     Op(
         reference.copy_blocks,
         None,
         _BOTH,
         _COPY_BLOCKS.of(
-            block_bytes=lambda memory, **_: memory[0, 0].nbytes,
-            cache_bytes=lambda memory, **_: memory[0].nbytes,
+            block_bytes=lambda a: a["memory"][0, 0].nbytes,
+            cache_bytes=lambda a: a["memory"][0].nbytes,
         ),
         check=check_copies,
     ),
-    Op(reference.all_reduce, _like_x, "cpu", _ALL_REDUCE.of(), in_place=(0,)),
+    Op(reference.all_reduce, _like("x"), "cpu", _ALL_REDUCE.of(), in_place=(0,)),
     Op(
         reference.gather_columns,
-        lambda x, width, **_: [((x.shape[0], width), x.dtype)],
+        lambda a: [((a["x"].shape[0], a["width"]), a["x"].dtype)],
         "cpu",
         _GATHER_COLUMNS.of(),
     ),
-    Op(reference.local_ids, _like_ids, "", _LOCAL_IDS.of(ids="token_ids", begin="first")),
+    Op(reference.local_ids, _like("token_ids"), "", _LOCAL_IDS.of(ids="token_ids", begin="first")),
     Op(reference.select_rows, _selected, "", _GATHER.of(ids="rows", table="x", scale=1.0)),
-    Op(reference.pool, _pooled, "fused"),
-    Op(reference.first_tokens, _first_tokens, "fused"),
-    Op(reference.to_fp32, lambda x, **_: [(x.shape, torch.float32)]),
+    Op(reference.pool, lambda a: [(_of_sequences(a), torch.float32)], "fused"),
+    Op(reference.first_tokens, lambda a: [(_of_sequences(a), a["x"].dtype)], "fused"),
+    Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)]),
     Op(reference.concat, _joined),
-    Op(reference.normalize_rows, _like_x),
+    Op(reference.normalize_rows, _like("x")),
     Op(reference.term_weights, _term_weights, "fused", results="out scratch"),
-    Op(reference.top_terms, lambda x, count, **_: [((x.shape[0], 2, count), torch.float32)]),
+    Op(reference.top_terms, lambda a: [((a["x"].shape[0], 2, a["count"]), torch.float32)]),
     Op(
         reference.sample_tokens,
-        lambda logits, **_: [((logits.shape[0],), torch.int32)],
+        lambda a: [((a["logits"].shape[0],), torch.int32)],
         _BOTH,
         _SAMPLE.of(),
         check=check_sampling,
@@ -502,7 +503,7 @@ _ROWS = (
         _ADVANCE_SEARCHES.of(
             found_tokens="found.tokens",
             logprobs="found.scores",
-            heads=lambda out, **_: torch.empty(len(out.beams), dtype=torch.int32),
+            heads=lambda a: torch.empty(len(a["out"].beams), dtype=torch.int32),
             **_fields("state", "parents tokens scores answers answer_scores num_answers"),
             **_fields("out", "ends beams scores", "out_"),
         ),
@@ -511,7 +512,7 @@ _ROWS = (
 
 # The ops, by name.
 OPS: Mapping[str, Op] = {op.name: op for op in _ROWS}
-# Compiled functions by name: those of ops, and those that no row names.
+# Compiled functions by name: functions of ops, and some that no row names.
 FUNCTIONS: Mapping[str, Function] = {
     function.name: function
     for function in (

@@ -6,6 +6,8 @@ They follow pooling where a vector is more than one pooled row.
 import torch
 from torch import Tensor
 
+__all__ = ["concat", "normalize_rows"]
+
 # Smallest divisor of torch.nn.functional.normalize, which sentence-transformers uses.
 NORM_FLOOR = 1e-12
 # The squares of a vector with a larger feature may overflow fp32. A power of two scales it first, which rounds nothing.

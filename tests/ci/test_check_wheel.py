@@ -13,8 +13,8 @@ pytest.importorskip("numba")
 
 from tests.ci.scripts import PROJECT, load_script
 from varlen_kernels.cpu.calls import machine_code
-from varlen_kernels.cpu.calls.entries import MAKERS
 from varlen_kernels.cpu.native.target_cpu import LEVELS
+from varlen_kernels.op_table import ENTRIES
 
 pytestmark = pytest.mark.full
 
@@ -80,7 +80,7 @@ def test_compiled_ops_are_a_part_of_the_wheel(tmp_path):
 
 
 def code_files(level: str) -> list[str]:
-    return [f"{op}-{level}-{machine_code.code_hash()}.o" for op in MAKERS]
+    return [f"{op}-{level}-{machine_code.code_hash()}.o" for op in ENTRIES]
 
 
 def write_wheel_with_code(folder: Path, files: Sequence[str]) -> Path:

@@ -62,7 +62,7 @@ from varlen.scheduling.device_plan import (
 from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.tasks import Task
 from varlen_kernels.cpu import sample_tokens
-from varlen_kernels.cpu.greedy import best_tokens
+from varlen_kernels.cpu.choices import best_tokens
 
 
 class ProgramRunner(Protocol):

@@ -56,6 +56,14 @@ class Size:
         per = {name: mine.get(name, 0) + theirs.get(name, 0) for name in names}
         return Size(self.fixed + other.fixed, **per)
 
+    def __sub__(self, other: int) -> "Size":
+        """Return the difference.
+
+        Raises:
+            ValueError: its fixed part is negative.
+        """
+        return Size(self.fixed - other, **dict(self.per))
+
     def __mul__(self, other: "Size | int") -> "Size":
         """Return the product.
 

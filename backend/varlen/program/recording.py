@@ -11,7 +11,7 @@ import torch
 
 from varlen.memory.usage import Size
 from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
-from varlen_kernels.ops import IN_PLACE
+from varlen_kernels.op_table import OPS
 
 # Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.
 Axes: TypeAlias = Sequence[int | str | Size]
@@ -60,13 +60,14 @@ class Recording:
             operands: its positional arguments.
             results: shape and dtype of each.
             writes: the states among the operands that it changes.
-            in_place: see `Op`; None takes the declaration in `varlen_kernels.reference`.
+            in_place: see `Op`; None takes the one of the table of ops.
             attributes: its keyword arguments.
 
         Raises:
             ValueError: an operand was not recorded here, or `writes` or `in_place` do not fit the operands.
         """
-        in_place = IN_PLACE.get(kernel, ()) if in_place is None else tuple(in_place)
+        if in_place is None:
+            in_place = OPS[kernel].in_place if kernel in OPS else ()
         self._check(kernel, operands, writes, in_place)
         names = [f"{len(self._ops)}:{kernel}"]
         if len(results) > 1:
@@ -93,16 +94,29 @@ class Recording:
                 raise ValueError(f'the output "{value.name}" is not the result of an op')
         return Program(self._ops, outputs)
 
-    def _call(
-        self,
-        kernel: str,
-        operands: Sequence[Operand],
-        shape: Axes,
-        dtype: torch.dtype,
-        **attributes: Attribute,
-    ) -> Value:
-        (result,) = self.call(kernel, operands, [(shape, dtype)], attributes=attributes)
+    def record(self, op: str, *operands: Operand, **attributes: Attribute) -> Value:
+        """Append an op with one result; see `record_all`."""
+        (result,) = self.record_all(op, operands, attributes)
         return result
+
+    def record_all(
+        self,
+        op: str,
+        operands: Sequence[Operand],
+        attributes: Mapping[str, Attribute],
+        *,
+        writes: Sequence[State] = (),
+    ) -> tuple[Value, ...]:
+        """Append an op of the table, which says what it takes and returns; see `call`.
+
+        Raises:
+            TypeError: an argument is missing, or the op takes no such argument.
+            ValueError: see `call`.
+        """
+        row = OPS[op]
+        arguments = row.named(operands, attributes)
+        results = row.result(arguments) if row.result else ()
+        return self.call(op, operands, results, writes=writes, attributes=attributes)
 
     def _declare(self, declared: _Declared) -> _Declared:
         if self._declared.setdefault(declared.name, declared) != declared:

@@ -46,7 +46,7 @@ OF_DECODERS = (
     "step_beams",
 )
 _LONGEST_REASON = 300
-# Of a process that compiles: torch, numba and what LLVM works with.
+# Memory of a process that compiles: torch, numba and what LLVM works with.
 _PROCESS_BYTES = 512 << 20
 # After it, a first start goes on by itself. All ops take a minute on two cores.
 _MOST_SECONDS = 900.0
@@ -114,7 +114,7 @@ def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
     Nothing is raised: what it has not stored is compiled by whoever needs it, one function after another.
 
     Args:
-        names: names of functions of `entries`.
+        names: names of machine code, see `op_table.ENTRIES`.
         python: returns the command of this Python, which starts other processes.
     """
     missing = _missing(names)
@@ -221,12 +221,12 @@ def _choose(level: str) -> None:
 
 
 def _names(ops: tuple[str, ...] | None) -> tuple[str, ...]:
-    from varlen_kernels.cpu.calls.entries import MAKERS
+    from varlen_kernels.op_table import ENTRIES
 
     if ops is None:
-        return _longest_first(MAKERS)
-    if unknown := sorted({*ops} - {*MAKERS}):
-        raise ValueError(f"there is no op {unknown[0]}; allowed: {', '.join(sorted(MAKERS))}")
+        return _longest_first(ENTRIES)
+    if unknown := sorted({*ops} - {*ENTRIES}):
+        raise ValueError(f"there is no op {unknown[0]}; allowed: {', '.join(sorted(ENTRIES))}")
     return ops
 
 

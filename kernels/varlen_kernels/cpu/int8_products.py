@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu import int8_ops
+from varlen_kernels import cpu
 from varlen_kernels.cpu.bodies.int8_layout import pack_halves, pack_panels, panel_levels
-from varlen_kernels.cpu.calls.int8_torch import (
+from varlen_kernels.cpu.int8_torch import (
     LOWEST_SIGNED,
     pack_codes,
     signed_sums,
@@ -159,7 +159,7 @@ def _seconds(product: Int8Product, least: float) -> float:
 
     A product that takes far longer than the shortest time of the others, `least`, is timed once.
     """
-    op = getattr(int8_ops, product.kernel)
+    op = getattr(cpu, product.kernel)
     layer = product.quantize(torch.ones(_WIDTH, _WIDTH), None, torch.arange(OUTLIERS))
     x = torch.ones(_TIMED_ROWS, _WIDTH)
     times = []

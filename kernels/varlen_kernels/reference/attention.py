@@ -10,6 +10,8 @@ from torch import Tensor
 
 from varlen_kernels.reference.torch_parts import ROWS_PER_STEP, bias_by_distance, split_heads
 
+__all__ = ["attention_tiles", "attention_varlen"]
+
 
 class Distances(NamedTuple):
     """Keys and queries of distances for `attention_varlen`.

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = ["beam_step"]
+
 MAX_BEAMS = 64
 MAX_WIDTH = 2 * MAX_BEAMS
 MAX_VOCABULARY = 300_000

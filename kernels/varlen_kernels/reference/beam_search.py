@@ -18,6 +18,8 @@ from torch import Tensor
 
 from varlen_kernels.reference.beam import NO_TOKEN, BeamCandidates
 
+__all__ = ["advance_searches", "follow_beams"]
+
 # Beams of the largest search.
 MAX_BEAMS = 32
 # Columns of `follow_beams`: row of the first beam of a search, number of beams, tokens of each beam with the one of

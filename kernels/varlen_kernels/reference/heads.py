@@ -6,6 +6,8 @@ from torch import Tensor
 from varlen_kernels.reference.norm import write_rms_norm
 from varlen_kernels.reference.torch_parts import copy_unless_same, row_slices, split_heads
 
+__all__ = ["norm_heads", "rotary"]
+
 
 def norm_heads(
     qkv: Tensor,

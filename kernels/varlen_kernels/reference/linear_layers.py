@@ -6,6 +6,8 @@ from torch import Tensor
 
 from varlen_kernels import Activation
 
+__all__ = ["activate", "activate_gate", "linear", "linear_activate", "tanh"]
+
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None

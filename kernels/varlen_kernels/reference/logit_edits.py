@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = ["edit_logits"]
+
 # Columns of `rows`: row of the logits; place of the list in the state, or NO_PLACE; whether the input token of the
 # step is added to the list first; number of banned tokens, which are first in the list; begin and end of the list among
 # those that the host sends, or KEPT twice for the list in the place.

@@ -6,6 +6,16 @@ from torch import Tensor
 
 from varlen_kernels.reference.torch_parts import row_slices
 
+__all__ = [
+    "add_layer_norm",
+    "embed",
+    "embed_layer_norm",
+    "layer_norm",
+    "residual_layer_norm",
+    "residual_rms_norm",
+    "rms_norm",
+]
+
 
 def embed_layer_norm(
     token_ids: Tensor,

@@ -9,6 +9,8 @@ from torch import Tensor
 from varlen_kernels.reference.heads import norm_heads, rotary
 from varlen_kernels.reference.torch_parts import bias_by_distance, split_heads
 
+__all__ = ["append_kv", "attention_paged", "copy_blocks", "paged_tiles"]
+
 
 def append_kv(
     qkv: Tensor,

@@ -7,6 +7,8 @@ from varlen_kernels import Pooling
 from varlen_kernels.reference.torch_parts import at_least_fp32, write_out
 from varlen_kernels.vector_ops import normalize_rows
 
+__all__ = ["first_tokens", "pool", "select_rows", "to_fp32"]
+
 
 def select_rows(x: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the rows of `x` with these indices, `[rows, hidden]`.

@@ -19,6 +19,8 @@ from varlen_kernels.reference.rank_memory import (
     TURNS,
 )
 
+__all__ = ["all_reduce", "gather_columns", "local_ids"]
+
 # Seconds between two looks at a rank that is awaited.
 _PAUSE = 2e-5
 

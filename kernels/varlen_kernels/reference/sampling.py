@@ -13,6 +13,8 @@ from torch import Tensor
 
 from varlen_kernels.reference.beam import without_nan
 
+__all__ = ["sample_tokens"]
+
 # Elements of a temporary tensor: with this few it stays in a core's cache.
 _STEP = 1 << 18
 # Adjacent logits per group.

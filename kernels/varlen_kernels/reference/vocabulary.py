@@ -13,6 +13,8 @@ from torch import Tensor
 
 from varlen_kernels import TermPooling
 
+__all__ = ["term_weights", "top_terms"]
+
 # Terms of the vocabulary whose logits exist at a time.
 SLICE_TERMS = 2048
 # Rows whose logits exist at a time in `top_terms`.

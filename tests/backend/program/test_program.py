@@ -20,7 +20,7 @@ from varlen.program.program import PackedBatch, bytes_of
 from varlen.program.recorder import Recorder
 from varlen.request.request import RequestOptions
 from varlen_kernels import reference
-from varlen_kernels.ops import IN_PLACE
+from varlen_kernels.op_table import OPS
 
 from ..requests import random_prompts
 from .poison import POISON, PoisonBetweenOps
@@ -76,7 +76,12 @@ def test_usages_match_a_search_of_the_op_list(runner):
     in_place = {}
     for index, op in enumerate(program.ops[:-1]):
         parent = getattr(op.operands[0], "name", None)
-        if op.kernel in IN_PLACE and parent in expected and expected[parent][1] == index:
+        if (
+            op.kernel in OPS
+            and OPS[op.kernel].in_place
+            and parent in expected
+            and expected[parent][1] == index
+        ):
             # the result reuses the parent's bytes
             in_place[op.results[0].name] = parent
     for name, parent in reversed(in_place.items()):

@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
-from varlen_kernels.cpu import int8_products
+from varlen_kernels.cpu import int8_products, int8_torch
 from varlen_kernels.cpu.bodies.int8_layout import TILE_FEATURES, panel_levels
-from varlen_kernels.cpu.calls import calls, int8_torch
+from varlen_kernels.cpu.calls import calls
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.cpu.native.threads import using_cores
 from varlen_kernels.reference.linear_int8 import (

@@ -14,18 +14,18 @@ from varlen_kernels.reference.rank_memory import rank_words
 
 # Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
-    "compiled_ops",
-    "int8_ops",
-    "packed",
-    "panel_ops",
-    "target_cpu",
-    "threads",
+    "varlen_kernels.cpu.calls.compiled_ops",
+    "varlen_kernels.cpu.native.table",
+    "varlen_kernels.cpu.native.target_cpu",
+    "varlen_kernels.cpu.native.threads",
 }
+ROOMS = ("bodies", "calls", "native")
 
 
 def is_compiled(name):
-    package, _, module = name.rpartition(".")
-    return package == "varlen_kernels.cpu" and module not in PLAIN
+    """Return whether a module, not a package, is in the rooms of compiled code."""
+    rooms = tuple(f"varlen_kernels.cpu.{room}." for room in ROOMS)
+    return name.startswith(rooms) and name not in PLAIN
 
 
 @pytest.fixture(params=[ImportError("No module named 'llvmlite'"), OSError("no folder")], ids=str)

@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.float64 import DTYPES, check, f64, rand
 from varlen_kernels import reference
-from varlen_kernels.ops import IN_PLACE
+from varlen_kernels.op_table import OPS
 
 EPS = 1e-12
 SIZES = pytest.mark.parametrize(
@@ -397,12 +397,9 @@ def in_place_arguments(op, tokens, hidden, dtype):
 
 
 def test_every_in_place_op_is_tested():
-    # ops of CPUs, see test_linear_int8; an op that also changes caches, see test_append_kv; a sum of ranks, see
-    # test_ranks
-    others = {op for op in IN_PLACE if op.startswith("linear_int8_panels")}
-    others |= {"append_kv", "all_reduce"}
-    tested = set(IN_PLACE) - others
-    assert set(IN_PLACE_CALLS) == tested
+    # an op that also changes caches, see test_append_kv; a sum of ranks, see test_ranks; see test_softmax
+    others = {"append_kv", "all_reduce", "masked_softmax"}
+    assert set(IN_PLACE_CALLS) == {name for name, op in OPS.items() if op.in_place} - others
 
 
 @DTYPES
@@ -415,7 +412,7 @@ def test_an_op_in_place_writes_the_same_bits(op, tokens, hidden, dtype):
     fresh = call(*arguments, **options)
     assert all(map(torch.equal, arguments, before))
 
-    out = tuple(arguments[position] for position in IN_PLACE[op])
+    out = tuple(arguments[position] for position in OPS[op].in_place)
     returned = call(*arguments, **options, out=out if len(out) > 1 else out[0])
 
     results = returned if len(out) > 1 else (returned,)

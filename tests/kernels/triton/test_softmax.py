@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from varlen_bench.padded import reference, softmax
-from varlen_bench.padded.softmax import MAX_HELD, masked_softmax
+from varlen_kernels import reference
+from varlen_kernels.triton import softmax
 from varlen_kernels.triton.rows import vector_width
+from varlen_kernels.triton.softmax import MAX_HELD, masked_softmax
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread

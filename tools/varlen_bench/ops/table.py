@@ -115,7 +115,7 @@ def op_call(
         declared = OPS[op]
         if declared.result is None:
             return None
-        shapes = declared.result(**declared.named((), {**tensors, **options}))
+        shapes = declared.result(declared.named((), {**tensors, **options}))
         found = tuple(make.unwritten(*shape, dtype=kind) for shape, kind in shapes)
         return found if len(found) > 1 else next(iter(found), None)
 

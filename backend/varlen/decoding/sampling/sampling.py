@@ -27,7 +27,7 @@ from varlen.memory.device_copies import moved
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.device_plan import Draws, EditLimits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence
-from varlen_kernels.cpu.greedy import best_tokens
+from varlen_kernels.cpu.choices import best_tokens
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.logit_edits import NO_PLACE, EditLists, EditState
 

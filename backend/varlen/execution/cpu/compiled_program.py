@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,13 @@ from varlen.execution.cpu.all_cores import LoneCores
 from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size
 from varlen.processes import python_command
-from varlen.program.program import PackedBatch, Program, State, Value
+from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
 from varlen_kernels.cpu.native.threads import usable_cores
-
-if TYPE_CHECKING:
-    from varlen_kernels.cpu.calls.call_rules import CallRule
+from varlen_kernels.op import Bound
+from varlen_kernels.op_table import OPS
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -40,22 +40,19 @@ class _Call:
 
     Attributes:
         op: number of the op.
-        rule: its rule.
-        function: its address.
-        tensors: tensors that it gets.
-        constants: numbers that it gets after them.
+        bound: the function with what it gets.
+        address: its address.
     """
 
     op: int
-    rule: CallRule
-    function: int
-    tensors: tuple[Tensor | Value | State | None, ...]
-    constants: tuple[float, ...]
+    bound: Bound
+    address: int
 
     @property
     def kind(self) -> object:
         """Equal for calls whose work is the same in every batch."""
-        return self.rule.entry, tuple(map(_extent, self.tensors)), self.constants
+        function, tensors, constants = self.bound
+        return function.name, tuple(map(_extent, tensors)), tuple(constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,6 @@ class CompiledProgram:
             lone: the cores that a lone batch may use; None for the cores of the thread.
         """
         from varlen_kernels.cpu.calls.calls import ALWAYS, run_calls
-        from varlen_kernels.cpu.native.table import PARTS
 
         program, dims = self._program, batch.dims
         cores = usable_cores() if lone is None else lone.count
@@ -159,8 +155,6 @@ class CompiledProgram:
         cores: int,
     ) -> Int64Array:
         """Return the table of a run."""
-        from varlen_kernels.cpu.native.table import PARTS, UNITS
-
         table, begin, dims = self._table, region.memory.data_ptr(), batch.dims
         addresses = [
             *(batch.inputs[value.name].data_ptr() for value in self._program.inputs),
@@ -180,14 +174,15 @@ class CompiledProgram:
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:
         from varlen_kernels.cpu.calls.calls import bits
-        from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION
 
-        width = max((3 * len(call.tensors) + len(call.constants) for call in calls), default=0)
+        width = max(
+            (3 * len(call.bound.tensors) + len(call.bound.constants) for call in calls), default=0
+        )
         rows = np.zeros((len(calls), ARGUMENTS + width), np.int64)
         addresses, sizes, kinds = [], [], dict[object, int]()
         for i, call in enumerate(calls):
-            rows[i, FUNCTION] = call.function
-            for j, tensor in enumerate(call.tensors):
+            rows[i, FUNCTION] = call.address
+            for j, tensor in enumerate(call.bound.tensors):
                 offset = ARGUMENTS + 3 * j
                 if tensor is None:
                     continue
@@ -201,8 +196,10 @@ class CompiledProgram:
                     rows[i, offset] = tensor.data_ptr()
                 else:
                     addresses.append((i * rows.shape[1] + offset, self._slots[tensor.name]))
-            offset = ARGUMENTS + 3 * len(call.tensors)
-            rows[i, offset : offset + len(call.constants)] = [bits(each) for each in call.constants]
+            offset = ARGUMENTS + 3 * len(call.bound.tensors)
+            rows[i, offset : offset + len(call.bound.constants)] = [
+                bits(each) for each in call.bound.constants
+            ]
             kinds.setdefault(call.kind, i)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         chosen = [calls[i] for i in kinds.values()]
@@ -242,42 +239,35 @@ def compile_program(
 
 
 def _calls_of(program: Program) -> list[_Call]:
-    from varlen_kernels.cpu.calls.call_rules import flat, rules_of, shape_of
     from varlen_kernels.cpu.calls.machine_code import address_of
     from varlen_kernels.cpu.compile_all import OF_DECODERS, compile_missing
 
     found = []
     for number, op in enumerate(program.ops):
-        operands = [*flat(op.operands), *op.results]
-        rules = rules_of(op.kernel, op.operands)
-        given = [_given(rule, operands) for rule in rules]
-        entries = [
-            rule.entry_for([None if each is None else each.dtype for each in tensors])
-            for rule, tensors in zip(rules, given, strict=True)
-        ]
-        if None in entries:
-            continue
-        shapes = [shape_of(each) for each in operands]
-        for rule, entry, tensors in zip(rules, entries, given, strict=True):
-            assert entry is not None
-            constants = tuple(rule.constants(op.attributes, shapes))
-            found.append((number, rule, entry, tuple(tensors), constants))
+        for bound, entry in _bound(op):
+            found.append((number, bound, entry))
     compile_missing(
-        [*(entry for _, _, entry, _, _ in found), *(OF_DECODERS if program.states else ())],
+        [*(entry for _, _, entry in found), *(OF_DECODERS if program.states else ())],
         python_command,
     )
-    return [
-        _Call(number, rule, address_of(entry), tensors, constants)
-        for number, rule, entry, tensors, constants in found
-    ]
+    return [_Call(number, bound, address_of(entry)) for number, bound, entry in found]
 
 
-def _given(rule: CallRule, operands: Sequence[Any]) -> list[Tensor | Value | State | None]:
-    """Return what a function gets; constants as it reads them."""
-    return [
-        rule.as_read(i, each).contiguous() if isinstance(each, Tensor) else each
-        for i, each in enumerate(rule.of_operands(operands))
-    ]
+def _bound(op: Op) -> list[tuple[Bound, str]]:
+    """Return the functions of an op with the names of their code, if all exist."""
+    row = OPS.get(op.kernel)
+    if row is None:
+        return []
+    results = dict(zip(row.results, op.results, strict=False))
+    found = []
+    for bound in row.bound(row.named(op.operands, op.attributes) | results):
+        if bound.entry is None:
+            return []
+        tensors = [
+            each.contiguous() if isinstance(each, Tensor) else each for each in bound.tensors
+        ]
+        found.append((bound._replace(tensors=tensors), bound.entry))
+    return found
 
 
 def _work(
@@ -298,17 +288,17 @@ def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
     from varlen_kernels.cpu.calls.calls import parts_of
 
     extents = []
-    for tensor in call.tensors:
+    for tensor in call.bound.tensors:
         rows, columns = _extent(tensor)
         extents.append((rows.at(dims) if isinstance(rows, Size) else rows, columns))
-    units, multiplications = call.rule.work(extents, call.constants)
+    units, multiplications = call.bound.function.work(extents, call.bound.constants)
     return units, parts_of(units, multiplications, cores)
 
 
 def _sizes_of(calls: Sequence[_Call]) -> Iterator[Size]:
     """Yield the numbers of rows that differ from batch to batch."""
     for call in calls:
-        for tensor in call.tensors:
+        for tensor in call.bound.tensors:
             rows, _ = _extent(tensor)
             if isinstance(rows, Size):
                 yield rows

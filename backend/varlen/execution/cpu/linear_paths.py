@@ -24,9 +24,9 @@ from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.program.program import Op, Program, Weights
+from varlen_kernels.cpu.bodies.panel_layout import pack_panels
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
-from varlen_kernels.cpu.packed import can_pack, pack_weight
-from varlen_kernels.cpu.panel_ops import pack_panels
+from varlen_kernels.cpu.products import can_pack, pack_weight
 
 _log = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from varlen_kernels.cpu.native.native import (
     fp32_vector,
     free_memory,
     inlined,
+    inlined_body,
     inlined_view,
     new_memory,
 )
@@ -87,7 +88,7 @@ def _attend_tile(
     Args:
         queries: queries of the sequence from `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
         length, key_length: number of queries of the sequence, and of keys that they may read.
-        keys_values, distances, room: see `attend_items`; room is overwritten.
+        keys_values, distances, room: see `attend`; room is overwritten.
     """
     key_rows, panels, values = keys_values
     scores, context, totals, top = room
@@ -290,8 +291,8 @@ def attention_bytes(longest, width, needs_score_bias, keeps_keys):
     return sizes[0] + sizes[1] + 2 * sizes[2] + 2 * sizes[3] + fixed
 
 
-@inlined
-def attend_items(
+@inlined_body
+def attend(
     first_item,
     last_item,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -339,14 +340,16 @@ def attend_items(
     return 0
 
 
-@inlined
-def attend_items_with_distances(
+@inlined_body
+def attend_distances(
     first_item,
     last_item,
-    tables,
     qkv,
     cu_seqlens,
     bias,
+    distance_rows,
+    distance_keys,
+    distance_queries,
     key_lengths,
     num_heads,
     scale,
@@ -359,10 +362,11 @@ def attend_items_with_distances(
     An item is one head of one sequence. All sequences share the panels of a head's distances.
 
     Args:
-        tables: see `make_distances`.
+        distance_rows, distance_keys, distance_queries: the tables of `make_distances`.
         first_item, last_item, qkv, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out: see
-            `attend_items`.
+            `attend`.
     """
+    tables = distance_rows, distance_keys, distance_queries
     head_dim = qkv.shape[1] // (3 * num_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
     sequences = len(cu_seqlens) - 1

@@ -18,6 +18,7 @@ from varlen_kernels.cpu.native.native import (
     fp32_vector,
     free_memory,
     inlined,
+    inlined_body,
     int32_vector,
     new_memory,
     uint8_vector,
@@ -184,8 +185,8 @@ def _insert(
     return min(found + 1, width)
 
 
-@inlined
-def step_sequences(
+@inlined_body
+def step_beams(
     first,
     last,
     logits,  # [sequences * beams, vocabulary]

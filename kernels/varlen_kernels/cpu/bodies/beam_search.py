@@ -5,7 +5,7 @@ Source: the specification is `reference.beam_search`.
 
 import numpy as np
 
-from varlen_kernels.cpu.native.native import inlined
+from varlen_kernels.cpu.native.native import inlined, inlined_body
 from varlen_kernels.reference.beam import NO_TOKEN
 from varlen_kernels.reference.beam_search import ENDS_WHEN_FULL, IS_LAST, NOT_GIVEN
 
@@ -30,8 +30,8 @@ def _is_among(values, wanted):
     return found
 
 
-@inlined
-def follow_some_beams(
+@inlined_body
+def follow_beams(
     first,
     last,
     searches,  # [searches, 4]
@@ -142,8 +142,8 @@ def _best_candidate(
     return best, parent, token
 
 
-@inlined
-def advance_some_searches(
+@inlined_body
+def advance_searches(
     first,
     last,
     found_tokens,  # [rows, width]

@@ -3,11 +3,8 @@
 Source: the specifications are `reference.activate` and `reference.layer_norm`.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from varlen_kernels import Activation
 from varlen_kernels.cpu.bodies.gelu import gelu_erf, gelu_tanh, sigmoid
 from varlen_kernels.cpu.native.lanes import (
     load,
@@ -21,15 +18,7 @@ from varlen_kernels.cpu.native.lanes import (
 )
 from varlen_kernels.cpu.native.native import inlined
 from varlen_kernels.cpu.native.target_cpu import LANES
-
-NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU = range(5)
-ACTIVATIONS: Mapping[Activation, int] = {
-    "gelu": GELU,
-    "gelu_tanh": GELU_TANH,
-    "silu": SILU,
-    "relu": RELU,
-}
-
+from varlen_kernels.op_table import GELU, GELU_TANH, RELU, SILU
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -63,7 +52,7 @@ def store_within(array, row, column, value):
 
 @inlined
 def activated(value, kind):
-    """Return an activation; `kind` is one of `ACTIVATIONS`."""
+    """Return an activation; `kind` is one of `op_table.ACTIVATIONS`."""
     if kind == GELU:
         return gelu_erf(value)
     if kind == GELU_TANH:

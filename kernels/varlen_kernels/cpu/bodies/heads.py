@@ -5,9 +5,14 @@ Source: the specifications are `reference.norm_heads` and `reference.rotary`.
 
 import numpy as np
 
-from varlen_kernels.cpu.bodies.epilogues import load_up_to, store_up_to
+from varlen_kernels.cpu.bodies.epilogues import (
+    load_up_to,
+    load_within,
+    store_up_to,
+    store_within,
+)
 from varlen_kernels.cpu.native.lanes import multiply_add, splat, sum_of
-from varlen_kernels.cpu.native.native import inlined
+from varlen_kernels.cpu.native.native import inlined, inlined_body
 from varlen_kernels.cpu.native.target_cpu import LANES
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -58,3 +63,28 @@ def _factor_of(source, row, column, head_dim, eps):
         value = load_up_to(source, row, column + i, head_dim - i)
         total = multiply_add(value, value, total)
     return _ONE / np.sqrt(sum_of(total) / np.float32(head_dim) + eps)
+
+
+@inlined_body
+def rotate(
+    first,
+    last,
+    qkv,  # [tokens, width]
+    position_ids,  # [tokens]
+    cos_sin,
+    no_weight,
+    heads,
+    head_dim,
+    out,  # [tokens, width]
+):
+    """Write the rows of some tokens, whose first heads are rotated."""
+    for row in range(first, last):
+        position = np.int64(position_ids[row])
+        for head in range(heads):
+            column, to = head * head_dim, row
+            write_rotated_head(
+                qkv, row, column, head_dim, no_weight, _ZERO, cos_sin, position, out, to, column
+            )
+        for column in range(heads * head_dim, qkv.shape[1], LANES):
+            store_within(out, row, column, load_within(qkv, row, column))
+    return 0

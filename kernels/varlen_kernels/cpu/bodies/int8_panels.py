@@ -6,11 +6,10 @@ same result by itself and in a batch, and on any number of threads, to the last 
 Source: the specifications are the functions of `reference.linear_int8`.
 """
 
-from varlen_kernels.cpu.bodies.epilogues import NO_ACTIVATION, activated, load_within, store_within
+from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
 from varlen_kernels.cpu.bodies.int8_layout import FACTORS, TILE_FEATURES, TILE_ROWS
 from varlen_kernels.cpu.bodies.int8_rows import keep_columns, quantize_row, whole_vectors
 from varlen_kernels.cpu.bodies.int8_tile import multiply_pair, multiply_row, multiply_tile, prefetch
-from varlen_kernels.cpu.bodies.panel_layout import BLOCK
 from varlen_kernels.cpu.native.lanes import load, multiply_add, splat
 from varlen_kernels.cpu.native.native import (
     aligned,
@@ -18,10 +17,12 @@ from varlen_kernels.cpu.native.native import (
     fp32_matrix,
     free_memory,
     inlined,
+    inlined_body,
     new_memory,
     uint8_matrix,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
 
 
 @inlined
@@ -81,8 +82,8 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
             store_within(out, to_row + i, column, activated(value, kind))
 
 
-@inlined
-def multiply_int8_units(
+@inlined_body
+def multiply_codes(
     first_unit,
     last_unit,
     x,  # [tokens, hidden]

@@ -18,7 +18,13 @@ from varlen_kernels.cpu.native.lanes import (
     splat,
     sum_of,
 )
-from varlen_kernels.cpu.native.native import fp32_matrix, free_memory, inlined, new_memory
+from varlen_kernels.cpu.native.native import (
+    fp32_matrix,
+    free_memory,
+    inlined,
+    inlined_body,
+    new_memory,
+)
 from varlen_kernels.cpu.native.target_cpu import LANES
 from varlen_kernels.reference.linear_int8 import OUTLIERS, SMALLEST_SCALE
 
@@ -92,8 +98,8 @@ def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_ro
         factors[to_row, 2 + k] = x[token, outliers[k]]
 
 
-@inlined
-def quantize_some_rows(
+@inlined_body
+def quantize(
     first,
     last,
     x,  # [tokens, hidden]
@@ -116,8 +122,8 @@ def quantize_some_rows(
     return 0
 
 
-@inlined(fastmath=_FAST)
-def dequantize_some_rows(
+@inlined_body(fastmath=_FAST)
+def dequantize(
     first,
     last,
     sums,  # [tokens, features] int32 or fp32
@@ -142,3 +148,4 @@ def dequantize_some_rows(
                 + x_third * fp32_rows[4, i]
                 + x_fourth * fp32_rows[5, i]
             )
+    return 0

@@ -7,7 +7,7 @@ import numpy as np
 
 from varlen_kernels.cpu.bodies.heads import write_rotated_head
 from varlen_kernels.cpu.native.lanes import load, load_first, store, store_first
-from varlen_kernels.cpu.native.native import copy_bytes, inlined
+from varlen_kernels.cpu.native.native import copy_bytes, inlined, inlined_body
 from varlen_kernels.cpu.native.target_cpu import LANES
 
 
@@ -32,8 +32,8 @@ def block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size):
     return (block * num_kv_heads + kv_head) * block_size + position % block_size
 
 
-@inlined
-def append_rows(
+@inlined_body
+def append(
     first,
     last,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -89,6 +89,7 @@ def append_rows(
             if not is_rotated:
                 copy_row(qkv, token, column, head_dim, keys, row)
             copy_row(qkv, token, column + num_kv_heads * head_dim, head_dim, values, row)
+    return 0
 
 
 @inlined
@@ -97,14 +98,20 @@ def _slot_row(slot, kv_head, num_kv_heads, block_size):
     return (slot // block_size * num_kv_heads + kv_head) * block_size + slot % block_size
 
 
-@inlined
-def copy_some_blocks(
-    cache,
+@inlined_body
+def copy_blocks(
+    first,
+    last,
+    memory,
     copies,  # [copies, 2]
     block_bytes,
+    cache_bytes,
 ):
-    """Copy blocks of the cache at an address."""
-    for i in range(len(copies)):
-        source, copy = np.int64(copies[i, 0]), np.int64(copies[i, 1])
-        if source != copy:
-            copy_bytes(cache + copy * block_bytes, cache + source * block_bytes, block_bytes)
+    """Copy blocks of some of the caches that begin at an address."""
+    for number in range(first, last):
+        cache = memory + number * cache_bytes
+        for i in range(len(copies)):
+            source, copy = np.int64(copies[i, 0]), np.int64(copies[i, 1])
+            if source != copy:
+                copy_bytes(cache + copy * block_bytes, cache + source * block_bytes, block_bytes)
+    return 0

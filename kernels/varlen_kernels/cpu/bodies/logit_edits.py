@@ -5,7 +5,7 @@ Source: the specification is `reference.logit_edits`.
 
 import numpy as np
 
-from varlen_kernels.cpu.native.native import inlined
+from varlen_kernels.cpu.native.native import inlined, inlined_body
 from varlen_kernels.reference.beam import NO_TOKEN
 from varlen_kernels.reference.logit_edits import KEPT, NO_BIAS, NO_PLACE, UNSEEN
 
@@ -23,8 +23,8 @@ def _edited(logit, count, bias, penalties):
     return penalized - penalties[1] * np.float32(count > 0)
 
 
-@inlined
-def edit_some_rows(
+@inlined_body
+def edit_logits(
     first,
     last,
     token_ids,  # [tokens]

@@ -7,7 +7,7 @@ import numpy as np
 
 from varlen_kernels.cpu.bodies.epilogues import load_within, normalize_row, store_within
 from varlen_kernels.cpu.native.lanes import multiply_add, splat, sum_of
-from varlen_kernels.cpu.native.native import inlined
+from varlen_kernels.cpu.native.native import inlined, inlined_body
 from varlen_kernels.cpu.native.target_cpu import LANES
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -27,8 +27,8 @@ def _divide_by_root_mean_square(matrix, row, weight, eps, out):
         store_within(out, row, column, scaled * load_within(weight, 0, column))
 
 
-@inlined
-def norm_some_rows(
+@inlined_body
+def norm(
     first,
     last,
     x,  # [tokens, hidden]
@@ -53,3 +53,4 @@ def norm_some_rows(
             _divide_by_root_mean_square(rows, row, weight, eps, out)
         else:
             normalize_row(rows, row, weight, bias, eps, out)
+    return 0

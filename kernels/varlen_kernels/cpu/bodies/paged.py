@@ -29,6 +29,7 @@ from varlen_kernels.cpu.native.native import (
     fp32_vector,
     free_memory,
     inlined,
+    inlined_body,
     inlined_view,
     matrix_like,
     new_memory,
@@ -277,7 +278,7 @@ def _token_views(place, keys, group, width, columns, copied_rows):
     return scores, no_bias, (query, context, totals, top), key_rows, value_rows
 
 
-@inlined
+@inlined_body
 def attend_tokens(
     first_item,
     last_item,

@@ -8,7 +8,7 @@ from varlen_kernels.cpu.bodies.attention import attend_queries, attention_bytes,
 from varlen_kernels.cpu.bodies.attention_weights import clear_rows, copy_head
 from varlen_kernels.cpu.bodies.kv_blocks import block_row
 from varlen_kernels.cpu.native.lanes import splat, transpose
-from varlen_kernels.cpu.native.native import free_memory, inlined, new_memory
+from varlen_kernels.cpu.native.native import free_memory, inlined, inlined_body, new_memory
 from varlen_kernels.cpu.native.target_cpu import LANES
 
 
@@ -40,7 +40,7 @@ def _copy_context(
             transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
 
 
-@inlined
+@inlined_body
 def attend_chunks(
     first_item,
     last_item,

@@ -1,5 +1,7 @@
 """The order of weights in panels, for products in fp32 and bf16 (`panel_tile`)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,21 +15,27 @@ HAS_PAIRS = target_cpu().has("avx512bf16")
 TILE_ROWS = 6
 PANEL_VECTORS = 4 if target_cpu().has("avx512f") else 1
 PANEL_FEATURES = PANEL_VECTORS * LANES
-# Tokens of a block, whose rows stay in the second-level cache while each panel passes; a multiple of every tile's rows.
-BLOCK = 16 * TILE_ROWS
 
 
-def pack_panels(weight: Tensor) -> Tensor:
-    """Return a weight in the order in which products read it.
+class PanelWeight(NamedTuple):
+    """The weight of a linear layer for `linear_panels`.
 
-    Args:
-        weight: `[hidden, features]` fp32 or bf16.
+    Attributes:
+        panels: `[panels, hidden * PANEL_FEATURES]`.
+        features: number of output features.
+    """
 
-    Returns:
-        `[panels, hidden * PANEL_FEATURES]`; the last panel is filled with zeros, and so is the last pair.
+    panels: Tensor
+    features: int
+
+
+def pack_panels(weight: Tensor) -> PanelWeight:
+    """Return a weight, `[hidden, features]` fp32 or bf16, in the order in which products read it.
+
+    The last panel is filled with zeros, and so is the last pair.
     """
     if HAS_PAIRS and weight.dtype == torch.bfloat16:
-        return _pairs(weight)
+        return PanelWeight(_pairs(weight), weight.shape[1])
     hidden, features = weight.shape
     panels = -(-features // PANEL_FEATURES)
     packed = weight.new_zeros(panels, hidden, PANEL_FEATURES)
@@ -35,7 +43,7 @@ def pack_panels(weight: Tensor) -> Tensor:
     parts = weight[:, : whole * PANEL_FEATURES].view(hidden, whole, PANEL_FEATURES)
     packed[:whole] = parts.transpose(0, 1)
     packed[whole:, :, : features - whole * PANEL_FEATURES] = weight[:, whole * PANEL_FEATURES :]
-    return packed.view(panels, -1)
+    return PanelWeight(packed.view(panels, -1), features)
 
 
 def _pairs(weight: Tensor) -> Tensor:

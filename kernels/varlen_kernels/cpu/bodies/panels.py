@@ -8,8 +8,8 @@ A token has the same result by itself and in a batch, and on any number of threa
 Source: the specifications are `reference.linear` and `reference.activate`.
 """
 
-from varlen_kernels.cpu.bodies.epilogues import NO_ACTIVATION, activated, load_within, store_within
-from varlen_kernels.cpu.bodies.panel_layout import BLOCK, HAS_PAIRS, PANEL_FEATURES, TILE_ROWS
+from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
+from varlen_kernels.cpu.bodies.panel_layout import HAS_PAIRS, PANEL_FEATURES, TILE_ROWS
 from varlen_kernels.cpu.bodies.panel_tile import multiply_rows
 from varlen_kernels.cpu.native.lanes import load
 from varlen_kernels.cpu.native.native import (
@@ -17,9 +17,11 @@ from varlen_kernels.cpu.native.native import (
     fp32_matrix,
     free_memory,
     inlined,
+    inlined_body,
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
 
 
 @inlined
@@ -58,8 +60,8 @@ def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias,
             _finish_tile(sums, end - begin, panel, bias, kind, out, first + begin)
 
 
-@inlined
-def multiply_units(
+@inlined_body
+def multiply(
     first_unit,
     last_unit,
     x,  # [tokens, hidden]

@@ -9,6 +9,8 @@ from varlen_kernels.cpu.native.native import (
     copy_bytes,
     free_memory,
     inlined,
+    inlined_body,
+    matrix_like,
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
@@ -34,20 +36,19 @@ _OFFERS, _SLEEP = 2000, 50
 _LINE_BYTES = 8 * LINE_WORDS
 
 
-@inlined
-def sum_numbers(view, item_bytes, x, ranks, rank, size, count, out):
-    """Write the sum of numbers of all ranks.
+@inlined_body
+def all_reduce(first_unit, last_unit, x, x_address, ranks, rank, size, out_address):
+    """Write the sum of numbers of all ranks; return whether memory ran out.
 
     Args:
-        view: returns an array at an address, `[rows, columns]`, of the dtype of the numbers.
-        item_bytes: bytes of a number.
-        x, ranks, out: addresses of this rank's numbers, of the memory of all ranks, and of the sum.
+        first_unit, last_unit: the only unit, or none.
+        x, x_address: this rank's numbers.
+        ranks, out_address: addresses of the memory of all ranks, and of the sum.
         rank, size: number of this rank, and of all.
-        count: number of the numbers.
-
-    Returns:
-        0, or 1 if there was too little memory.
     """
+    if first_unit == last_unit:
+        return 0
+    item_bytes, count = x.itemsize, x.size
     clock = new_memory(16)
     if clock == 0:
         return 1
@@ -55,32 +56,34 @@ def sum_numbers(view, item_bytes, x, ranks, rank, size, count, out):
     for first in range(0, count, room):
         part = min(room, count - first)
         turn = _turn(ranks, rank)
-        copy_bytes(_buffer(ranks, size, rank, turn), x + first * item_bytes, part * item_bytes)
+        copy_bytes(
+            _buffer(ranks, size, rank, turn), x_address + first * item_bytes, part * item_bytes
+        )
         _meet(ranks, rank, size, turn, clock)
-        total = view(out + first * item_bytes, 1, part)
+        total = matrix_like(x, out_address + first * item_bytes, 1, part)
         for column in range(0, part, LANES):
-            value = load_within(view(_buffer(ranks, size, 0, turn), 1, part), 0, column)
+            numbers = matrix_like(x, _buffer(ranks, size, 0, turn), 1, part)
+            value = load_within(numbers, 0, column)
             for other in range(1, size):
-                numbers = view(_buffer(ranks, size, other, turn), 1, part)
+                numbers = matrix_like(x, _buffer(ranks, size, other, turn), 1, part)
                 value = value + load_within(numbers, 0, column)
             store_within(total, 0, column, value)
     free_memory(clock)
     return 0
 
 
-@inlined
-def join_columns(item_bytes, x, ranks, rank, size, rows, columns, width, out):
-    """Write the columns of all ranks side by side, on rank 0.
+@inlined_body
+def gather_columns(first_unit, last_unit, x, x_address, ranks, rank, size, out, out_address):
+    """Write the columns of all ranks on rank 0; return whether memory ran out.
 
     Args:
-        item_bytes, ranks, rank, size: see `sum_numbers`.
-        x: address of this rank's columns, `[rows, columns]`.
-        rows, columns, width: number of rows, of this rank's columns, and of all columns.
-        out: address of `[rows, width]`.
-
-    Returns:
-        0, or 1 if there was too little memory.
+        first_unit, last_unit, ranks, rank, size: see `all_reduce`.
+        x, x_address: this rank's columns, `[rows, columns]`.
+        out, out_address: `[rows, width]`.
     """
+    if first_unit == last_unit:
+        return 0
+    item_bytes, width, (rows, columns) = x.itemsize, out.shape[1], x.shape
     clock = new_memory(16)
     if clock == 0:
         return 1
@@ -97,7 +100,7 @@ def join_columns(item_bytes, x, ranks, rank, size, rows, columns, width, out):
             _copy_rows(
                 _buffer(ranks, size, rank, turn),
                 own * item_bytes,
-                x + (first * columns + begin) * item_bytes,
+                x_address + (first * columns + begin) * item_bytes,
                 columns * item_bytes,
                 count,
                 own * item_bytes,
@@ -108,7 +111,7 @@ def join_columns(item_bytes, x, ranks, rank, size, rows, columns, width, out):
                     low = min(width, other * most + begin)
                     high = max(low, min(width, (other + 1) * most, low + step))
                     _copy_rows(
-                        out + (first * width + low) * item_bytes,
+                        out_address + (first * width + low) * item_bytes,
                         width * item_bytes,
                         _buffer(ranks, size, other, turn),
                         (high - low) * item_bytes,

@@ -14,6 +14,7 @@ from varlen_kernels.cpu.native.native import (
     fp64_vector,
     free_memory,
     inlined,
+    inlined_body,
     int64_vector,
     new_memory,
     uint32_vector,
@@ -113,8 +114,8 @@ def _keep_best(keys, weights, sizes, counts, limit, by_number):
             kept = True
 
 
-@inlined
-def sample_rows(
+@inlined_body
+def sample(
     first,
     last,
     logits,  # [rows, vocabulary]

@@ -77,7 +77,7 @@ def run_shared(table, rows, columns, counts, stay, spent):
     waited = shared = own = 0
     for i in range(rows):
         if stay != 0 and _byte(stay) == 0:
-            return
+            return 0
         row = i * columns
         units, parts = numbers[row + UNITS], numbers[row + PARTS]
         arguments = table + 8 * (row + ARGUMENTS)
@@ -105,6 +105,7 @@ def run_shared(table, rows, columns, counts, stay, spent):
     if spent != 0:
         totals = int64_vector(spent, 4)
         totals[0], totals[1], totals[2], totals[3] = _cycles() - began, waited, shared, own
+    return 0
 
 
 @inlined

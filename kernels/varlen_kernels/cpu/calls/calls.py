@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from varlen_kernels.cpu.calls.call_rules import flat, rules_of, shape_of
 from varlen_kernels.cpu.calls.machine_code import address_of
-from varlen_kernels.cpu.native.table import ARGUMENTS, DTYPES
+from varlen_kernels.cpu.native.table import ARGUMENTS
 from varlen_kernels.cpu.native.threads import HELP_SECONDS, add_gain, run_along, usable_cores
+from varlen_kernels.op import Function
+from varlen_kernels.op_table import OPS
 
 Table: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -31,7 +32,7 @@ ALWAYS: Bytes = np.empty(0, np.uint8)
 
 # Multiplications of a function below which threads do not share it: a microsecond or two of work.
 _LEAST_SHARED_WORK = 1 << 19
-# Of a function that runs by itself: another thread must wake for it.
+# The same for a function that runs by itself: another thread must wake for it.
 _LEAST_SHARED_CALL = 1 << 22
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
@@ -91,95 +92,50 @@ def prepare() -> None:
     address_of("run_shared")
 
 
-def call(
-    entry: str,
-    operands: Sequence[Tensor],
-    results: Sequence[Tensor],
+def run_function(
+    function: Function,
+    tensors: Sequence[Tensor | None],
     constants: Sequence[float] = (),
-    *,
-    dtypes: str,
-    units: int,
-    multiplications: float = 0,
+    entry: str | None = None,
 ) -> None:
     """Run one compiled function.
 
     Args:
-        entry: its name in `entries`.
-        operands, results: its tensors: those that it reads, then those that it writes.
-        constants: its constants.
-        dtypes: the dtype of each tensor, a letter of `DTYPES`.
-        units: number of its units.
-        multiplications: multiplications of all units, or as many as take the same time.
+        function: its declaration.
+        tensors, constants: its arguments in this order; None for a tensor that is left out.
+        entry: name of its code for tensors of these dtypes, if it is known.
 
     Raises:
-        TypeError: a tensor has another dtype.
+        TypeError: it has no code for tensors of these dtypes.
         MemoryError: see `run_calls`.
     """
-    for tensor, letter in zip((*operands, *results), dtypes, strict=True):
-        if tensor.dtype != DTYPES[letter]:
-            raise TypeError(f"{entry} needs {DTYPES[letter]}, and got {tensor.dtype}")
-    written = [each.contiguous() for each in results]
-    group = (*operands, *written)
-    call_each(entry, [group], constants, units=units, multiplications=multiplications)
-    copy_back(written, results)
-
-
-def copy_back(written: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Copy what was written into results that are not contiguous."""
-    for result, copy in zip(results, written, strict=True):
-        if copy is not result:
+    entry = entry or function.entry_for(tensors)
+    if entry is None:
+        raise TypeError(f"{function.name} has no code for {_dtypes_of(function, tensors)}")
+    held = [None if each is None else each.contiguous() for each in tensors]
+    extents = [(0, 0) if each is None else extent_of(each.shape) for each in held]
+    units, multiplications = function.work(extents, constants)
+    cores = usable_cores() if multiplications >= _LEAST_SHARED_CALL else 1
+    parts = parts_of(units, multiplications, cores)
+    row = [address_of(entry), units, parts]
+    for tensor, (count, columns) in zip(held, extents, strict=True):
+        row += (0 if tensor is None else tensor.data_ptr(), count, columns)
+    row += map(bits, constants)
+    # with one part there is nothing to share
+    cores = cores if parts > 1 else 1
+    gained = run_calls(np.array([row], np.int64), cores, held=held)
+    if cores > 1:
+        add_gain(gained)
+    for i in function.written:
+        result, copy = tensors[i], held[i]
+        if result is not copy and result is not None and copy is not None:
             result.copy_(copy)
 
 
-def call_each(
-    entry: str,
-    groups: Sequence[Sequence[Tensor]],
-    constants: Sequence[float] = (),
-    *,
-    units: int,
-    multiplications: float = 0,
-) -> None:
-    """Run one compiled function once for each of several groups of tensors.
-
-    Args:
-        entry: its name in `entries`.
-        groups: tensors of the dtypes that it reads, and of one shape at each place; it writes only contiguous ones.
-        constants, units, multiplications: see `call`; each group has as many.
-    """
-    extents = [extent_of(each.shape) for each in groups[0]]
-    run_function(address_of(entry), groups, extents, constants, units, multiplications)
-
-
-def run_function(
-    address: int,
-    groups: Sequence[Sequence[Tensor | None]],
-    extents: Sequence[tuple[int, int]],
-    constants: Sequence[float],
-    units: int,
-    multiplications: float,
-) -> None:
-    """Run the function at an address; see `call_each`.
-
-    Args:
-        address: its address.
-        groups, constants, units, multiplications: see there.
-        extents: rows and columns of each tensor of a group, 0 for none.
-    """
-    held = [[each if each is None else each.contiguous() for each in group] for group in groups]
-    cores = usable_cores() if multiplications >= _LEAST_SHARED_CALL else 1
-    parts = parts_of(units, multiplications, cores)
-    rows = []
-    for group in held:
-        row = [address, units, parts]
-        for tensor, (count, columns) in zip(group, extents, strict=True):
-            row += (0 if tensor is None else tensor.data_ptr(), count, columns)
-        row += map(bits, constants)
-        rows.append(row)
-    # with one part there is nothing to share
-    cores = cores if parts > 1 else 1
-    gained = run_calls(np.array(rows, np.int64), cores, held=held)
-    if cores > 1:
-        add_gain(gained)
+def _dtypes_of(function: Function, tensors: Sequence[Tensor | None]) -> str:
+    """Return the dtypes of tensors, as text."""
+    pairs = zip(function.tensors, tensors, strict=True)
+    return ", ".join(f"{name} in {each.dtype}" for name, each in pairs if each is not None)
 
 
 def extent_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -209,29 +165,20 @@ def _compiled(name: str, arguments: int) -> Any:
 
 
 def run_op(
-    kernel: str, operands: Sequence[Any], results: Sequence[Tensor], **attributes: Any
+    name: str, operands: Sequence[Any], results: Sequence[Tensor], **attributes: Any
 ) -> None:
-    """Write the results of an op.
+    """Write the results of an op by its compiled functions.
 
     Args:
-        kernel: its name.
-        operands: all of its operands, None for those that are left out.
+        name: its name.
+        operands: its operands.
         results: tensors that it writes.
         attributes: its attributes.
 
     Raises:
-        TypeError: it has no compiled function for tensors of these dtypes.
+        TypeError, MemoryError: see `run_function`.
     """
-    written = [each.contiguous() for each in results]
-    tensors = [*flat(operands), *written]
-    shapes = [shape_of(each) for each in tensors]
-    for rule in rules_of(kernel, operands):
-        given = rule.of_operands(tensors)
-        entry = rule.entry_for([each if each is None else each.dtype for each in given])
-        if entry is None:
-            raise TypeError(f"{kernel} has no compiled function for these dtypes")
-        constants = rule.constants(attributes, shapes)
-        extents = [(0, 0) if each is None else extent_of(each.shape) for each in given]
-        units, multiplications = rule.work(extents, constants)
-        run_function(address_of(entry), [given], extents, constants, units, multiplications)
-    copy_back(written, results)
+    op = OPS[name]
+    arguments = op.named(operands, attributes) | dict(zip(op.results, results, strict=True))
+    for function, tensors, constants in op.bound(arguments):
+        run_function(function, tensors, constants)

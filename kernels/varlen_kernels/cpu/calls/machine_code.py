@@ -1,4 +1,4 @@
-"""Machine code of the functions of `entries`.
+"""Machine code of the functions of the table of ops.
 
 numba compiles it once for a level of CPUs, and LLVM alone loads it.
 
@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -30,8 +29,8 @@ _log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent.parent
 # Code that came with the package, and the folder of new code if it can be written.
 BESIDE = _FOLDER / "code"
-# The rest of what compiled code is made of: constants of the specifications.
-_REFERENCE = _FOLDER.parent / "reference"
+# What compiled code is made of: with the bodies, constants of the specifications and the table of ops.
+_SOURCES = ("cpu/**/*.py", "reference/*.py", "op.py", "op_table.py")
 # The command that compiles ahead: it decides when and where, and no code comes from it.
 _NO_SOURCES = {"compile_all.py"}
 # What compiled code may call: functions of the C library, and what LLVM turns into its own instructions.
@@ -49,7 +48,7 @@ _EXTERNAL = {
     "memmove",
 }
 _HASH_BYTES = 32
-# Of a file: a longer one is damaged. The longest function has 90 KB.
+# Size of a file: a longer one is damaged. The longest function has 90 KB.
 _MOST_BYTES = 1 << 22
 # Files of a function for other sources that stay.
 _KEPT = 3
@@ -61,7 +60,7 @@ _loading = Lock()
 
 @cache
 def address_of(name: str) -> int:
-    """Return the address of a function of `entries`, loaded, or compiled and stored.
+    """Return the address of a function, loaded, or compiled and stored.
 
     Raises:
         ImportError, RuntimeError: its code is not stored, and numba cannot compile it; or this CPU cannot run it.
@@ -76,7 +75,7 @@ def address_of(name: str) -> int:
 
 
 def code_of(name: str) -> bytes:
-    """Return the code of a function of `entries`; raises as `address_of`."""
+    """Return the code of a function; raises as `address_of`."""
     return _stored(name) or _compile_once(name)
 
 
@@ -98,8 +97,8 @@ def code_folder() -> Path:
 def code_hash() -> str:
     """Return the hash of all sources of compiled code, in hexadecimal digits."""
     digest = hashlib.sha256()
-    for folder in (_FOLDER, _REFERENCE):
-        for path in sorted(folder.rglob("*.py")):
+    for pattern in _SOURCES:
+        for path in sorted(_FOLDER.parent.glob(pattern)):
             if path.name in _NO_SOURCES:
                 continue
             content = path.read_bytes()
@@ -201,10 +200,14 @@ def _compile_lock(folder: CacheFolder, name: str) -> Iterator[None]:
 
 
 def _compile(name: str) -> bytes:
-    numba: Any = import_module("numba")
-    int64 = numba.types.int64
-    function = import_module("varlen_kernels.cpu.calls.entries").MAKERS[name]().py_func
-    codegen = import_module("numba.core.registry").cpu_target.target_context.codegen()
+    # where all code is stored, numba need not be
+    import numba
+    from numba.core.registry import cpu_target
+
+    from varlen_kernels.cpu.calls.entries import entry_of
+
+    int64, function = numba.types.int64, entry_of(name).py_func
+    codegen = cpu_target.target_context.codegen()
     if codegen.magic_tuple()[2] != target_cpu().options:
         raise RuntimeError(
             "other code of this process has used numba before: run python -m varlen_kernels.cpu.compile_all once"

@@ -1,6 +1,6 @@
 """What functions that become machine code are made of.
 
-The code of `entries` gets addresses and sizes. It uses nothing of numba when it runs: it counts no references and
+Their code gets addresses and sizes. It uses nothing of numba when it runs: it counts no references and
 raises no errors. So it can be stored, and loaded where numba is not (`machine_code`).
 """
 
@@ -20,7 +20,7 @@ numba.config.CPU_NAME, numba.config.CPU_FEATURES = target_cpu().model, target_cp
 
 _SIZE = ir.IntType(64)
 _NUMBER: Any = types.int64
-# Of a cache line, in bytes.
+# Bytes of a cache line.
 _ALIGNMENT = 64
 
 
@@ -37,11 +37,23 @@ def inlined(function: Any = None, **options: Any) -> Any:
     return decorate if function is None else decorate(function)
 
 
+# The bodies of compiled functions, by name.
+BODIES: dict[str, Any] = {}
+
+
+def inlined_body(function: Any = None, **options: Any) -> Any:
+    """Return the body of a compiled function, see `op.Function`; the arguments as in `inlined`."""
+    if function is None:
+        return lambda function: inlined_body(function, **options)
+    BODIES[function.__name__] = made = inlined(**options)(function)
+    return made
+
+
 # As `inlined`, for functions that return new arrays, whose references numba counts; LLVM finds that there are none.
 inlined_view = numba.njit(forceinline=True, _nrt=True, error_model="numpy")
 
 
-def _array(kind: Any, context: Any, builder: Any, address: Any, extents: Any) -> Any:
+def array_at(kind: Any, context: Any, builder: Any, address: Any, extents: Any) -> Any:
     """Return an array in memory at an address, in instructions."""
     element = context.get_data_type(kind.dtype)
     width = ir.Constant(_SIZE, context.get_abi_sizeof(element))
@@ -69,7 +81,7 @@ def _view(number: Any, axes: int) -> Any:
 
     def declare(_context: Any, *_types: Any) -> Any:
         def generate(context: Any, builder: Any, _declared: Any, values: Any) -> Any:
-            return _array(kind, context, builder, values[0], values[1:])
+            return array_at(kind, context, builder, values[0], values[1:])
 
         return kind(*[_NUMBER] * (1 + axes)), generate
 
@@ -82,7 +94,7 @@ def matrix_like(_context, array, _address, _rows, _columns):
     kind: Any = types.Array(array.dtype, 2, "C")
 
     def generate(context: Any, builder: Any, _declared: Any, values: Any) -> Any:
-        return _array(kind, context, builder, values[1], values[2:])
+        return array_at(kind, context, builder, values[1], values[2:])
 
     return kind(array, *[_NUMBER] * 3), generate
 
@@ -96,14 +108,11 @@ def intrinsic(declare: Any, arguments: int) -> Any:
     return numba.extending.intrinsic(declare)
 
 
-# vector(address, count) and matrix(address, rows, columns) are arrays; numbers of bf16 are uint16.
+# vector(address, count) and matrix(address, rows, columns) are arrays.
 fp32_vector, fp32_matrix = (_view(types.float32, axes) for axes in (1, 2))
 fp64_vector = _view(types.float64, 1)
-bf16_matrix = _view(types.uint16, 2)
-int8_matrix, uint8_matrix = _view(types.int8, 2), _view(types.uint8, 2)
-uint8_vector = _view(types.uint8, 1)
-int32_vector, int32_matrix, int32_matrices = (_view(types.int32, axes) for axes in (1, 2, 3))
-uint32_vector, uint32_matrix = (_view(types.uint32, axes) for axes in (1, 2))
+uint8_vector, uint8_matrix = (_view(types.uint8, axes) for axes in (1, 2))
+int32_vector, uint32_vector = _view(types.int32, 1), _view(types.uint32, 1)
 int64_vector = _view(types.int64, 1)
 
 _allocate: Any = types.ExternalFunction("aligned_alloc", _NUMBER(_NUMBER, _NUMBER))

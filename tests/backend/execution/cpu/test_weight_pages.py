@@ -5,7 +5,7 @@ import torch
 from varlen.execution.cpu.linear_paths import use_paths
 from varlen.execution.cpu.weight_pages import in_large_pages
 from varlen.program.recorder import Recorder
-from varlen_kernels.cpu.panel_ops import PanelWeight
+from varlen_kernels.cpu.bodies.panel_layout import PanelWeight
 
 
 def program_of(*weights):

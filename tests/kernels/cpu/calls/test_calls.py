@@ -9,13 +9,15 @@ import torch
 from numba.core import types
 
 from tests.kernels.float64 import rand
-from varlen_kernels.cpu.calls import calls, int8_torch
+from varlen_kernels.cpu import int8_torch
+from varlen_kernels.cpu.calls import calls, entries
 from varlen_kernels.cpu.calls.calls import run_calls, run_op
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import threads
 from varlen_kernels.cpu.native.native import int64_vector
 from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
 from varlen_kernels.cpu.native.threads import using_cores
+from varlen_kernels.op_table import FUNCTIONS
 from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="functions are compiled")
@@ -141,9 +143,11 @@ def test_an_op_takes_tensors_that_are_not_contiguous():
 def test_a_tensor_of_another_dtype_is_an_error():
     x = rand(2, 8, dtype=torch.bfloat16)
 
-    with pytest.raises(TypeError, match=r"quantize needs torch\.float32, and got torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"quantize has no code for x in torch\.bfloat16, "):
         int8_torch.quantize(x, torch.arange(OUTLIERS), FULL_LEVELS, signed=True)
-    with pytest.raises(TypeError, match="no compiled function"):
+    with pytest.raises(
+        TypeError, match=r"activate has no code for x in torch\.bfloat16, out in torch\.float32"
+    ):
         run_op("activate", (x, None), [torch.empty(2, 8)], kind="relu")
 
 
@@ -173,3 +177,20 @@ def test_what_other_cores_gain_is_counted(shares_everything, monkeypatch):
         run_op("activate", (x, None), [x], kind="relu")
 
     assert cores.gained == 0.25
+
+
+def test_every_function_declares_what_its_body_takes():
+    for function in FUNCTIONS.values():
+        code = entries.BODIES[function.body].py_func.__code__
+        assert {*code.co_varnames[2 : code.co_argcount]} <= {*function.kinds}, function.name
+
+
+def test_an_op_without_an_argument_or_with_another_one_is_an_error():
+    x = rand(2, 8)
+
+    with pytest.raises(TypeError, match="activate lacks kind"):
+        run_op("activate", (x,), [x])
+    with pytest.raises(TypeError, match="activate has eps; allowed: kind"):
+        run_op("activate", (x,), [x], kind="relu", eps=1.0)
+    with pytest.raises(TypeError, match="activate has 3 operands; allowed: x, bias"):
+        run_op("activate", (x, None, x), [x], kind="relu")

@@ -16,6 +16,7 @@ from varlen_kernels.cpu.calls import entries, machine_code
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native.native import inlined
 from varlen_kernels.cpu.native.target_cpu import LEVELS, target_cpu
+from varlen_kernels.op_table import ENTRIES
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
 _NAME = "run_alone"
@@ -254,7 +255,7 @@ def test_code_that_needs_its_compiler_is_refused(monkeypatch):
     def raises(arguments, first, last):
         return (first, last)[arguments]
 
-    monkeypatch.setitem(entries.MAKERS, "raises", lambda: raises)
+    monkeypatch.setattr(entries, "entry_of", lambda _: raises)
 
     with pytest.raises(RuntimeError, match="calls functions of the compiler"):
         machine_code._compile("raises")
@@ -266,6 +267,7 @@ def test_code_that_needs_its_compiler_is_refused(monkeypatch):
         ("cpu/calls/entries.py", True),
         ("cpu/native/lanes.py", True),
         ("reference/beam.py", True),
+        ("op_table.py", True),
         # the command that compiles ahead
         ("cpu/compile_all.py", False),
     ],
@@ -274,9 +276,7 @@ def test_a_change_of_a_source_has_another_hash(tmp_path, monkeypatch, name, chan
     package, expected = Path(cpu.__path__[0]).parent, machine_code.code_hash()
     ignored = shutil.ignore_patterns("__pycache__", "*.o")
     copy = shutil.copytree(package, tmp_path / "varlen_kernels", ignore=ignored)
-    for each in ("_FOLDER", "_REFERENCE"):
-        folder = copy / getattr(machine_code, each).relative_to(package)
-        monkeypatch.setattr(machine_code, each, folder)
+    monkeypatch.setattr(machine_code, "_FOLDER", copy / "cpu")
     # the hash is cached
     found = machine_code.code_hash.__wrapped__
 
@@ -301,7 +301,7 @@ for dtype in ("fp32", "bf16", "int8"):
 
 def test_models_run_stored_code_without_numba(tmp_path):
     """Every function was compiled before, by `make setup` or by this test."""
-    for name in entries.MAKERS:
+    for name in ENTRIES:
         machine_code.address_of(name)
     encoder = save_checkpoint(tmp_path / "bert")
     decoder = save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel")

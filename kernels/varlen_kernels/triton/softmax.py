@@ -9,9 +9,6 @@ Source: Fang et al. 2021, arXiv:2010.05680, section 4.1.2 (several rows per warp
 arXiv:1805.02867 (online softmax).
 """
 
-# ruff: noqa: N803  # constants of a kernel are in capitals
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-
 import torch
 import triton
 import triton.language as tl

@@ -6,14 +6,16 @@ AVX2, which sum two products in 16 bits: then codes have 7 bits.
 Source: the specification is `reference.linear_int8.linear_int8`; docs/operating/int8.md has measurements.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.bodies.int8_layout import FACTORS
-from varlen_kernels.cpu.calls.calls import call
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.op import Function
+from varlen_kernels.op_table import DEQUANTIZE, DEQUANTIZE_INT32, QUANTIZE
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
 
 # Lowest code of the signed form.
@@ -30,13 +32,13 @@ def pack_codes(codes: Tensor) -> Tensor:
     return packed
 
 
-def multiply_signed(x: Tensor, layer: Int8Weight, out: Tensor | None) -> Tensor:
-    """Return `linear_int8` by `torch._int_mm`; codes are `[hidden, features]`."""
+def linear_int8(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
+    """Return `reference.linear_int8` by `torch._int_mm`; codes are `[hidden, features]`."""
     row_codes, factors = quantize(x, layer.outliers, layer.levels, signed=True)
     return _dequantize(signed_sums(row_codes, layer.codes), factors, layer, out)
 
 
-def multiply_packed(x: Tensor, layer: Int8Weight, out: Tensor | None) -> Tensor:
+def linear_int8_packed(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
     """Return `linear_int8` by oneDNN's linear layer; `pack_codes` made the codes."""
     row_codes, factors = quantize(x, layer.outliers, layer.levels, signed=False)
     return _dequantize(unsigned_sums(row_codes, layer.codes), factors, layer, out)
@@ -64,8 +66,7 @@ def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple
     codes = memory[: x.numel()].view(x.shape)
     factors = torch.empty(len(x), FACTORS)
     lowest = LOWEST_SIGNED if signed else 0
-    operands, results = (x, outliers), (codes, factors)
-    call("quantize", operands, results, (levels, lowest), dtypes="fluf", units=len(x))
+    _run(QUANTIZE, (x, outliers, codes, factors), (levels, lowest))
     return codes.view(torch.int8) if signed else codes, factors
 
 
@@ -73,11 +74,15 @@ def _dequantize(sums: Tensor, factors: Tensor, layer: Int8Weight, out: Tensor | 
     """Return the values of sums of codes, `[tokens, features]` fp32."""
     if out is None:
         out = torch.empty(sums.shape)
-    is_whole = sums.dtype == torch.int32
-    entry, dtypes = ("dequantize_int32", "iffff") if is_whole else ("dequantize", "fffff")
-    operands = sums, factors, layer.scale, layer.fp32_rows
-    call(entry, operands, [out], dtypes=dtypes, units=len(sums))
+    function = DEQUANTIZE_INT32 if sums.dtype == torch.int32 else DEQUANTIZE
+    _run(function, (sums, factors, layer.scale, layer.fp32_rows, out))
     return out
+
+
+def _run(function: Function, tensors: Sequence[Tensor], constants: Sequence[float] = ()) -> None:
+    from varlen_kernels.cpu.calls.calls import run_function
+
+    run_function(function, tensors, constants)
 
 
 def signed_sums(row_codes: Tensor, codes: Tensor) -> Tensor:
