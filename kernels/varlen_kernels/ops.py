@@ -1,4 +1,4 @@
-"""The form of all ops for a device: `reference`, `cpu` or `fused`, modules with a function for each."""
+"""The forms of ops for a device: `reference`, `cpu` or `fused`, a function for each op."""
 
 from types import ModuleType
 

@@ -6,7 +6,7 @@ An exchange that needs more than a buffer is done in several turns, so the memor
 
 # Words of a cache line: no two ranks write into one.
 LINE_WORDS = 8
-# Of a buffer of one rank: small enough for a core's cache, large enough that few turns are needed.
+# Size of a buffer of one rank: small enough for a core's cache, large enough that few turns are needed.
 BUFFER_BYTES = 1 << 18
 # In the group's line: 1 + the number of a rank that another one waited for too long, or 0; from then on nothing waits.
 FAILED = 0
