@@ -1,4 +1,4 @@
-"""The forms of ops for a device: `reference`, `cpu` or `fused`, a function for each op."""
+"""The forms of ops for a device: `reference`, `cpu` or `fused`."""
 
 from types import ModuleType
 

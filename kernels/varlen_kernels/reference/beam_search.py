@@ -130,8 +130,8 @@ def follow_beams(
 
     The first step after the prompt has whole tables; the end of the prompt is in the block of the first beam, and is
     copied into the blocks of the others. After that, a table is the one of the beam that it continues. Among the
-    beams that continue the same one, the first keeps the block that is not full; each other one takes the block of a beam
-    that no one continues, into which that block is copied. Blocks that begin are in the step.
+    beams that continue the same one, the first keeps the block that is not full; each other one takes the block of a
+    beam that no one continues, into which that block is copied. Blocks that begin are in the step.
 
     Args:
         state: tables, parents and tokens are changed.
