@@ -256,7 +256,7 @@ def _calls_of(program: Program) -> list[_Call]:
 def _bound(op: Op) -> list[tuple[Bound, str]]:
     """Return the functions of an op with the names of their code, if all exist."""
     row = OPS.get(op.kernel)
-    if row is None:
+    if row is None or not row.calls:
         return []
     results = dict(zip(row.results, op.results, strict=False))
     found = []
