@@ -85,3 +85,14 @@ def test_what_is_not_finite_stays_in_its_row():
 
 def test_equal_numbers_without_eps_have_no_layer_norm():
     assert cpu.layer_norm(torch.ones(2, 20), torch.ones(20), None, eps=0.0).isnan().all()
+
+
+def test_embeddings_are_added_in_the_order_of_the_reference():
+    ids = [torch.arange(40, dtype=torch.int32) % rows for rows in (30, 20, 2)]
+    tables = [rand(rows, 48, seed=rows) for rows in (30, 20, 2)]
+    weight, bias = rand(48, seed=1), rand(48, seed=2)
+
+    actual = cpu.embed_layer_norm(*ids, *tables, weight, bias, eps=1e-3)
+
+    token, position, kind = (table[each] for table, each in zip(tables, ids, strict=True))
+    assert torch.equal(actual, cpu.layer_norm(token + position + kind, weight, bias, eps=1e-3))

@@ -164,6 +164,14 @@ def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype,
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_without_positions_a_result_is_ignored():
+    qkv, slots = rand(5, 6 * 8), torch.arange(5)
+    caches = [torch.zeros(6, 2, 16, 8) for _ in range(2)]
+    out = torch.empty_like(qkv)
+
+    assert cpu.append_kv(qkv, slots, *caches, num_heads=2, num_kv_heads=2, out=out) is qkv
+
+
 def rotated_inputs(tokens, heads, kv_heads, dim, dtype, *, is_normed):
     """Return the arguments of an append with rotary positions; caches hold NaN."""
     qkv = rand(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
