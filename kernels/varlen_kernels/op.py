@@ -144,7 +144,7 @@ class Function:
         return tuple(self.name + suffix for suffix in suffixes)
 
     def entry_for(self, dtypes: Sequence[torch.dtype | None]) -> str | None:
-        """Return the name of the code for tensors of these dtypes; None if there is none."""
+        """Return the name of the code for these dtypes; None if there is none."""
         for given, dtype in zip(dtypes, self._dtypes, strict=True):
             if None not in (given, dtype) and given != dtype:
                 return None
@@ -153,7 +153,7 @@ class Function:
         return None if suffixes or suffix is None else self.name + suffix
 
     def widened(self, dtypes: Sequence[torch.dtype | None]) -> list[int]:
-        """Return the numbers of the tensors of 16 bits that it only reads, as fp32: the conversion is exact."""
+        """Return the numbers of the tensors of 16 bits that it reads as fp32."""
         return [i for i in self._read_fp32 if dtypes[i] in _NARROW]
 
     def of(self, *, where: Callable[[Arguments], bool] | None = None, **given: Any) -> "Call":
@@ -175,7 +175,7 @@ class Call:
     Attributes:
         function: the compiled function.
         where: whether it runs, given all arguments; None for always.
-        defaults: what `bind` finds under the names of arguments that the op does not have.
+        defaults: values of the keys that `bind` reads and that no call changes.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Call:
         """Return the function with its arguments.
 
         Args:
-            arguments: of the op, by name; more are added.
+            arguments: the arguments of the op, by name; more are added.
         """
         for key, operand, field in self._fields:
             arguments[key] = field(arguments[operand])
@@ -311,7 +311,7 @@ class Op:
         """Return the compiled functions with their arguments; none if it has none.
 
         Args:
-            arguments: what `named` returned, with its results.
+            arguments: the result of `named`, and the results of the op.
         """
         return [
             call.bind(arguments)

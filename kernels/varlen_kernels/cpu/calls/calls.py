@@ -110,7 +110,7 @@ class _Code(NamedTuple):
 
 @cache
 def _code_for(function: Function, dtypes: tuple[torch.dtype | None, ...]) -> _Code | None:
-    """Return the code of a function for tensors of these dtypes; None if there is none."""
+    """Return the code of a function for these dtypes; None if there is none."""
     widened = function.widened(dtypes)
     entry = function.entry_for(
         [torch.float32 if i in widened else dtype for i, dtype in enumerate(dtypes)]
@@ -123,9 +123,9 @@ def _code_for(function: Function, dtypes: tuple[torch.dtype | None, ...]) -> _Co
 
 
 def run_functions(bound: Sequence[Bound], *, is_needed: bool = True) -> bool:
-    """Run compiled functions, one after another, if each has code for its dtypes; return whether it has.
+    """Run compiled functions, one after another; return whether each has code.
 
-    Tensors of 16 bits that a function only reads, as fp32, are converted.
+    If one has none for its dtypes, none runs. Tensors of 16 bits that a function only reads, as fp32, are converted.
 
     Args:
         bound: the functions.
