@@ -12,7 +12,7 @@ import torch
 from varlen.config import Device, DType, EngineConfig
 from varlen.errors import ConfigError
 from varlen.memory.out_of_memory import memory_errors
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import TASKS, Task
 from varlen_kernels.machine_memory import memory_limit
 
 # Microseconds of all cores that a container may use, and the period in microseconds; "max 100000" without a limit.
@@ -74,7 +74,7 @@ def check_task_dtype(name: DType, task: Task) -> None:
 
     Vectors lose too much with weights of 4 bits.
     """
-    if name == "int4" and task not in ITERATIVE_TASKS:
+    if name == "int4" and not TASKS[task].is_iterative:
         raise ConfigError(
             f'dtype is "int4", which the tasks generate and translate have, and the task is "{task}";'
             " allowed: auto, fp32, bf16, int8"
