@@ -53,8 +53,10 @@ def compiled_form(op: Op) -> Callable[..., Any]:
             if _runner()(op.bound(arguments), is_needed=not is_specified):
                 if op.result is None:
                     return None
-                # without a result there is nothing to return but what it got
-                return results[0] if len(results) == 1 else out or tuple(results) or operands[0]
+                if not results:
+                    # there is nothing to return but what it got
+                    return operands[0]
+                return results[0] if len(results) == 1 else out or tuple(results)
         if out is None:
             return specification(*operands, **attributes)
         return specification(*operands, **attributes, out=out)
