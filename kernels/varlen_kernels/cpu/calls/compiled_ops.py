@@ -55,7 +55,7 @@ def compiled_form(op: Op) -> Callable[..., Any]:
                     return None
                 if not results:
                     # there is nothing to return but what it got
-                    return operands[0]
+                    return arguments[op.operands[0]]
                 return results[0] if len(results) == 1 else out or tuple(results)
         if out is None:
             return specification(*operands, **attributes)

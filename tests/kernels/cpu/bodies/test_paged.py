@@ -170,6 +170,8 @@ def test_without_positions_a_result_is_ignored():
     out = torch.empty_like(qkv)
 
     assert cpu.append_kv(qkv, slots, *caches, num_heads=2, num_kv_heads=2, out=out) is qkv
+    named = dict(zip(("slots", "key_cache", "value_cache"), (slots, *caches), strict=True))
+    assert cpu.append_kv(qkv=qkv, **named, num_heads=2, num_kv_heads=2) is qkv
 
 
 def rotated_inputs(tokens, heads, kv_heads, dim, dtype, *, is_normed):
