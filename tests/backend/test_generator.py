@@ -226,14 +226,14 @@ def test_streamed_parts_add_up_to_the_answer(generator):
 
 
 def test_only_an_answer_whose_parts_are_read_counts_as_a_stream(generator, monkeypatch):
-    service, streams = type(generator._service), []
-    submit = service.submit
+    model, streams = type(generator._service.model), []
+    submit = model.submit
 
     def record(self, request, reply):
         streams.append(request.options.streams)
         submit(self, request, reply)
 
-    monkeypatch.setattr(service, "submit", record)
+    monkeypatch.setattr(model, "submit", record)
     generator.generate(["the"], max_tokens=1)
     list(generator.stream("the", max_tokens=1))
 
