@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.arenas import batch_arena, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
@@ -283,10 +282,6 @@ class Runner:
     def program(self) -> Program:
         """The first program."""
         return self.programs[0]
-
-    def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the number of padding tokens of a batch of this shape."""
-        return self.info.padding_tokens(shape)
 
     def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.native.target_cpu import named_level
-from varlen_kernels.op import Bound, Op
+from varlen_kernels.op import Op
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,10 @@ def compiled_form(op: Op) -> Callable[..., Any]:
             bound = op.bound(arguments)
             entries = [each.entry for each in bound]
             if not is_specified or None not in entries:
-                _run(bound, entries)
+                from varlen_kernels.cpu.calls.calls import run_function
+
+                for (function, tensors, constants), entry in zip(bound, entries, strict=True):
+                    run_function(function, tensors, constants, entry)
                 if op.result is None:
                     return None
                 # without a result there is nothing to return but what it got
@@ -69,10 +72,3 @@ def _results_of(op: Op, arguments: dict[str, Any], out: Any) -> Sequence[Tensor]
     if out is None:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
     return out if isinstance(out, tuple) else [out][: len(wanted)]
-
-
-def _run(bound: Sequence[Bound], entries: Sequence[str | None]) -> None:
-    from varlen_kernels.cpu.calls.calls import run_function
-
-    for (function, tensors, constants), entry in zip(bound, entries, strict=True):
-        run_function(function, tensors, constants, entry)

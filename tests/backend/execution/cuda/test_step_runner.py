@@ -18,8 +18,7 @@ from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.runner import CudaSteps
 from varlen.execution.packing import part_of_step, step_arrays
 from varlen.execution.programs import record_steps
-from varlen.memory.arena import Arena
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.recorder import Recorder
