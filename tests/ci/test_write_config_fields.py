@@ -67,6 +67,8 @@ def test_the_file_holds_every_field_that_the_installed_release_reads():
     }
     assert not missing, f"run `{write_config_fields.COMMAND}`"
     assert found.keys() == {"shared", *FAMILIES}
+    # a family whose folder has another name than its `model_type`
+    assert [family for family in FAMILIES if not fields_read(family)] == []
     assert releases() == list(write_config_fields.RELEASES)
 
 

@@ -75,28 +75,29 @@ def record_head(
     """
     import torch
 
-    if task == "hidden":
-        return ops.to_fp32(hidden)
-    if task == "embed":
-        unpooled = None if pools_prompt else inputs.unpooled_lengths(ops)
-        return _record_vector(ops, hidden, unpooled, pooling, layers)
-    if task == "token_embed":
-        vectors = _record_layers(ops, ops.to_fp32(hidden), layers)
-        return ops.normalize_rows(vectors, inputs.normalize_tokens(ops))
-    # Checkpoint.check_task has refused checkpoints without these layers
-    if task == "sparse_embed":
-        assert heads.masked_lm is not None
-        return heads.masked_lm.record_term_weights(ops, hidden, splade)
-    if task == "fill_mask":
-        assert heads.masked_lm is not None
-        return heads.masked_lm.record_top_terms(ops, hidden)
-    assert heads.classifier is not None
-    if task != "token_classify":
-        hidden = _one_row(ops, heads, hidden)
-    if hidden.dtype != torch.float32:
-        # an encoder without layers has no last norm
-        hidden = ops.to_fp32(hidden)
-    return heads.classifier.record(ops, _transform(ops, heads, hidden))
+    match task:
+        case "hidden":
+            answer = ops.to_fp32(hidden)
+        case "embed":
+            unpooled = None if pools_prompt else inputs.unpooled_lengths(ops)
+            answer = _record_vector(ops, hidden, unpooled, pooling, layers)
+        case "token_embed":
+            vectors = _record_layers(ops, ops.to_fp32(hidden), layers)
+            answer = ops.normalize_rows(vectors, inputs.normalize_tokens(ops))
+        # Checkpoint.check_task has refused checkpoints without these layers
+        case "sparse_embed":
+            assert heads.masked_lm is not None
+            answer = heads.masked_lm.record_term_weights(ops, hidden, splade)
+        case "fill_mask":
+            assert heads.masked_lm is not None
+            answer = heads.masked_lm.record_top_terms(ops, hidden)
+        case _:
+            assert heads.classifier is not None
+            row = hidden if task == "token_classify" else _one_row(ops, heads, hidden)
+            # an encoder without layers has no last norm
+            x = row if row.dtype == torch.float32 else ops.to_fp32(row)
+            answer = heads.classifier.record(ops, _transform(ops, heads, x))
+    return answer
 
 
 def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:
