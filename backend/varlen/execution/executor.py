@@ -138,13 +138,12 @@ class Launcher(CheckedRunner, Protocol):
 class WaitingLauncher(Launcher, Protocol):
     """Starts batches, and tells whether the first one has ended."""
 
-    def wait(self, timeout: float | None) -> bool:
-        """Wait until the first batch in flight has ended, or nothing is known of it.
+    @property
+    def wait(self) -> Callable[[float | None], bool] | None:
+        """Waits until the first batch in flight has ended, or nothing is known of it.
 
-        Returns False after the time.
-
-        Args:
-            timeout: longest time in seconds; None is no limit.
+        It gets the longest time in seconds, or None for no limit, and returns False after it. None if nothing is known
+        of a batch before its outputs are asked for.
         """
 
 
@@ -290,7 +289,8 @@ class InlineExecutor(_LaunchingExecutor):
         """Complete the first batch in flight unless it takes longer; return False without one."""
         if not self._in_flight:
             return False
-        if self._launcher.wait(timeout):
+        wait = self._launcher.wait
+        if wait is None or wait(timeout):
             self._complete(self._in_flight.popleft())
         return True
 

@@ -310,7 +310,7 @@ class Decoder:
             return self._run(step, self._part_of(step))
 
     def prepare(self, step: PackedStep) -> PackedStep:
-        """Return a step whose beams have their tokens and blocks, as ranks or stages run it.
+        """Return a step as ranks or stages run it: beams have tokens and blocks.
 
         Another thread may run a step of other sequences meanwhile.
 

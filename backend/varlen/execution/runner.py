@@ -71,6 +71,8 @@ class Runner:
     """
 
     state: OneShot | Decoder
+    # nothing is known of a batch before its outputs are asked for
+    wait = None
 
     def __init__(
         self,
@@ -229,10 +231,6 @@ class Runner:
     def run_batch(self, batch: Batch) -> Outputs:
         """Return the outputs of a batch; see `launch_batch`."""
         return self.launch_batch(batch)()
-
-    def wait(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every launcher
-        """Return True: nothing is known of a batch before its outputs are asked for."""
-        return True
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]

@@ -47,7 +47,12 @@ def compiled_form(op: Op) -> Callable[..., Any]:
         arguments = op.named(operands, attributes)
         if has_compiled_ops() and op.runs_compiled(arguments):
             op.check_arguments(arguments, out)
-            results = _results_of(op, arguments, out)
+            wanted = op.result(arguments) if op.result else ()
+            results: Sequence[Tensor]
+            if out is None:
+                results = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
+            else:
+                results = out if isinstance(out, tuple) else [out][: len(wanted)]
             arguments.update(zip(op.results, results, strict=False))
             bound = op.bound(arguments)
             entries = [each.entry for each in bound]
@@ -64,11 +69,3 @@ def compiled_form(op: Op) -> Callable[..., Any]:
         return op.specification(*operands, **attributes, **given)
 
     return run
-
-
-def _results_of(op: Op, arguments: dict[str, Any], out: Any) -> Sequence[Tensor]:
-    """Return `out` as tensors, or new ones."""
-    wanted = op.result(arguments) if op.result else ()
-    if out is None:
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
-    return out if isinstance(out, tuple) else [out][: len(wanted)]
