@@ -203,7 +203,8 @@ class StepCores:
 
     Not for two threads at once. Cores that share a step meet after each of its functions. A step of a small model, or
     one whose cores are two threads of one real core, is faster on one. No rule says where, so steps are timed: of each
-    size most run on the faster choice, and some on the other one. docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
+    size most run on the faster choice, and some on the other one.
+    docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
