@@ -1,9 +1,11 @@
 """Starts Python processes of this package from any program; sets up their logs."""
 
+import ctypes
 import gc
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,20 +15,23 @@ from pathlib import Path
 from varlen.errors import EngineError
 
 _LOGGERS = ("varlen", "varlen_kernels")
+# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def start_module(
     name: str,
     connection: socket.socket,
     environment: Mapping[str, str],
-    *,
+    *arguments: str,
     stdin: int,
     new_session: bool = True,
 ) -> "subprocess.Popen[bytes]":
-    """Start `python -m NAME FD`; return the process.
+    """Start `python -m NAME FD ARGUMENTS`; return the process.
 
     Args:
         connection: the end of a socket that the process gets as FD.
+        arguments: more arguments of the command.
         stdin: standard input of the process, as of `subprocess.Popen`.
         new_session: whether it has a session of its own; if not, it leaves the process group by itself.
 
@@ -34,13 +39,21 @@ def start_module(
         EngineError: there is no Python command of this version.
     """
     return subprocess.Popen(
-        [python_command(), "-m", name, str(connection.fileno())],
+        [python_command(), "-m", name, str(connection.fileno()), *arguments],
         # a signal for the server's group is not for it: it ends with its connection
         start_new_session=new_session,
         stdin=stdin,
         pass_fds=[connection.fileno()],
         env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
+
+
+def end_with_parent() -> None:
+    """Have the system end this process with the thread that started it.
+
+    A control socket tells of that end too, but not a process that is stopped, or that waits for another one.
+    """
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def log_by(handler: logging.Handler) -> None:

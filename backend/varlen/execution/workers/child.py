@@ -1,4 +1,6 @@
-"""A process of a model: `python -m varlen.execution.workers.child FD`. Loads the model, then runs batches or steps.
+"""A process of a model: `python -m varlen.execution.workers.child FD [member]`.
+
+It loads the model, then runs batches or steps.
 
 FD is its control socket, of whole JSON messages. The engine sends the checkpoint and the settings, and gets log lines
 and then the model's description, or an error. Each later message of the engine brings the connection of a worker, and
@@ -40,9 +42,9 @@ from varlen.execution.workers.messages import (
     send_control,
 )
 from varlen.execution.workers.orders import Orders, ReadAhead
-from varlen.execution.workers.process import Setup
+from varlen.execution.workers.process import MEMBER, Setup
 from varlen.memory.heap import return_large_memory, trim_heap
-from varlen.processes import freeze_objects, log_by, set_log_level
+from varlen.processes import end_with_parent, freeze_objects, log_by, set_log_level
 
 if TYPE_CHECKING:
     from varlen.execution.workers.group import Leader, Member
@@ -63,6 +65,9 @@ _Part = TypeVar("_Part")
 
 def main() -> None:
     """Load a model, or a part of one, and run it."""
+    if MEMBER in sys.argv:
+        # first of all: the leader may be killed while this process imports torch
+        end_with_parent()
     if os.getpgrp() != os.getpid():
         # a signal for the server's group is not for it
         os.setpgid(0, 0)

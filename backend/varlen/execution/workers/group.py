@@ -7,12 +7,10 @@ starts all of them again.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import select
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from varlen.errors import EngineError, VarlenError
 from varlen.execution.workers.links import LateError, Links, links_of
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup
+from varlen.processes import end_with_parent
 
 if TYPE_CHECKING:
     from varlen.config import EngineConfig
@@ -33,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 # Message that says that all processes have loaded; others are work.
 _LOADED = b""
-# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
-_SET_PARENT_DEATH_SIGNAL = 1
 
 _T = TypeVar("_T")
 
@@ -43,8 +40,6 @@ class _Linked:
     """A process of a group: a `RankLink`."""
 
     def __init__(self, setup: Setup, links: Links) -> None:
-        # the engine's thread that starts the leader ends after its last step; the others end with the leader
-        _end_with_parent()
         self._config = setup.config
         self._links = links
         self.rank, self.states = links.rank, links.states
@@ -61,6 +56,8 @@ class Leader(_Linked):
             setup: the setup of this process.
             message_of: returns some work as a message to the others.
         """
+        # the engine's thread that starts it ends after its last step; the others end with the leader
+        end_with_parent()
         links, others = links_of(setup.config).new(setup.config)
         super().__init__(setup, links)
         self._control = setup.control
@@ -72,7 +69,7 @@ class Leader(_Linked):
         for number, descriptors in enumerate(others, start=1 if links.rank.size > 1 else 0):
             ours, theirs = socket.socketpair()
             self._connections.append(Connection(ours.detach()))
-            self._members[number] = ControlledProcess(new_session=False)
+            self._members[number] = ControlledProcess(new_session=False, is_member=True)
             given = [theirs.detach(), *descriptors]
             try:
                 # their log lines would all come several times
@@ -236,11 +233,3 @@ class Member(_Linked):
 
 def _late(config: EngineConfig) -> str:
     return f"did not answer within {config.rank_timeout_seconds} s (rank_timeout_seconds)"
-
-
-def _end_with_parent() -> None:
-    """Have the system end this process with the thread that started it.
-
-    A control socket tells of that end too, but not a process that is stopped, or that waits for another one.
-    """
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

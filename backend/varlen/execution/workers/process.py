@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 # Module that the process runs.
 CHILD = "varlen.execution.workers.child"
+# Argument of a process that another one leads.
+MEMBER = "member"
 # Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.
@@ -81,12 +83,13 @@ class ControlledProcess:
     The socket carries whole messages, log lines and errors among them.
     """
 
-    def __init__(self, *, new_session: bool) -> None:
+    def __init__(self, *, new_session: bool, is_member: bool = False) -> None:
         """Start the process.
 
         Args:
             new_session: whether it has a session of its own. Linux schedules a session as one: in another one, each
                 step of generation would wait twice for the time of others.
+            is_member: whether the process that starts it leads it, and it ends with that one.
 
         Raises:
             EngineError: see `start_module`.
@@ -94,7 +97,12 @@ class ControlledProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = start_module(
-                CHILD, theirs, _ENVIRONMENT, stdin=subprocess.DEVNULL, new_session=new_session
+                CHILD,
+                theirs,
+                _ENVIRONMENT,
+                *([MEMBER] if is_member else []),
+                stdin=subprocess.DEVNULL,
+                new_session=new_session,
             )
 
     @property

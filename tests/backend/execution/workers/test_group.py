@@ -20,7 +20,7 @@ def stage(monkeypatch):
     """Return the second of three stages, and the stages before and behind it."""
     monkeypatch.setattr(links, "longest_wait", lambda config, before: before * LIMIT)
     # this thread may end before the process
-    monkeypatch.setattr(group, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(group, "end_with_parent", lambda: None)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
     leader, behind, before = (ours for ours, _ in pairs)
     connection, sends, receives = (theirs.detach() for _, theirs in pairs)

@@ -1,5 +1,9 @@
 """A process that is started early runs the next model."""
 
+import time
+from pathlib import Path
+from threading import Thread
+
 from varlen.config import EngineConfig
 from varlen.execution.workers import process
 from varlen.execution.workers.process import ControlledProcess, ModelProcess
@@ -33,6 +37,23 @@ def test_a_process_whose_engine_ends_before_the_load_ends_too():
     started.end(60)
 
     assert started.code == 0
+
+
+def test_a_member_ends_with_its_leader_while_it_imports_torch():
+    members = []
+
+    def lead():
+        members.append(ControlledProcess(new_session=False, is_member=True))
+        maps = Path(f"/proc/{members[0].pid}/maps")
+        while "libtorch" not in maps.read_text():
+            time.sleep(0.01)
+
+    leader = Thread(target=lead)
+    leader.start()
+    leader.join()
+
+    assert members[0]._process.wait(60) == -9
+    members[0].end()
 
 
 def test_a_model_that_may_find_a_gpu_is_not_started_early(monkeypatch, tmp_path):
