@@ -239,6 +239,8 @@ class AsyncClient:
         /,
         prompt: GenerationPrompt,
         *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> Generation:
@@ -246,16 +248,20 @@ class AsyncClient:
 
         Args:
             prompt: a text, token ids, or chat messages such as `[{"role": "user", "content": "Hi"}]`.
+            deadline_ms: milliseconds until the answer is complete, retries included. The server refuses a request
+                that it cannot answer in time. By default no limit.
+            priority: 0 to 9, larger runs sooner; by default 0.
             timeout: seconds for the whole call, retries included; by default no limit.
             sampling: sampling parameters with the names of vLLM, such as max_tokens, temperature, top_p, top_k, seed,
-                stop, logprobs or structured_outputs. The server checks them. And `deadline_ms` and `priority` of
-                `RowOptions`; the deadline is for the complete answer.
+                stop, logprobs or structured_outputs. The server checks them.
 
         Raises:
             VarlenClientError: see errors.py; InvalidRequest also when `n` asks for several samples.
         """
         check_one_sample(sampling, "generate returns one answer; several come from samples")
-        [answer] = await self.samples(prompt, 1, timeout=timeout, **sampling)
+        [answer] = await self.samples(
+            prompt, 1, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+        )
         return answer
 
     async def samples(
@@ -264,16 +270,21 @@ class AsyncClient:
         prompt: GenerationPrompt,
         n: int,
         *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Return `n` answers to a prompt. Other arguments and errors are as in `generate`."""
-        return await whole_answers(self._session, prompt, {**sampling, "n": n}, timeout)
+        given = {**sampling, "n": n, "deadline_ms": deadline_ms, "priority": priority}
+        return await whole_answers(self._session, prompt, given, timeout)
 
     async def stream(
         self,
         prompt: GenerationPrompt,
         *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[GeneratedPart, None]:
@@ -285,7 +296,10 @@ class AsyncClient:
         check_one_sample(
             sampling, "stream yields one answer; several come from samples or stream_samples"
         )
-        async with aclosing(self.stream_samples(prompt, 1, timeout=timeout, **sampling)) as parts:
+        answers = self.stream_samples(
+            prompt, 1, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+        )
+        async with aclosing(answers) as parts:
             async for [part] in parts:
                 yield part
 
@@ -294,6 +308,8 @@ class AsyncClient:
         prompt: GenerationPrompt,
         n: int,
         *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[list[GeneratedPart], None]:
@@ -301,7 +317,8 @@ class AsyncClient:
 
         An answer that has ended has empty parts with its finish reason. Otherwise like `stream`.
         """
-        return parts_of_answers(self._session, prompt, {**sampling, "n": n}, timeout)
+        given = {**sampling, "n": n, "deadline_ms": deadline_ms, "priority": priority}
+        return parts_of_answers(self._session, prompt, given, timeout)
 
     async def translate(
         self,
@@ -311,6 +328,8 @@ class AsyncClient:
         num_beams: int | None = None,
         n_best: int = 1,
         max_tokens: int | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         on_progress: Callable[[int], None] | None = None,
         **options: Any,
@@ -325,18 +344,18 @@ class AsyncClient:
             n_best: number of translations of each text, at most `num_beams`; those after the best one are its
                 `alternatives`.
             max_tokens: longest translation, in tokens; by default the checkpoint decides.
+            deadline_ms, priority, timeout: arguments of `generate`.
+            on_progress: see `RowOptions`.
             options: options of the search with the names of Hugging Face, such as length_penalty, early_stopping,
-                no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them. And `deadline_ms` and
-                `priority` of `generate`.
+                no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them.
 
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of the text that failed.
         """
         rows = len(read_inputs(texts))
         call = RowCall("translate", rows, timeout=timeout, on_progress=on_progress)
-        sampling = search_options(
-            options, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens
-        )
+        given = {**options, "deadline_ms": deadline_ms, "priority": priority}
+        sampling = search_options(given, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens)
         concurrency = self._concurrency or DEFAULT_TEXT_CONCURRENCY
         return await translations(self._session, call, texts, sampling, concurrency)
 

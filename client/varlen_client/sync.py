@@ -130,6 +130,8 @@ class Client:
         self,
         prompt: GenerationPrompt,
         *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
     ) -> Iterator[GeneratedPart]:
@@ -137,7 +139,9 @@ class Client:
 
         Leaving the loop early cancels the request.
         """
-        parts = self._client.stream(prompt, timeout=timeout, **sampling)
+        parts = self._client.stream(
+            prompt, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+        )
 
         async def next_part() -> GeneratedPart | None:
             return await anext(parts, None)

@@ -1,6 +1,7 @@
 """Generation by the clients against a fake server: whole answers, streams, errors and cancellation."""
 
 import asyncio
+import inspect
 import json
 import time
 from contextlib import aclosing
@@ -149,6 +150,15 @@ def test_log_probabilities_come_by_token(client):
     assert answer.token_bytes == ({0: b"\xf0"}, {1: b"\xf1"})
     [first, _] = client.stream("hello", max_tokens=2, logprobs=0)
     assert first.logprobs == ({0: -0.5},)
+
+
+@pytest.mark.parametrize("method", ["generate", "samples", "stream", "stream_samples", "translate"])
+def test_deadline_and_priority_are_arguments_with_types(method):
+    for client in (AsyncClient, Client):
+        if hasattr(client, method):
+            arguments = inspect.signature(getattr(client, method)).parameters
+            assert arguments["deadline_ms"].annotation == "float | None"
+            assert arguments["priority"].annotation == "int | None"
 
 
 def test_sends_deadline_and_priority(client, server):

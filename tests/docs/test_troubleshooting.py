@@ -18,7 +18,7 @@ REQUEST_ERRORS = frozenset(
 # Fields of a checkpoint have one row for all messages of these forms.
 FIELD = re.compile(r"; allowed: |; make them agree|, which disagree")
 # These are only in the log.
-NOT_SENT = ("execution/worker_process.py",)
+NOT_SENT = ("execution/workers/child.py",)
 
 
 def listed_messages() -> list[str]:

@@ -192,9 +192,9 @@ def _prompt_array(
         case "mask_rows":
             array = _mask_rows(prompts, bounds)
         case "normalize":
-            array = np.array([each.normalize for each in options])
+            array = np.array([each.normalize for each in options], np.bool_)
         case "normalize_tokens":
-            array = np.repeat([each.normalize for each in options], lengths)
+            array = np.repeat(np.array([each.normalize for each in options], np.bool_), lengths)
         case "key_lengths":
             counts = [prompt.payload_count(Vectors) or prompt.num_tokens for prompt in prompts]
             array = np.array(counts, np.int32)

@@ -312,7 +312,6 @@ def _load_service(
     with early if excludes_gpu(config.device) else nullcontext():
         if task in ITERATIVE_TASKS:
             from varlen.service.generation import GeneratorParts
-            from varlen.service.one_shot import EncoderParts
             from varlen.service.service import Service
 
             return Service.load(GeneratorParts, folder, config, stats, gpu=gpu, isolated=True)

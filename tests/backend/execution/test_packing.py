@@ -92,6 +92,15 @@ def test_a_batch_carries_only_the_inputs_that_are_declared():
     }
 
 
+def test_options_are_bool_whatever_a_caller_gives():
+    names = ["normalize", "normalize_tokens"]
+
+    arrays = prompt_arrays(names, [Prompt(ids(7, 8)), Prompt(ids(9))], [RequestOptions(1), PLAIN])
+
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.bool_)}
+    assert arrays["normalize_tokens"].tolist() == [True, True, False]
+
+
 def test_refuses_an_input_that_prompts_do_not_have():
     inputs = inputs_for(2, 1, [Recorder().input("slots", ("tokens",), torch.int32)])
 

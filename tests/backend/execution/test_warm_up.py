@@ -67,7 +67,7 @@ def make(runner):
 def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeypatch, caplog):
     executor, ran = make(), []
     monkeypatch.setattr(
-        executor.state, "run", lambda prompts, options: ran.append(prompts) or [np.zeros(3)]
+        OneShot, "run", lambda _, prompts, options: ran.append(prompts) or [np.zeros(3)]
     )
 
     with caplog.at_level(logging.INFO, "varlen"):
@@ -84,7 +84,7 @@ def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeyp
 
 def test_batches_of_a_model_that_fills_masks_have_masks(make, runner, monkeypatch):
     executor, ran = make(), []
-    monkeypatch.setattr(executor.state, "run", lambda prompts, options: ran.extend(prompts) or [])
+    monkeypatch.setattr(OneShot, "run", lambda _, prompts, options: ran.extend(prompts) or [])
 
     executor.info = replace(runner.info, task="fill_mask")
     check_numbers(executor)
@@ -92,20 +92,24 @@ def test_batches_of_a_model_that_fills_masks_have_masks(make, runner, monkeypatc
     assert all(each.num_masks == min(each.num_tokens, MAX_MASKS) for each in ran)
 
 
-def test_a_model_that_computes_numbers_passes(make, runner):
-    check_numbers(make())
-
-
-def test_nan_refuses_the_model(make, runner):
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_model_that_computes_numbers_passes(make, is_padded):
     executor = make()
-    run = executor.state.run
+    executor.state = OneShot(executor.state.device, is_padded=is_padded)
 
-    def broken(prompts, options):
-        answers = run(prompts, options)
+    check_numbers(executor)
+
+
+def test_nan_refuses_the_model(make, monkeypatch):
+    executor = make()
+    run = OneShot.run
+
+    def broken(state, prompts, options):
+        answers = run(state, prompts, options)
         answers[-1][-1] = np.nan
         return answers
 
-    executor.state.run = broken
+    monkeypatch.setattr(OneShot, "run", broken)
 
     with pytest.raises(
         ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"
@@ -115,7 +119,7 @@ def test_nan_refuses_the_model(make, runner):
 
 def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypatch):
     executor, go_on = make(), Event()
-    monkeypatch.setattr(executor.state, "run", lambda *_: go_on.wait(10.0))
+    monkeypatch.setattr(OneShot, "run", lambda *_: go_on.wait(10.0))
 
     with pytest.raises(ModelFaultError, match="it hangs"):
         check_numbers(executor, timeout=0.05)

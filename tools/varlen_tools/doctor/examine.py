@@ -1,7 +1,7 @@
 """Loads a model as a server would, and compares it with the original library."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -141,19 +141,23 @@ def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) 
     if task == compared:
         return []
     what, instead = TASKS[task].answers, f"{TASKS[compared].answers} are compared instead"
-    if task == "fill_mask":
-        return [Comparison(what, "", 0, None, remark=instead)]
-    return [without_library(what, "sentence-transformers", instead)]
+    if _needs_sentences(task, checkpoint):
+        return [without_library(what, "sentence-transformers", instead)]
+    return [Comparison(what, "", 0, None, remark=instead)]
 
 
 def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     """Return the task that the original libraries can answer too."""
-    needs_sentences = TASKS[task].takes_prompts or checkpoint.logit_score is not None
-    if needs_sentences:
+    if _needs_sentences(task, checkpoint):
         return task if has_library("sentence-transformers") else "hidden"
     if TASKS[task].has_labels:
         return task
     return "hidden"
+
+
+def _needs_sentences(task: Task, checkpoint: Checkpoint) -> bool:
+    """Return whether sentence-transformers gives the answers of a task."""
+    return TASKS[task].takes_prompts or checkpoint.logit_score is not None
 
 
 def _answers(encoder: Encoder, inputs: Inputs, vocab_size: int) -> list[Float32Array]:
@@ -161,12 +165,6 @@ def _answers(encoder: Encoder, inputs: Inputs, vocab_size: int) -> list[Float32A
 
     For `sparse_embed`, it is the weights of all terms. For `token_embed`, texts are queries first, then documents.
     """
-    if encoder.task == "embed":
-        return list(encoder.embed(inputs, truncate=True))
-    if encoder.task == "hidden":
-        return encoder.hidden(inputs, truncate=True)
-    if encoder.task == "token_classify":
-        return encoder.token_classify(inputs, truncate=True)
     if encoder.task == "token_embed":
         roles = ("query", "document") if isinstance(inputs[0], str) else (None,)
         return [
@@ -176,7 +174,10 @@ def _answers(encoder: Encoder, inputs: Inputs, vocab_size: int) -> list[Float32A
         ]
     if encoder.task == "sparse_embed":
         return [_dense(each, vocab_size) for each in encoder.sparse_embed(inputs, truncate=True)]
-    return list(encoder.classify(inputs, truncate=True))
+    # any other task has the name of its method
+    name = "classify" if encoder.task == "rerank" else encoder.task
+    method: Callable[..., Iterable[Float32Array]] = getattr(encoder, name)
+    return list(method(inputs, truncate=True))
 
 
 def _dense(vector: SparseVector, size: int) -> Float32Array:

@@ -121,7 +121,7 @@ class Leader(_Linked):
                     _log.exception("the leader failed")
                     self._end(f"{self._name(self._number)} failed; the server's log says why")
         except LateError as late:
-            self._end(f"{self._name(late.number)} {_late(self._config)}")
+            self._end(_late(self._name(late.number), self._config))
         except (EOFError, OSError):
             self._end_with_watcher()
 
@@ -228,8 +228,8 @@ class Member(_Linked):
             with self._links.turn():
                 yield
         except LateError as late:
-            raise EngineError(f"stage {late.number + 1} {_late(self._config)}") from None
+            raise EngineError(_late(f"stage {late.number + 1}", self._config)) from None
 
 
-def _late(config: EngineConfig) -> str:
-    return f"did not answer within {config.rank_timeout_seconds} s (rank_timeout_seconds)"
+def _late(name: str, config: EngineConfig) -> str:
+    return f"{name} did not answer within {config.rank_timeout_seconds} s (rank_timeout_seconds)"

@@ -284,6 +284,8 @@ class WorkerProcess:
             self._worker.replace(connection, pid)
             self._restarted()
         except Exception as error:
+            # a worker that is not set up runs nothing: the next work starts another one
+            self._worker.close()
             first.answer = raising(error)
             return
         if first.attempts == _ATTEMPTS:

@@ -269,7 +269,7 @@ class GroupMemory:
             _, more = self._branch_need(first.prompt, first.generation.max_tokens)
             for alone in groups:
                 alone.reserved = more
-            # the first to write a shared block copies it; the last one writes in slot, so it needs one block less
+            # the first to write a shared block copies it; the last one writes in place, so it needs one block less
             groups[-1].reserved = group.reserved - more * (len(group.sequences) - 1)
             group.reserved -= sum(alone.reserved for alone in groups)
         self.copies.release(table)

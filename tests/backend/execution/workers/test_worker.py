@@ -222,7 +222,11 @@ class FakeHost:
 
         def work(received=self.received[-1]):
             for answer in answers:
-                prompts, _ = batch_of(theirs.recv_bytes())
+                try:
+                    prompts, _ = batch_of(theirs.recv_bytes())
+                except EOFError:
+                    # it was closed
+                    break
                 received.append([prompt.num_tokens for prompt in prompts])
                 if answer is None:
                     break
@@ -245,6 +249,26 @@ def test_a_batch_that_ends_two_workers_fails_and_the_next_one_runs():
 
     assert len(run(worker, *batch(3))) == 1
     assert restarts == [1, 1]
+
+
+def test_a_next_worker_that_cannot_be_set_up_runs_nothing():
+    failures = [OSError("cannot be mapped")]
+
+    def restarted():
+        if failures:
+            raise failures.pop()
+
+    host = FakeHost(None, GOOD, GOOD)
+    worker = WorkerProcess(host, restarted, has_state=True)
+
+    with pytest.raises(OSError, match="cannot be mapped"):
+        run(worker, *batch(3))
+    with pytest.raises(WorkerEndedError):
+        run(worker, *batch(4))
+
+    assert len(run(worker, *batch(5))) == 1
+    # the one that was not set up got no batch
+    assert host.received == [[[3]], [], [[5]]]
 
 
 def answers_of(*numbers):

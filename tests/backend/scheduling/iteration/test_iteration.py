@@ -731,6 +731,21 @@ def test_copies_of_a_step_that_runs_out_of_memory_are_made_up_for(policy):
     bench.check_idle()
 
 
+@_both_policies
+def test_a_step_whose_copies_are_released_while_it_runs_has_none_in_flight_after_it(policy):
+    bench = Bench(policy=policy)
+    late = bench.submit(prompt_of(6, seed=3), max_tokens=9, n=3, deadline=1.5)
+    bench.step()
+    bench.engine.step()
+    assert bench.executor.in_flight[0][0].copies
+
+    bench.clock.now += 1.0
+    bench.run_all()
+
+    assert isinstance(late.end, DeadlineError)
+    bench.check_idle()
+
+
 def test_a_token_that_does_not_fit_alone_fails():
     bench = Bench()
     reply = bench.submit(prompt_of(10))
