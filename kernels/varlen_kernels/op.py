@@ -5,13 +5,16 @@ Nothing here imports Triton or numba: a row describes machine code by the names 
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
+from operator import attrgetter, itemgetter
+from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 # Arguments of an op by name. In a program they are symbolic: they have a shape and a dtype.
 Arguments: TypeAlias = Mapping[str, Any]
+# Whether compiled functions are faster than the specification, given the operands and the attributes.
+Runs: TypeAlias = Callable[[Sequence[Any], Arguments], bool]
 # Shape and dtype of each result.
 Results: TypeAlias = Sequence[tuple[Sequence[Any], torch.dtype]]
 # Rows and columns of a tensor: axes after the first count as one.
@@ -28,6 +31,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "l": torch.int64,
 }
 SUFFIXES: Mapping[torch.dtype, str] = {torch.float32: "", torch.bfloat16: "_bf16"}
+# Dtypes whose every number is one of fp32.
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Kind(NamedTuple):
@@ -101,6 +106,7 @@ class Function:
         tensors, constants: names of the arguments in memory.
         written: numbers of the tensors that it writes.
         body: name of its body.
+        pack: returns its arguments as they lie in memory, given the numbers of its tensors, then its constants.
         work: returns its work, given the extents of its tensors, and its constants.
     """
 
@@ -123,6 +129,8 @@ class Function:
         own = [key for key, kind in self.kinds.items() if not kind.of]
         self.tensors = [key for key in own if self.kinds[key].letter]
         self.constants = [key for key in own if not self.kinds[key].letter]
+        formats = ["d" if self.kinds[key].form == "real" else "q" for key in self.constants]
+        self.pack = Struct("qqq" * len(self.tensors) + "".join(formats)).pack
         letters = [self.kinds[key].letter for key in self.tensors]
         self.written = [i for i, key in enumerate(self.tensors) if f"{key}=" in arguments]
         self._dtypes = [DTYPES.get(letter) for letter in letters]
@@ -135,28 +143,18 @@ class Function:
         suffixes = SUFFIXES.values() if self._of_model else ("",)
         return tuple(self.name + suffix for suffix in suffixes)
 
-    def entry_for(self, tensors: Sequence[Any]) -> str | None:
-        """Return the name of the code for such tensors; None if there is none."""
-        for tensor, dtype in zip(tensors, self._dtypes, strict=True):
-            if dtype is not None and tensor is not None and tensor.dtype != dtype:
+    def entry_for(self, dtypes: Sequence[torch.dtype | None]) -> str | None:
+        """Return the name of the code for these dtypes; None if there is none."""
+        for given, dtype in zip(dtypes, self._dtypes, strict=True):
+            if None not in (given, dtype) and given != dtype:
                 return None
-        of_model = None
-        for i in self._of_model:
-            if tensors[i] is not None:
-                dtype = tensors[i].dtype
-                if of_model is not None and dtype != of_model:
-                    return None
-                of_model = dtype
-        suffix = "" if of_model is None else SUFFIXES.get(of_model)
-        return None if suffix is None else self.name + suffix
+        suffixes = {SUFFIXES.get(dtype) for i in self._of_model if (dtype := dtypes[i])}
+        suffix = suffixes.pop() if suffixes else ""
+        return None if suffixes or suffix is None else self.name + suffix
 
-    def as_read(self, tensors: list[Any]) -> list[Any]:
-        """Return tensors as it reads them: numbers of another precision become fp32."""
-        for i in self._read_fp32:
-            x = tensors[i]
-            if isinstance(x, Tensor) and x.dtype != torch.float32 and x.is_floating_point():
-                tensors[i] = x.float()
-        return tensors
+    def widened(self, dtypes: Sequence[torch.dtype | None]) -> list[int]:
+        """Return the numbers of the tensors of 16 bits that it reads as fp32."""
+        return [i for i in self._read_fp32 if dtypes[i] in _NARROW]
 
     def of(self, *, where: Callable[[Arguments], bool] | None = None, **given: Any) -> "Call":
         """Return a call, see there."""
@@ -170,14 +168,15 @@ class Bound(NamedTuple):
     tensors: Sequence[Any]
     constants: Sequence[float]
 
-    @property
-    def entry(self) -> str | None:
-        """The name of its code for these tensors; None if there is none."""
-        return self.function.entry_for(self.tensors)
-
 
 class Call:
-    """How an op, or a part of it, runs a compiled function."""
+    """How an op, or a part of it, runs a compiled function.
+
+    Attributes:
+        function: the compiled function.
+        where: whether it runs, given all arguments; None for always.
+        defaults: values of the keys that `bind` reads and that no call changes.
+    """
 
     def __init__(
         self, function: Function, given: Arguments, where: Callable[[Arguments], bool] | None
@@ -188,27 +187,47 @@ class Call:
             function: the compiled function.
             given: the source of each argument: the name of an argument or a result of the op, or of a field of one; a
                 number; or a function of all arguments. By default the argument of the same name, or nothing.
-            where: whether it runs, given all arguments; None for always.
+            where: see the attributes.
         """
         assert set(given) <= set(function.kinds), f"{function.name} takes no {given}"
-        self.function, self._where = function, where
-        self._tensors = [_source(given.get(key, key)) for key in function.tensors]
-        self._constants = [
-            (_source(given.get(key, key)), float if function.kinds[key].form == "real" else int)
-            for key in function.constants
-        ]
+        self.function, self.where = function, where
+        self.defaults: dict[str, Any] = {}
+        self._fields: list[tuple[str, str, Callable[[Any], Any]]] = []
+        self._found: list[tuple[str, Callable[[Arguments], Any]]] = []
+        keys = [self._key_of(name, given.get(name, name)) for name in function.tensors]
+        self._num_tensors = len(keys)
+        keys += [self._key_of(name, given.get(name, name)) for name in function.constants]
+        self._values = itemgetter(*keys)
 
-    def bind(self, arguments: Arguments) -> Bound | None:
-        """Return the function with its arguments; None if it does not run."""
-        if self._where is not None and not self._where(arguments):
-            return None
-        get = arguments.get
-        tensors = [get(x) if isinstance(x, str) else x(arguments) for x in self._tensors]
-        constants = [
-            kind(arguments[x] if isinstance(x, str) else x(arguments))
-            for x, kind in self._constants
-        ]
-        return Bound(self.function, self.function.as_read(tensors), constants)
+    def _key_of(self, name: str, source: Any) -> str:
+        """Return the key under which `bind` finds an argument of the function."""
+        if callable(source):
+            key = f"{self.function.name}.{name}"
+            self._found.append((key, source))
+        elif not isinstance(source, str):
+            key = f"={source!r}"
+            self.defaults[key] = source
+        else:
+            key = source
+            operand, _, field = source.partition(".")
+            if field:
+                self._fields.append((key, operand, attrgetter(field)))
+            else:
+                self.defaults[key] = None
+        return key
+
+    def bind(self, arguments: dict[str, Any]) -> Bound:
+        """Return the function with its arguments.
+
+        Args:
+            arguments: the arguments of the op, by name; more are added.
+        """
+        for key, operand, field in self._fields:
+            arguments[key] = field(arguments[operand])
+        for key, find in self._found:
+            arguments[key] = find(arguments)
+        values = self._values(arguments)
+        return Bound(self.function, values[: self._num_tensors], values[self._num_tensors :])
 
 
 class Op:
@@ -222,8 +241,8 @@ class Op:
         calls: the compiled functions that run it on a CPU, one after another.
         in_place: number of the operand that may be `out`, for each result.
         results: names of its results.
-        runs: whether the functions are faster than the specification for these arguments.
-        check: raises an exception for wrong arguments, given by name; without it the functions need no check.
+        runs: whether the functions are faster than the specification; None if they always are.
+        check: raises an exception for wrong arguments; without it the functions need no check.
     """
 
     def __init__(
@@ -235,7 +254,7 @@ class Op:
         name: str = "",
         in_place: Sequence[int] = (),
         results: str = "out",
-        runs: Callable[[Any], bool] | None = None,
+        runs: Runs | None = None,
         check: Callable[..., object] | None = None,
     ) -> None:
         """Declare an op.
@@ -253,21 +272,27 @@ class Op:
         self.operands = tuple(p.name for p in parameters if p.kind != Parameter.KEYWORD_ONLY)
         self.attributes = tuple(p.name for p in parameters if p.kind == Parameter.KEYWORD_ONLY)
         self._required = {p.name for p in parameters if p.default is Parameter.empty}
-        self._defaults = {p.name: p.default for p in parameters} | dict.fromkeys(self._required)
-        self._checked = tuple(signature(check).parameters) if check else ()
+        self._defaults = dict.fromkeys(self.results)
+        for call in calls:
+            self._defaults |= call.defaults
+        self._defaults |= {p.name: p.default for p in parameters} | dict.fromkeys(self._required)
+        self._checked = itemgetter(*signature(check).parameters) if check else None
+        # what named arguments were given when they were right
+        self._right: set[tuple[object, ...]] = set()
 
     def named(self, operands: Sequence[Any], attributes: Arguments) -> dict[str, Any]:
-        """Return all arguments by name.
+        """Return all arguments by name, and what else its calls read.
 
         Raises:
             TypeError: there are too many operands, or an argument is missing or has another name.
         """
+        names = (len(operands), *attributes)
+        if names not in self._right:
+            self._check_names(operands, attributes)
+            self._right.add(names)
         arguments = self._defaults.copy()
         arguments.update(zip(self.operands, operands, strict=False))
         arguments.update(attributes)
-        given = len(operands) + len(attributes)
-        if given != len(self._defaults) or len(arguments) != given:
-            self._check_names(operands, attributes)
         return arguments
 
     def _check_names(self, operands: Sequence[Any], attributes: Arguments) -> None:
@@ -278,35 +303,25 @@ class Op:
             )
         if missing := self._required - given:
             raise TypeError(f"{self.name} lacks {', '.join(sorted(missing))}")
-        if unknown := given - self._defaults.keys():
+        if unknown := given.difference(self.operands, self.attributes):
             allowed = ", ".join(self.attributes)
             raise TypeError(f"{self.name} has {', '.join(sorted(unknown))}; allowed: {allowed}")
 
-    def bound(self, arguments: Arguments) -> list[Bound]:
+    def bound(self, arguments: dict[str, Any]) -> list[Bound]:
         """Return the compiled functions with their arguments; none if it has none.
 
         Args:
-            arguments: its arguments and its results, by name.
+            arguments: the result of `named`, and the results of the op.
         """
-        bound = [call.bind(arguments) for call in self.calls]
-        return [each for each in bound if each is not None]
+        return [
+            call.bind(arguments)
+            for call in self.calls
+            if call.where is None or call.where(arguments)
+        ]
 
-    def runs_compiled(self, arguments: Arguments) -> bool:
-        """Return whether compiled functions are faster than the specification."""
-        return self.runs is None or self.runs(arguments)
-
-    def check_arguments(self, arguments: Arguments, out: Any) -> None:
+    def check_arguments(self, arguments: dict[str, Any], out: Any) -> None:
         """Raise the exception of the specification for wrong arguments."""
-        if self.check is not None:
-            self.check(*[arguments.get(name, out) for name in self._checked])
-
-
-def _source(given: Any) -> str | Callable[[Arguments], Any]:
-    """Return the source of an argument: its name in the op, or what finds it."""
-    if callable(given):
-        found: Callable[[Arguments], Any] = given
-        return found
-    if not isinstance(given, str):
-        return lambda _: given
-    name, _, field = given.partition(".")
-    return (lambda arguments: getattr(arguments[name], field, None)) if field else name
+        if self.check is not None and self._checked is not None:
+            if out is not None:
+                arguments["out"] = out
+            self.check(*self._checked(arguments))

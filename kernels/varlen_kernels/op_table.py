@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from varlen_kernels import Activation, reference
-from varlen_kernels.op import Arguments, Call, Extent, Function, Op, Results, Work
+from varlen_kernels.op import Arguments, Call, Extent, Function, Op, Results, Runs, Work
 from varlen_kernels.reference.linear_int8 import linear_int8, linear_int8_activate
 from varlen_kernels.reference.logit_edits import check_edits
 from varlen_kernels.reference.paged import check_copies
@@ -279,13 +280,26 @@ def _kind(a: Arguments) -> int:
     return ACTIVATIONS[a["kind"]]
 
 
-def _is_slow(features: int) -> Callable[[Arguments], bool]:
-    """Return whether torch is slower; not by rows: a row keeps its bits."""
-    return lambda a: a["kind"] == "gelu_tanh" and a["x"].shape[1] >= features
+def _is_slow(features: int) -> Runs:
+    """Whether torch is slower; not by rows: a row keeps its bits."""
+
+    def is_slow(operands: Sequence[Any], attributes: Arguments) -> bool:
+        if attributes.get("kind") != "gelu_tanh":
+            return False
+        x = operands[0] if operands else attributes["x"]
+        return bool(x.shape[1] >= features)
+
+    return is_slow
 
 
-def _are_whole(a: Arguments) -> bool:
-    return bool(a["key_cache"].is_contiguous() and a["value_cache"].is_contiguous())
+def _are_whole(first: int) -> Runs:
+    """Whether the caches, this operand and the next one, need no copy."""
+    return lambda operands, _: all(map(Tensor.is_contiguous, operands[first : first + 2]))
+
+
+def _bytes_behind(axes: int) -> Callable[[Arguments], int]:
+    """Return the bytes of the memory at one place of these first axes."""
+    return lambda a: a["memory"].shape[axes:].numel() * a["memory"].element_size()
 
 
 def _head_dim(a: Arguments) -> int:
@@ -418,7 +432,7 @@ _ROWS = (
         _BOTH,
         _APPEND.of(**_CACHES),
         in_place=(0,),
-        runs=_are_whole,
+        runs=_are_whole(2),
     ),
     Op(reference.attention_tiles, _tiles, "fused"),
     Op(
@@ -443,7 +457,7 @@ _ROWS = (
         _BOTH,
         _ATTEND_TOKENS.of(queries="qkv", blocks="block_ids", **_CACHES),
         _ATTEND_CHUNKS.of(queries="qkv", blocks="block_ids", **_CACHES),
-        runs=_are_whole,
+        runs=_are_whole(1),
     ),
     Op(reference.masked_softmax, _like("x"), "fused", in_place=(0,)),
     Op(
@@ -451,8 +465,8 @@ _ROWS = (
         None,
         _BOTH,
         _COPY_BLOCKS.of(
-            block_bytes=lambda a: a["memory"][0, 0].nbytes,
-            cache_bytes=lambda a: a["memory"][0].nbytes,
+            block_bytes=_bytes_behind(2),
+            cache_bytes=_bytes_behind(1),
         ),
         check=check_copies,
     ),

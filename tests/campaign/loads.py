@@ -145,7 +145,7 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
     from varlen.service.generation import GeneratorParts
     from varlen.service.one_shot import EncoderParts
     from varlen.service.service import Service
-    from varlen.tasks import ITERATIVE_TASKS
+    from varlen.tasks import TASKS
     from varlen.telemetry.metrics import Stats
 
     entries = {key: {"string_value": value} for key, value in parameters.items()}
@@ -155,7 +155,7 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
         is_complete=False,
     )
     config, task = model.config, model.task
-    if task in ITERATIVE_TASKS:
+    if TASKS[task].is_iterative:
         with Generator(Service.load(GeneratorParts, folder, config, Stats())) as generator:
             generator.generate(["the cat"], max_tokens=3)
         return ()

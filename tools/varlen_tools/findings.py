@@ -16,7 +16,7 @@ from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint.weights import read_headers, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes, unserved_head_notes
-from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
+from varlen.tasks import TASKS, Task
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Entries of a long list that are shown.
@@ -97,8 +97,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
             counts[header.dtype] += prod(header.shape)
     parameters = sum(counts.values())
     task = config.task or checkpoint.task
-    limit_of = model_info.generation_limit if task in ITERATIVE_TASKS else model_info.sequence_limit
-    text, longest = text or TextFacts(), limit_of(checkpoint, config)
+    text, longest = text or TextFacts(), model_info.longest_sequence(task, checkpoint, config)
     return Findings(
         family=str(checkpoint.config["model_type"]),
         architecture=checkpoint.architecture,

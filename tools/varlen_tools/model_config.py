@@ -9,7 +9,8 @@ from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.server.config import tensors_of
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.server.kinds import kind_of
+from varlen.tasks import Task
 from varlen.wire.rows import DEFAULT_MAX_ROWS
 from varlen.wire.specs import TensorSpec
 
@@ -58,25 +59,24 @@ def render_config(
 
     task: Task = config.task or checkpoint.task
     checkpoint.check_task(task)
-    generates = task in ITERATIVE_TASKS
     device.check_dtype(config.dtype, config.device)
     device.check_task_dtype(config.dtype, task)
-    limit_of = model_info.generation_limit if generates else model_info.sequence_limit
-    limit = limit_of(checkpoint, config)
+    limit = model_info.longest_sequence(task, checkpoint, config)
     values = _settings_of(task, config) | {
         "task": task,
         "max_sequence_tokens": limit,
         "max_queued_tokens": model_info.queue_limit(config, limit),
         "max_text_bytes": model_info.text_limit(config, limit),
     }
-    inputs = inputs or (Inputs.all if generates else Inputs.text)
+    streams = kind_of(task).streams
+    inputs = inputs or (Inputs.all if streams else Inputs.text)
     all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(
         [
             "# Written by `varlen fetch`; edit it as you like.",
             f'name: "{name}"',
             'backend: "varlen"',
-            *(_once_per_request(task, max_batch_size) if generates else _rows(max_batch_size)),
+            *(_once_per_request(task, max_batch_size) if streams else _rows(max_batch_size)),
             "",
             _NOTES[inputs],
             *_tensors("input", _input_specs(task, all_inputs, inputs)),
@@ -130,7 +130,7 @@ def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Seq
     """
     if inputs == Inputs.all:
         return specs
-    if task in ITERATIVE_TASKS:
+    if kind_of(task).streams:
         name = "text_input" if inputs == Inputs.text else "input_ids"
         return [replace(spec, optional=False) for spec in specs if spec.name == name]
     needed = {"text", "input_ids", *(["text_pair"] if task == "rerank" else [])}

@@ -28,7 +28,7 @@ from varlen.execution.int8.quantization import BITS
 from varlen.execution.programs import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import TASKS, Task
 from varlen_client.cli.progress import show_stage, show_stages
 from varlen_tools.model_source import SourceArgument, find_source
 from varlen_tools.tables import Table
@@ -91,7 +91,7 @@ def read_texts(path: Path) -> list[str]:
 def _load(checkpoint: Checkpoint, task: Task) -> CalibratedModel[Any]:
     """Return the model of a checkpoint for a task that generates, or for the others."""
     parts = checkpoint, torch.float32, torch.device("cpu")
-    if task not in ITERATIVE_TASKS:
+    if not TASKS[task].is_iterative:
         checkpoint.check_task("embed")
         return CalibratedEncoder(load_encoder(*parts), checkpoint)
     checkpoint.check_task(task)

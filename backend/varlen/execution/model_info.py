@@ -10,7 +10,7 @@ from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS, Masks
 from varlen.scheduling.device_plan import EditLimits
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
 
 # Largest step unless the settings say otherwise; docs/decisions/0049-size-of-a-step.md compares sizes.
@@ -21,6 +21,12 @@ _SOURCE_TOKENS = 512
 _EDIT_BYTES, _ENTRY_BYTES = 64 << 20, 12
 # Entries for end tokens and biased tokens, beside the tokens of the sequence. Lists begin at an address of 64 bytes.
 _OTHER_EDITS, _ALIGNED_ENTRIES = 2048, 16
+
+
+def longest_sequence(task: Task, checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the longest sequence of a model, in tokens; see `sequence_limit` and `generation_limit`."""
+    limit_of = generation_limit if TASKS[task].is_iterative else sequence_limit
+    return limit_of(checkpoint, config)
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

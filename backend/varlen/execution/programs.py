@@ -40,7 +40,7 @@ from varlen.program.program import Program, bytes_of
 from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import TASKS, Task
 
 # The least KV cache: no step finds keys in it.
 _NO_KV = KvSize(1, 1, 0, torch.float32)
@@ -97,7 +97,7 @@ def load_programs(
     check_task_dtype(config.dtype, task)
     dtype = choose_dtype(config.dtype, device)
     fields = dict(cost_fields(checkpoint, device, link.rank))
-    kind = _Steps if task in ITERATIVE_TASKS else _WholeSequences
+    kind = _Steps if TASKS[task].is_iterative else _WholeSequences
     loading = _Loading(checkpoint, config, task, dtype, device, link.rank)
     cut = agree_on_cut(
         lambda shapes: kind(loading, shapes).record(_NO_KV)[0],

@@ -26,8 +26,7 @@ from varlen.execution.model_info import (
     GraphUse,
     ModelInfo,
     edit_limits,
-    generation_limit,
-    sequence_limit,
+    longest_sequence,
     step_limit,
 )
 from varlen.execution.model_state import Decoder, EncoderDecoder, OneShot, ProgramRunner
@@ -47,7 +46,7 @@ from varlen.request.request import (
     RequestOptions,
 )
 from varlen.scheduling.batch import Batch
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import TASKS, Task
 from varlen_kernels.ops import kernels_for
 
 # What several processes of a model run together: prompts and options, or the part of a step.
@@ -105,8 +104,7 @@ class Runner:
         """
         task = _task_of(checkpoint, config, generates=chooser is not None)
         self.link = link
-        limit_of = sequence_limit if chooser is None else generation_limit
-        longest = limit_of(checkpoint, config)
+        longest = longest_sequence(task, checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self._config, self._workers = config, workers
         self._kernels: Any = kernels or kernels_for(self.device)
@@ -357,8 +355,8 @@ def _task_of(checkpoint: Checkpoint, config: EngineConfig, *, generates: bool) -
     else:
         task = config.task or checkpoint.task
     checkpoint.check_task(task)
-    if task in ITERATIVE_TASKS and not generates:
-        others = [each for each in checkpoint.tasks if each not in ITERATIVE_TASKS]
+    if TASKS[task].is_iterative and not generates:
+        others = [each for each in checkpoint.tasks if not TASKS[each].is_iterative]
         raise ConfigError(
             f'task is "{task}", whose answers are written token by token by a Generator or the server;'
             f" allowed here: {', '.join(others) or 'no task of this checkpoint'}"

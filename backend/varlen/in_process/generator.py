@@ -141,7 +141,6 @@ class Generator(InProcess):
 
         Args:
             prompt: a text or a row of token ids.
-            options: options of the request.
             on_part: called with the number of the sample and each part, in the engine's thread.
 
         Raises:

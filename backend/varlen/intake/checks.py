@@ -61,12 +61,8 @@ class Intake:
         """Start the checks.
 
         Args:
-            tokenizer: tokenizer of the checkpoint.
-            limits: limits of one sequence.
-            chat_template: chat template of the checkpoint, if it has one.
             roles: prompt names that a request may use.
             target_start: first token of each target of a translation model, whose inputs are sources.
-            mask_token: id of the mask token of a fill-mask model.
             pair_template: pair template of a model that reads pairs as chat messages.
         """
         self.tokenizer = tokenizer
@@ -121,9 +117,6 @@ class Intake:
         input_type: InputType | None = None,
     ) -> tuple[TokenizationTask, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
-
-        Args:
-            texts, truncate, side, max_tokens, prompt_name, input_type: see `texts`.
 
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.

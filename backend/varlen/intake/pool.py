@@ -68,8 +68,6 @@ class _Work:
 
     Attributes:
         steps: those that are left.
-        options: options of the request.
-        reply, accept, arrival: see `TokenizerPool.submit`.
         number: number in order of arrival.
         bytes_left, bytes_done: length of the texts of the steps that are left, and of the others.
         last_check: last time at which the client was known to be there.
@@ -113,11 +111,7 @@ class TokenizerPool:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
         Args:
-            limits: bounds of the tokenization queue.
             stats: gets the refusals.
-            clock: clock of the engine.
-            threads: number of threads.
-            name: name of the threads in tools that list them.
             work: words for what a deadline came before.
         """
         self._limits = limits

@@ -168,11 +168,6 @@ def roles_of(
 ) -> TextRoles:
     """Return the roles of the texts of a model.
 
-    Args:
-        checkpoint, task: checkpoint and task of the model.
-        tokenizer: tokenizer of the checkpoint.
-        max_sequence_tokens: longest sequence of the model.
-
     Raises:
         CheckpointError: the tokenizer has no token for expanded queries, or the model no position for it.
         ConfigError: expanded queries are too long for the model.

@@ -91,7 +91,6 @@ class Tokenizer:
         """Load `tokenizer.json`, without its settings of padding and truncation.
 
         Args:
-            folder: folder of the checkpoint.
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
             side: side on which texts are cut where a request names none.
@@ -173,11 +172,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         max_text_bytes: int | None = None,
     ) -> list[TextTokens | None]:
-        """Return the tokens of each text; None for a part that has too few.
-
-        Args:
-            texts, truncate, side, special_tokens, max_tokens, max_text_bytes: see `encode`.
-        """
+        """Return the tokens of each text; None for a part that has too few."""
         limit, cut = max_tokens or self._max_tokens, (side or self.side) if truncate else None
         most_bytes = max_text_bytes if truncate else None
         return [self._tokens_of(text, cut, special_tokens, limit, most_bytes) for text in texts]
@@ -248,10 +243,8 @@ class Tokenizer:
         It is as for the whole text, or too long like it.
 
         Args:
-            text: text or pair of texts.
             are_parts: whether only a part of each is given.
             cut: side on which it is cut; None cuts nothing.
-            special_tokens, limit: see `encode`.
         """
         if isinstance(text, tuple):
             return self._encode_pair_part(text, are_parts, cut, special_tokens, limit)
@@ -300,13 +293,6 @@ class Tokenizer:
         """Return the encoding of what is read of a text or a pair.
 
         It is None if the whole text may keep other tokens.
-
-        Args:
-            text: text or pair of texts.
-            are_parts: whether only a part of each is given.
-            cut: side on which it is cut.
-            special_tokens, limit: see `encode`.
-            with_offsets: whether it has offsets.
         """
         both = [text, _shortened(text, are_parts, cut)]
         encoding, shorter = _encode(self._whole, both, special_tokens, with_offsets=with_offsets)

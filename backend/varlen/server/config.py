@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 from varlen.config import EngineConfig, collect_problems
 from varlen.errors import CheckpointError, ConfigError, shorten
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen.wire import generate as wire_generate
+from varlen.server.kinds import kind_of
+from varlen.tasks import Task
 from varlen.wire.outputs import ModelOutputs
-from varlen.wire.rows import DEFAULT_MAX_ROWS
-from varlen.wire.specs import TensorSpec, input_specs, output_specs
+from varlen.wire.specs import TensorSpec, input_specs
 
 Specs: TypeAlias = tuple[TensorSpec, ...]
 
@@ -29,9 +28,6 @@ _REFUSED = {
     "batch_output": "varlen does not write it",
 }
 
-# Kinds of input. A request has one of them, and always the first name of that.
-_ROW_KINDS = (("text", "text_pair"), ("input_ids", "attention_mask", "token_type_ids"))
-_PROMPT_KINDS = tuple((name,) for name in wire_generate.PROMPTS)
 _ON_CPU = "FORCE_CPU_ONLY_INPUT_TENSORS"
 # Settings that decide what a checkpoint is read as.
 _OF_CHECKPOINT = ("task", "ignore_config_fields")
@@ -43,11 +39,7 @@ RESPONSE_CACHE_BYTES = 67_108_864
 class ServedModel:
     """What a config.pbtxt and its checkpoint say about a model.
 
-    Attributes:
-        config: settings of the engine.
-        checkpoint: the files of the model.
-        task: task that it serves.
-        notes: lines of the log, one for each field of config.pbtxt that acts otherwise than its name says.
+    `notes` are lines of the log, one for each field of config.pbtxt that acts otherwise than its name says.
     """
 
     config: EngineConfig
@@ -133,8 +125,6 @@ def num_warmup_requests(model_config: dict[str, Any]) -> int:
 
 def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
     """Return the inputs and the outputs of a task."""
-    if task in ITERATIVE_TASKS:
-        return input_specs(task), output_specs(task)
     return input_specs(task), ModelOutputs.of(task, checkpoint).specs
 
 
@@ -171,10 +161,11 @@ def _server_problems(model_config: dict[str, Any], *, server_caches: bool) -> It
 
 def _task_problems(model_config: dict[str, Any], task: Task) -> Iterator[str]:
     """Yield settings of the server that do not fit the task."""
-    if is_decoupled(model_config) and task not in ITERATIVE_TASKS:
+    kind = kind_of(task)
+    if is_decoupled(model_config) and not kind.streams:
         yield "model_transaction_policy is decoupled; this model sends one response per request: remove it"
     rows = model_config["max_batch_size"]
-    if rows and task in ITERATIVE_TASKS:
+    if rows and not kind.max_rows:
         yield f"max_batch_size is {rows}; a request of the task {task} holds one prompt: remove it"
 
 
@@ -195,8 +186,7 @@ def _tensor_problems(
     known = {spec.name for spec in inputs}
     # an unknown name is a problem already
     if entries and all(entry["name"] in known for entry in entries):
-        kinds = _PROMPT_KINDS if task in ITERATIVE_TASKS else _ROW_KINDS
-        yield from _kind_problems(entries, kinds)
+        yield from _kind_problems(entries, kind_of(task).inputs)
 
 
 def _absence_problems(
@@ -205,8 +195,8 @@ def _absence_problems(
     """Yield the absent fields that the server does not complete, with the lines to add."""
     inputs, outputs = tensors_of(task, checkpoint)
     missing: dict[str, str] = {}
-    if not model_config["max_batch_size"] and task not in ITERATIVE_TASKS:
-        missing["max_batch_size"] = f"max_batch_size: {DEFAULT_MAX_ROWS}"
+    if not model_config["max_batch_size"] and (max_rows := kind_of(task).max_rows):
+        missing["max_batch_size"] = f"max_batch_size: {max_rows}"
     for section, specs in (("input", inputs), ("output", outputs)):
         if not model_config[section]:
             missing[section] = f"{section} [ {', '.join(map(_entry_text, specs))} ]"
@@ -257,12 +247,7 @@ def _dims_fit(came: list[int], wanted: list[int], *, is_input: bool) -> bool:
 def _kind_problems(
     entries: list[dict[str, Any]], kinds: Collection[tuple[str, ...]]
 ) -> Iterator[str]:
-    """Yield why no request can have these inputs together.
-
-    Args:
-        entries: the inputs of config.pbtxt.
-        kinds: see `_ROW_KINDS`.
-    """
+    """Yield why no request can have these inputs of config.pbtxt together."""
     names = {entry["name"] for entry in entries}
     leading = [kind[0] for kind in kinds]
     if names.isdisjoint(leading):
@@ -315,7 +300,7 @@ def _notes(model_config: dict[str, Any], config: EngineConfig, task: Task) -> It
     if _caches(model_config):
         yield (
             "response_cache has no effect: answers of generation are not cached"
-            if task in ITERATIVE_TASKS
+            if kind_of(task).streams
             else f"response_cache: varlen's own cache keeps answers, in up to {config.response_cache_bytes} bytes"
             " (response_cache_bytes)"
         )

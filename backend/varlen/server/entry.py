@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +41,7 @@ from varlen.server.config import (
     tensors_of,
 )
 from varlen.server.draining import STATES, DrainWatch, marker_of
+from varlen.server.kinds import ServedKind, kind_of
 from varlen.server.process import (
     MemoryTrimmer,
     check_numpy,
@@ -52,18 +52,12 @@ from varlen.server.process import (
     start_exporter,
     start_watchdog,
 )
-from varlen.server.replies import Answer, Outbox, ServerReply
+from varlen.server.replies import Outbox, ServerReply
 from varlen.server.shared_memory import hide_pool
-from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.telemetry.tracing import import_packages, load_tracer
-from varlen.wire import generate as wire_generate
-from varlen.wire import rows as wire
-from varlen.wire.outputs import ArrayAnswer, ModelOutputs
-from varlen.wire.tokenizer import TokenizerAnswer
 
 if TYPE_CHECKING:
-    from varlen.service.generation import GeneratorParts
     from varlen.service.service import Service
 
 _log = logging.getLogger(__name__)
@@ -84,14 +78,12 @@ def _without_path(function: _Function) -> _Function:
 class _Arrived:
     """A request of the server that waits for its tokens.
 
-    Attributes:
-        reply: reply to the client.
-        answer_to: returns the maker of its responses.
-        service: runs it.
+    The kind of the model has read the form of its answer.
     """
 
     reply: ServerReply
-    answer_to: Callable[[Request], Answer]
+    form: Any
+    kind: ServedKind
     service: Service[Any]
 
     def accept(self, request: Request) -> None:
@@ -100,7 +92,7 @@ class _Arrived:
         if trace := self.reply.trace:
             trace.accept(rows=len(request.prompts), tokens=request.num_tokens)
             request = replace(request, trace=trace)
-        self.reply.expect(self.answer_to(request))
+        self.reply.expect(self.kind.answer(request, self.form))
         if request.prompts:
             self.service.model.submit(request, self.reply)
         else:
@@ -174,27 +166,21 @@ class TritonPythonModel:
         model_config = json.loads(args["model_config"])
         # before the engine's thread starts: an error after that would leave the thread running
         model = read_model(model_config, _open_checkpoint, server_caches=server_caches())
-        config, checkpoint, task = model.config, model.checkpoint, model.task
+        config, checkpoint, kind = model.config, model.checkpoint, kind_of(model.task)
         log_to_server(args["model_name"], args["model_version"], config.log_level)
         for note in model.notes:
             _log.warning("%s", note)
         check_numpy()
 
-        self._is_decoupled = is_decoupled(model_config)
         self._warmup_requests = num_warmup_requests(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
         # imported while the model loads
         Thread(target=import_packages, name="varlen-tracing", daemon=True).start()
         self._service = _load_service(
-            task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
+            kind, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
-        intake = self._service.intake
-        self._outputs = replace(
-            ModelOutputs.of(task, checkpoint),
-            term_text=intake.term_text,
-            token_text=intake.token_text,
-        )
+        self._kind = kind(self._service, decoupled=is_decoupled(model_config))
         limits = PoolLimits(
             config.max_queued_requests,
             config.max_queued_text_bytes,
@@ -203,7 +189,7 @@ class TritonPythonModel:
         self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()
         self._tracer = load_tracer(args["model_name"], args["model_version"])
-        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS, tracer=self._tracer)
+        self._outbox = Outbox(self._stats, names_codes=kind.streams, tracer=self._tracer)
         marker = marker_of(os.getppid())
         # a server that has ended takes this process with it
         assert marker is not None
@@ -227,10 +213,15 @@ class TritonPythonModel:
 
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:
-            draft, answer_to = self._read(request)
+            draft, form = self._kind.read(
+                {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+                _parameters(request),
+                request.requested_output_names(),
+                request.timeout() if self._uses_timeout else 0,
+            )
             self._check_draining(draft)
             reply.accept()
-            arrived = _Arrived(reply, answer_to, self._service)
+            arrived = _Arrived(reply, form, self._kind, self._service)
             if draft.num_bytes:
                 self._pool.submit(draft, reply, arrived.accept, arrival=reply.arrival)
             else:
@@ -248,45 +239,6 @@ class TritonPythonModel:
             self._stats.count_refusal("draining")
             raise
 
-    def _read(
-        self, request: pb_utils.InferenceRequest
-    ) -> tuple[Draft, Callable[[Request], Answer]]:
-        """Return the draft of a request, and what returns the maker of its responses."""
-        service = self._service
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        timeout = request.timeout() if self._uses_timeout else 0
-        if service.task not in ITERATIVE_TASKS:
-            outputs = self._outputs
-            draft, options = wire.read_request(
-                tensors,
-                _parameters(request),
-                service.intake,
-                outputs,
-                requested=request.requested_output_names(),
-                timeout_microseconds=timeout,
-            )
-            if isinstance(options, TokenizerAnswer):
-                return draft, lambda _: options
-            return draft, partial(ArrayAnswer.to, outputs=outputs, options=options)
-        generation: GeneratorParts = service.model
-        draft, spec = wire_generate.read_generate_request(
-            tensors,
-            _parameters(request),
-            service.intake,
-            decoupled=self._is_decoupled,
-            read_options=generation.options,
-            timeout_microseconds=timeout,
-        )
-        if isinstance(spec, TokenizerAnswer):
-            return draft, lambda _: spec
-        answer_to = partial(
-            wire_generate.answer_to,
-            spec=spec,
-            token_text=service.intake.token_text,
-            token_bytes=generation.token_bytes,
-        )
-        return generation.with_bad_words(draft), answer_to
-
     def _snapshot(self) -> MetricsSnapshot:
         requests, num_bytes = self._pool.depth
         values = dict(self._service.snapshot())
@@ -298,27 +250,20 @@ class TritonPythonModel:
 
 
 def _load_service(
-    task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
+    kind: type[ServedKind], folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
 ) -> Service[Any]:
-    """Return the running model of a task."""
-    # a step is tokenized in one thread of the pool, not in all cores
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if task in ITERATIVE_TASKS:
-        # read when torch is imported: its threads would spin on cores that the server and clients need
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    """Return the running model of a kind."""
+    for name, value in kind.environment.items():
+        os.environ.setdefault(name, value)
     from varlen.execution.workers.process import excludes_gpu, started_early
 
-    early = started_early(new_session=task not in ITERATIVE_TASKS)
+    # the process of a model that generates has no session of its own
+    early = started_early(new_session=not kind.streams)
     with early if excludes_gpu(config.device) else nullcontext():
-        if task in ITERATIVE_TASKS:
-            from varlen.service.generation import GeneratorParts
-            from varlen.service.service import Service
-
-            return Service.load(GeneratorParts, folder, config, stats, gpu=gpu, isolated=True)
-        from varlen.service.one_shot import EncoderParts
+        parts = kind.parts()
         from varlen.service.service import Service
 
-        return Service.load(EncoderParts, folder, config, stats, gpu=gpu, isolated=True)
+        return Service.load(parts, folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:
@@ -329,8 +274,8 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     given = config.as_dict()
     log_to_server(given["name"], Path(pb_utils.get_model_dir()).name)
     model = read_model(given, _open_checkpoint, is_complete=False, server_caches=server_caches())
-    task = model.task
-    inputs, outputs = tensors_of(task, model.checkpoint)
+    kind = kind_of(model.task)
+    inputs, outputs = tensors_of(model.task, model.checkpoint)
     # what the user wrote stays
     if not given["input"]:
         for spec in inputs:
@@ -338,12 +283,12 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     if not given["output"]:
         for spec in outputs:
             config.add_output(tensor_entry(spec))
-    if task in ITERATIVE_TASKS:
+    if kind.streams:
         # without it nothing can be streamed
         if "model_transaction_policy" not in given:
             config.set_model_transaction_policy({"decoupled": True})
     elif not given["max_batch_size"]:
-        config.set_max_batch_size(wire.DEFAULT_MAX_ROWS)
+        config.set_max_batch_size(kind.max_rows)
     return config
 
 

@@ -144,9 +144,7 @@ def start_exporter(
 ) -> Exporter | None:
     """Return the metrics' exporter, or None when the server runs without metrics.
 
-    Args:
-        args: the arguments of `initialize`.
-        stats, snapshot: see `Exporter`.
+    `args` are the arguments of `initialize`.
     """
     families: dict[Metric, pb_utils.MetricFamily] = {}
 

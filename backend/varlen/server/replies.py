@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.request.request import GeneratedPart, Output
+from varlen.server.kinds import Answer
 from varlen.server.shared_memory import check_answer, sending
 from varlen.telemetry.metrics import CountedMetric, Outcome, Stats
 from varlen.telemetry.tracing import RequestTrace, RequestTracer
@@ -71,24 +72,6 @@ class _Failure:
 
 
 _End: TypeAlias = Literal["finished"] | _Failure
-
-
-class Answer(Protocol):
-    """Makes responses out of the outputs of sequences.
-
-    Attributes:
-        streams: whether parts of the answer are sent as they come.
-        num_bytes: size of the response, if it is known before the request runs, else 0.
-    """
-
-    @property
-    def streams(self) -> bool: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the outputs of a response by name, given the outputs of sequences by row."""
 
 
 class ServerReply:
@@ -366,9 +349,7 @@ class Outbox:
     ) -> ServerReply:
         """Return the reply to a request, which must be answered.
 
-        Args:
-            request: the request.
-            is_warmup: whether the server made it from `model_warmup`. If it is invalid, its response is empty.
+        An invalid request that the server made from `model_warmup` gets an empty response.
         """
         sender = request.get_response_sender()
         reply = ServerReply(

@@ -43,12 +43,7 @@ def costs_for(
     """Return the cost model of a model: stored, measured, or assumed.
 
     If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
-
-    Args:
-        info: model facts for the engine.
-        executor: runs the model; nothing else may use it meanwhile.
-        checkpoint: the checkpoint of the model.
-        config: its settings.
+    Nothing else may use the executor meanwhile.
     """
     if not config.warmup_seconds:
         _log.info("warmup_seconds is 0; using assumed costs, which batches correct as they run")
@@ -91,7 +86,6 @@ def measured_costs(
     """Return the stored costs of a model, or measure and store them.
 
     Args:
-        info, executor, checkpoint, config: arguments of `costs_for`.
         again: measure even if there are stored costs.
 
     Raises:

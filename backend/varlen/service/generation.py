@@ -48,16 +48,7 @@ _log = logging.getLogger(__name__)
 class GeneratorParts:
     """A model that generates: a `Kind`.
 
-    Attributes:
-        checkpoint: the loaded checkpoint.
-        grammars: compiler for grammars of structured outputs.
-        bad_words: tokenizer of words that requests forbid.
-        token_bytes: bytes of the tokens, for log probabilities.
-        defaults: the checkpoint's own options for requests.
-        scheduler: forms steps.
-        runner: the model that the executor runs.
-        engine: schedules requests.
-        compile_queue: requests that wait for their grammar.
+    Requests whose grammar is not compiled yet wait in the `compile_queue`.
     """
 
     checkpoint: Checkpoint

@@ -20,7 +20,6 @@ def submit_with_grammar(
     """Submit a request, now or once its grammar is compiled.
 
     Args:
-        request, reply: request and its reply.
         hold: grammar of the request; it is released when the request is answered.
         queue: requests that wait for their grammar.
         submit: `Engine.submit`.

@@ -37,11 +37,7 @@ _log = logging.getLogger(__name__)
 class EncoderParts:
     """A model of one step: a `Kind`.
 
-    Attributes:
-        workers: workers that run the executor's batches.
-        info: model facts for the engine.
-        engine: schedules requests.
-        cache: the response cache in front of the engine, if it is on.
+    Its response cache, if it is on, is in front of the engine.
     """
 
     workers: Workers

@@ -27,14 +27,7 @@ def generation_sandbox(
     tokenizer: Tokenizer,
     ends: Collection[int],
 ) -> tuple[Sandbox, ChatTemplate | None]:
-    """Return a sandbox that also compiles grammars.
-
-    Args:
-        checkpoint: checkpoint of the model.
-        config: the settings.
-        tokenizer: tokenizer of the checkpoint.
-        ends: end tokens of the checkpoint.
-    """
+    """Return a sandbox that also compiles grammars, whose answers end with one of these tokens."""
 
     def tokens() -> Mapping[str, object] | None:
         # a search has no grammar

@@ -43,9 +43,7 @@ class Kind(Protocol):
     ) -> "Service[Any]":
         """Return the model, warmed up, with an engine that is not started yet; see `Service.load`.
 
-        Args:
-            checkpoint, config, stats, gpu, isolated: arguments of `Service.load`.
-            opened: closes what was opened if the load fails.
+        What it has opened is closed by `opened` if the load fails.
         """
 
     def submit(self, request: Request, reply: Reply) -> None:
@@ -70,15 +68,9 @@ _Kind = TypeVar("_Kind", bound=Kind)
 
 @dataclass(frozen=True, slots=True)
 class Service(Generic[_Kind]):
-    """A running model.
+    """A running model, whose engine is started.
 
     Attributes:
-        checkpoint: the loaded checkpoint.
-        task: the task of the model.
-        intake: checks inputs and makes prompts of them.
-        admission: counts waiting work.
-        engine: schedules requests; started.
-        executor: runs batches.
         sandbox: processes of the chat template and of grammars.
         model: the rest.
         queues: requests that wait for something else before the engine.
@@ -109,8 +101,6 @@ class Service(Generic[_Kind]):
 
         Args:
             kind: `EncoderParts` or `GeneratorParts`.
-            folder: holds the checkpoint.
-            config: the settings.
             stats: gets the counts of the engine.
             gpu: number of the GPU, if the model runs on one.
             isolated: whether workers on a CPU are processes, whose faults stay theirs, instead of threads.

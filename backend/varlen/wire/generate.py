@@ -78,17 +78,15 @@ def read_generate_request(
     ] = GenerationOptions.from_parameters,
     timeout_microseconds: int = 0,
 ) -> tuple[Draft, ResponseSpec | TokenizerAnswer]:
-    """Return the draft of a request, and what its responses hold, or its answer.
+    """Return the draft of a request, and what its responses hold; see `rows.read_request`.
 
     Args:
         tensors: tensors by input name; without a dimension of rows.
         parameters: the request's parameters, a JSON object. Options of the input `sampling_parameters` come before
             them; parameters that every task has come in one of both. Names that no server has for generation are
             ignored here, as frontends add their own, and refused there.
-        intake: the checks of this model.
         decoupled: whether the model may send several responses to a request.
         read_options: returns checked options, with the defaults of the model.
-        timeout_microseconds: see `wire.read_request`.
 
     Raises:
         RequestError: the request cannot be served; the message says what came and what is allowed.
@@ -183,7 +181,6 @@ class GeneratedAnswer:
     """Makes the responses to a request out of the parts of its answer.
 
     Attributes:
-        spec: contents of the responses.
         num_input_tokens: length of the prompt, or of the source text, in tokens.
         token_text: returns the text of a token id, for log probabilities.
         token_bytes: returns the UTF-8 that a token id would add to the text, for those that were not chosen.
@@ -195,6 +192,25 @@ class GeneratedAnswer:
     token_bytes: Callable[[int], bytes]
     _rows: list[_Row] = field(init=False)
     _prefix: str = field(init=False)
+
+    @classmethod
+    def to(
+        cls,
+        request: Request,
+        spec: ResponseSpec,
+        token_text: Callable[[int], str],
+        token_bytes: TokenBytes,
+    ) -> GeneratedAnswer:
+        """Return what answers a request."""
+        (prompt,) = request.prompts
+        options = request.options.generation
+        assert options is not None
+        return cls(
+            spec,
+            prompt.num_source_tokens or prompt.num_tokens,
+            token_text,
+            partial(token_bytes.of, skip_special_tokens=options.skip_special_tokens),
+        )
 
     def __post_init__(self) -> None:
         self._rows = [_Row() for _ in range(self.spec.rows)]
@@ -270,24 +286,6 @@ class GeneratedAnswer:
             "decoded_token": self.token_text(token_id),
             "bytes": [*(chosen.token_bytes if is_chosen else self.token_bytes(token_id))],
         }
-
-
-def answer_to(
-    request: Request,
-    spec: ResponseSpec,
-    token_text: Callable[[int], str],
-    token_bytes: TokenBytes,
-) -> GeneratedAnswer:
-    """Return what makes the responses to a request; see `GeneratedAnswer`."""
-    (prompt,) = request.prompts
-    options = request.options.generation
-    assert options is not None
-    return GeneratedAnswer(
-        spec,
-        prompt.num_source_tokens or prompt.num_tokens,
-        token_text,
-        partial(token_bytes.of, skip_special_tokens=options.skip_special_tokens),
-    )
 
 
 def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> None:

@@ -28,10 +28,8 @@ class ModelOutputs:
     """What a model answers.
 
     Attributes:
-        task: task of the model.
         width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
             fill a mask; 0 where tokens are the answer.
-        labels: labels of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
         term_text: returns the text of an entry of the vocabulary.
@@ -85,8 +83,6 @@ class AnswerOptions:
     """What a request asks of its answer.
 
     Attributes:
-        names: names of its outputs.
-        vectors: the form of embeddings.
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
         top_k: tokens that fill a mask.
@@ -125,12 +121,9 @@ class ArrayAnswer:
     """Makes the response to a request, which holds all rows.
 
     Attributes:
-        outputs: outputs of the model.
-        options: options of the request.
         num_tokens: length of each row, in tokens.
         num_vectors: rows of the answer to each row, of tasks with an output for each token.
         tokens: UTF-8 texts of the tokens of each row, if the request asks for them.
-        streams: whether parts are sent as they come.
     """
 
     outputs: ModelOutputs

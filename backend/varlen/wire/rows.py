@@ -44,8 +44,6 @@ def read_request(
         tensors: tensors by input name; the first dimension is rows.
         parameters: the request's parameters, a JSON object. Names that are not ours are ignored, as frontends
             add their own, unless they look like a misspelt name of ours.
-        intake: the checks of this model.
-        outputs: outputs of this model.
         requested: names of the outputs that the client wants.
         timeout_microseconds: the field `timeout` of the server's protocol; 0 is none. The earlier of
             it and `deadline_ms` is the deadline.

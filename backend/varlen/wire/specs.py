@@ -1,6 +1,7 @@
 """The tensors of a task as config.pbtxt declares them."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from varlen.tasks import TASKS, Task, Tensor
 
@@ -15,17 +16,17 @@ class TensorSpec:
     optional: bool = False
 
 
+@cache
 def input_specs(task: Task) -> tuple[TensorSpec, ...]:
     """Return the inputs of a task, all optional."""
     return tuple(_spec(tensor, optional=True) for tensor in TASKS[task].inputs)
 
 
+@cache
 def output_specs(task: Task, width: int = -1) -> tuple[TensorSpec, ...]:
     """Return the outputs of a task, in the order of a response.
 
-    Args:
-        task: task of the model.
-        width: number of features or labels of the model.
+    The width is the number of features or labels of the model.
     """
     return tuple(_spec(tensor, width) for tensor in TASKS[task].outputs)
 

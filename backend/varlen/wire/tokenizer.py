@@ -43,7 +43,6 @@ class TokenizerAnswer:
         output: name of its only tensor.
         has_rows: whether the shape of the tensor is `[rows, 1]`; else it is `[1]`.
         rows: JSON text of each row.
-        streams: whether parts are sent as they come.
     """
 
     output: str
@@ -94,8 +93,7 @@ def tokenizer_draft(
 
     Args:
         texts: texts to tokenize, or JSON lists of token ids to detokenize.
-        given: parameters of the request.
-        intake: the checks of the model.
+        given, intake: parameters of the request, and the checks of the model.
         answer: gets the rows.
         options: priority and deadline of the request.
 
@@ -143,12 +141,7 @@ def chat_draft(
     answer: TokenizerAnswer,
     options: RequestOptions,
 ) -> Draft:
-    """Return the draft of a request that tokenizes chat messages.
-
-    Args:
-        chat: messages to tokenize.
-        given, intake, answer, options: see `tokenizer_draft`.
-    """
+    """Return the draft of a request that tokenizes chat messages; see `tokenizer_draft`."""
 
     def run() -> tuple[Prompt, ...]:
         text = intake.chat_text(chat.read(), chat.variables)

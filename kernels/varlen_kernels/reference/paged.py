@@ -197,7 +197,8 @@ def check_copies(memory: Tensor, copies: Tensor) -> None:
     Raises:
         ValueError: see there.
     """
-    if memory.ndim != 5 or not memory.is_contiguous() or memory[0, 0].nbytes % 4:
+    block_bytes = memory.shape[2:].numel() * memory.element_size()
+    if memory.ndim != 5 or not memory.is_contiguous() or block_bytes % 4:
         raise ValueError(
             f"memory is {list(memory.shape)} {memory.dtype}, strides {memory.stride()}; it must be contiguous, [caches,"
             " blocks, num_kv_heads, block_size, head_dim], and its blocks multiples of 4 bytes"

@@ -19,7 +19,7 @@ from varlen.request.sparse_vectors import SparseVector
 from varlen.service.generation import GeneratorParts
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
-from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
+from varlen.tasks import TASKS, Task
 from varlen.telemetry.metrics import Stats
 from varlen_tools.doctor.comparison import (
     TOKENIZATION,
@@ -93,7 +93,7 @@ def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) ->
         max_queued_tokens=NO_LIMIT,
         max_text_bytes=NO_LIMIT,
     )
-    examine_task = _examine_steps if task in ITERATIVE_TASKS else _examine_one_step
+    examine_task = _examine_steps if TASKS[task].is_iterative else _examine_one_step
     return examine_task(checkpoint, config, has_speed)
 
 

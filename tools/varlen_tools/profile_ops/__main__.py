@@ -16,7 +16,7 @@ from rich.console import Console
 from varlen.errors import VarlenError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import MAX_BEAMS
-from varlen.tasks import ITERATIVE_TASKS
+from varlen.tasks import TASKS
 from varlen_client.cli.progress import show_stage
 from varlen_tools import pictures
 from varlen_tools.model_source import (
@@ -62,7 +62,7 @@ def main(
         # a GPU runs whole graphs, in which no op can be timed by itself
         found = replace(found, config=replace(found.config, device="cpu"))
         with show_stage(f"profiling {found.name}"):
-            if (found.config.task or checkpoint.task) in ITERATIVE_TASKS:
+            if TASKS[found.config.task or checkpoint.task].is_iterative:
                 breakdowns = profile_steps(
                     checkpoint, found.config, running, context=context, beams=beams, rounds=rounds
                 )

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from tritonclient.grpc import model_config_pb2
 
 from varlen.errors import CheckpointError, ConfigError
-from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
+from varlen.tasks import TASKS, Task
 from varlen_client.gateway.routes import EXAMPLES_BY_TASK
 from varlen_tools.model_source import find_source, read_model_config
 from varlen_tools.serve.models import SOURCE_FILE, ServeError
@@ -66,7 +66,7 @@ def read_model(folder: Path) -> Model | None:
         raise ServeError(f"{folder.name} cannot be served: {error}{hint}") from None
     inputs = {each.name for each in config.input}
     takes_pairs = TASKS[task].has_labels and (not inputs or "text_pair" in inputs)
-    has_rows = config.max_batch_size > 0 or task in ITERATIVE_TASKS
+    has_rows = config.max_batch_size > 0 or TASKS[task].is_iterative
     return Model(
         folder.name,
         task,
@@ -133,7 +133,7 @@ def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
 def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
     """Return path and body of a request to the server's own HTTP endpoint."""
     path = f"/v2/models/{quote(model.name, safe='')}"
-    if model.ids and model.task in ITERATIVE_TASKS:
+    if model.ids and TASKS[model.task].is_iterative:
         return f"{path}/generate", {"input_ids": list(_IDS)}
     if model.ids:
         rows = {"datatype": model.ids, "shape": [1, len(_IDS)], "data": list(_IDS)}

@@ -185,8 +185,6 @@ class CompiledProgram:
         return rows
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:
-        from varlen_kernels.cpu.calls.calls import bits
-
         width = max(
             (3 * len(call.bound.tensors) + len(call.bound.constants) for call in calls), default=0
         )
@@ -194,6 +192,10 @@ class CompiledProgram:
         addresses, sizes, kinds = [], [], dict[object, int]()
         for i, call in enumerate(calls):
             rows[i, FUNCTION] = call.address
+            # each tensor is three numbers
+            nothing = [0, 0, 0] * len(call.bound.tensors)
+            packed = call.bound.function.pack(*nothing, *call.bound.constants)
+            rows[i, ARGUMENTS : ARGUMENTS + len(packed) // 8] = np.frombuffer(packed, np.int64)
             for j, tensor in enumerate(call.bound.tensors):
                 offset = ARGUMENTS + 3 * j
                 if tensor is None:
@@ -208,10 +210,6 @@ class CompiledProgram:
                     rows[i, offset] = tensor.data_ptr()
                 else:
                     addresses.append((i * rows.shape[1] + offset, self._slots[tensor.name]))
-            offset = ARGUMENTS + 3 * len(call.bound.tensors)
-            rows[i, offset : offset + len(call.bound.constants)] = [
-                bits(each) for each in call.bound.constants
-            ]
             kinds.setdefault(call.kind, i)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         chosen = [calls[i] for i in kinds.values()]
@@ -270,15 +268,22 @@ def _bound(op: Op) -> list[tuple[Bound, str]]:
     row = OPS.get(op.kernel)
     if row is None or not row.calls:
         return []
+    from varlen_kernels.cpu.calls.calls import dtypes_of
+
     results = dict(zip(row.results, op.results, strict=False))
     found = []
     for bound in row.bound(row.named(op.operands, op.attributes) | results):
-        if bound.entry is None:
-            return []
+        widened = bound.function.widened(dtypes_of(bound.tensors))
         tensors = [
-            each.contiguous() if isinstance(each, Tensor) else each for each in bound.tensors
+            (each.float() if i in widened else each).contiguous()
+            if isinstance(each, Tensor)
+            else each
+            for i, each in enumerate(bound.tensors)
         ]
-        found.append((bound._replace(tensors=tensors), bound.entry))
+        entry = bound.function.entry_for(dtypes_of(tensors))
+        if entry is None:
+            return []
+        found.append((bound._replace(tensors=tensors), entry))
     return found
 
 

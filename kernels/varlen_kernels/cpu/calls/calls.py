@@ -7,21 +7,22 @@ for parts that another one has begun, so a thread whose core is taken delays the
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from struct import Struct
 from threading import get_ident
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.calls.machine_code import address_of
 from varlen_kernels.cpu.native.table import ARGUMENTS
 from varlen_kernels.cpu.native.threads import HELP_SECONDS, add_gain, run_along, usable_cores
-from varlen_kernels.op import Function
+from varlen_kernels.op import Bound, Extent, Function
 from varlen_kernels.op_table import OPS
 
 Table: TypeAlias = npt.NDArray[np.int64]
@@ -36,7 +37,8 @@ _LEAST_SHARED_WORK = 1 << 19
 _LEAST_SHARED_CALL = 1 << 22
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
-_DOUBLE, _BITS = Struct("d"), Struct("q")
+# What stands before the arguments of a function in a table.
+_HEAD = Struct("q" * ARGUMENTS)
 _NO_MEMORY = "too little memory for what an op computes with"
 
 
@@ -92,50 +94,124 @@ def prepare() -> None:
     address_of("run_shared")
 
 
-def run_function(
-    function: Function,
-    tensors: Sequence[Tensor | None],
-    constants: Sequence[float] = (),
-    entry: str | None = None,
-) -> None:
-    """Run one compiled function.
+class _Code(NamedTuple):
+    """The code of a function for tensors of some dtypes.
+
+    Attributes:
+        address: its address.
+        run: calls it with its arguments as bytes, its first unit, and the one after its last.
+        widened: numbers of the tensors that become fp32 before.
+    """
+
+    address: int
+    run: Callable[[bytes, int, int], int]
+    widened: Sequence[int]
+
+
+@cache
+def _code_for(function: Function, dtypes: tuple[torch.dtype | None, ...]) -> _Code | None:
+    """Return the code of a function for these dtypes; None if there is none."""
+    widened = function.widened(dtypes)
+    entry = function.entry_for(
+        [torch.float32 if i in widened else dtype for i, dtype in enumerate(dtypes)]
+    )
+    if entry is None:
+        return None
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
+    address = address_of(entry)
+    return _Code(address, kind(address), widened)
+
+
+def run_functions(bound: Sequence[Bound], *, is_needed: bool = True) -> bool:
+    """Run compiled functions, one after another; return whether each has code.
+
+    If one has none for its dtypes, none runs. Tensors of 16 bits that a function only reads, as fp32, are converted.
 
     Args:
-        function: its declaration.
-        tensors, constants: its arguments in this order; None for a tensor that is left out.
-        entry: name of its code for tensors of these dtypes, if it is known.
+        bound: the functions.
+        is_needed: whether it is an error if one has no code.
 
     Raises:
         TypeError: it has no code for tensors of these dtypes.
         MemoryError: see `run_calls`.
     """
-    entry = entry or function.entry_for(tensors)
-    if entry is None:
-        raise TypeError(f"{function.name} has no code for {_dtypes_of(function, tensors)}")
-    held = [None if each is None else each.contiguous() for each in tensors]
-    extents = [(0, 0) if each is None else extent_of(each.shape) for each in held]
+    codes = [_code_for(function, dtypes_of(tensors)) for function, tensors, _ in bound]
+    if None in codes:
+        if is_needed:
+            function, tensors, _ = bound[codes.index(None)]
+            raise TypeError(_no_code(function, tensors))
+        return False
+    for code, (function, tensors, constants) in zip(codes, bound, strict=True):
+        if code is not None:
+            _run(code, function, tensors, constants)
+    return True
+
+
+def run_function(
+    function: Function, tensors: Sequence[Tensor | None], constants: Sequence[float] = ()
+) -> None:
+    """Run one compiled function on tensors of the dtypes that it reads.
+
+    Args:
+        function: its declaration.
+        tensors, constants: its arguments in this order; None for a tensor that is left out.
+
+    Raises:
+        TypeError: it has no code for tensors of these dtypes.
+        MemoryError: see `run_calls`.
+    """
+    code = _code_for(function, dtypes_of(tensors))
+    if code is None or code.widened:
+        raise TypeError(_no_code(function, tensors))
+    _run(code, function, tensors, constants)
+
+
+def _run(
+    code: _Code,
+    function: Function,
+    tensors: Sequence[Tensor | None],
+    constants: Sequence[float],
+) -> None:
+    held: list[Tensor | None] = []
+    extents: list[Extent] = []
+    numbers: list[float] = []
+    for i, given in enumerate(tensors):
+        x = given
+        if x is None:
+            rows = columns = address = 0
+        else:
+            x = (x.float() if i in code.widened else x).contiguous()
+            rows, columns = extent_of(x.shape)
+            address = x.data_ptr()
+        held.append(x)
+        extents.append((rows, columns))
+        numbers += (address, rows, columns)
     units, multiplications = function.work(extents, constants)
+    arguments = function.pack(*numbers, *constants)
     cores = usable_cores() if multiplications >= _LEAST_SHARED_CALL else 1
     parts = parts_of(units, multiplications, cores)
-    row = [address_of(entry), units, parts]
-    for tensor, (count, columns) in zip(held, extents, strict=True):
-        row += (0 if tensor is None else tensor.data_ptr(), count, columns)
-    row += map(bits, constants)
+    if parts > 1:
+        row = np.frombuffer(_HEAD.pack(code.address, units, parts) + arguments, np.int64)
+        add_gain(run_calls(row[None], cores, held=held))
     # with one part there is nothing to share
-    cores = cores if parts > 1 else 1
-    gained = run_calls(np.array([row], np.int64), cores, held=held)
-    if cores > 1:
-        add_gain(gained)
+    elif code.run(arguments, 0, units):
+        raise MemoryError(_NO_MEMORY)
     for i in function.written:
         result, copy = tensors[i], held[i]
         if result is not copy and result is not None and copy is not None:
             result.copy_(copy)
 
 
-def _dtypes_of(function: Function, tensors: Sequence[Tensor | None]) -> str:
-    """Return the dtypes of tensors, as text."""
-    pairs = zip(function.tensors, tensors, strict=True)
-    return ", ".join(f"{name} in {each.dtype}" for name, each in pairs if each is not None)
+def _no_code(function: Function, tensors: Sequence[Tensor | None]) -> str:
+    """Return that a function has no code for tensors of these dtypes."""
+    pairs = zip(function.tensors, dtypes_of(tensors), strict=True)
+    dtypes = ", ".join(f"{name} in {dtype}" for name, dtype in pairs if dtype is not None)
+    return f"{function.name} has no code for {dtypes}"
+
+
+def dtypes_of(tensors: Sequence[Any]) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each tensor, None for none."""
+    return tuple([None if each is None else each.dtype for each in tensors])
 
 
 def extent_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -147,14 +223,6 @@ def parts_of(units: int, multiplications: float, cores: int) -> int:
     """Return the number of parts of a function's units that threads take."""
     is_shared = cores > 1 and multiplications >= _LEAST_SHARED_WORK
     return max(1, min(units, _PARTS * cores)) if is_shared else 1
-
-
-def bits(number: float) -> int:
-    """Return a whole number, or the bits of another one."""
-    if isinstance(number, int):
-        return number
-    as_bits: int = _BITS.unpack(_DOUBLE.pack(number))[0]
-    return as_bits
 
 
 @cache
@@ -176,9 +244,8 @@ def run_op(
         attributes: its attributes.
 
     Raises:
-        TypeError, MemoryError: see `run_function`.
+        TypeError, MemoryError: see `run_functions`.
     """
     op = OPS[name]
     arguments = op.named(operands, attributes) | dict(zip(op.results, results, strict=True))
-    for function, tensors, constants in op.bound(arguments):
-        run_function(function, tensors, constants)
+    run_functions(op.bound(arguments))

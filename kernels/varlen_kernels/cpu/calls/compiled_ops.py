@@ -40,32 +40,50 @@ def compiled_form(op: Op) -> Callable[..., Any]:
 
     It raises TypeError where neither can run: only compiled code reads a weight in panels.
     """
-    is_specified = op.specification.__name__ == op.name
+    specification, runs = op.specification, op.runs
+    is_specified = specification.__name__ == op.name
 
-    @wraps(op.specification)
+    @wraps(specification)
     def run(*operands: Any, out: Any = None, **attributes: Any) -> Any:
-        arguments = op.named(operands, attributes)
-        if has_compiled_ops() and op.runs_compiled(arguments):
+        if (runs is None or runs(operands, attributes)) and has_compiled_ops():
+            arguments = op.named(operands, attributes)
             op.check_arguments(arguments, out)
-            wanted = op.result(arguments) if op.result else ()
-            results: Sequence[Tensor]
-            if out is None:
-                results = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
-            else:
-                results = out if isinstance(out, tuple) else [out][: len(wanted)]
+            results = _results_of(op, arguments, operands, out) if op.result else ()
             arguments.update(zip(op.results, results, strict=False))
-            bound = op.bound(arguments)
-            entries = [each.entry for each in bound]
-            if not is_specified or None not in entries:
-                from varlen_kernels.cpu.calls.calls import run_function
-
-                for (function, tensors, constants), entry in zip(bound, entries, strict=True):
-                    run_function(function, tensors, constants, entry)
+            if _runner()(op.bound(arguments), is_needed=not is_specified):
                 if op.result is None:
                     return None
                 # without a result there is nothing to return but what it got
                 return results[0] if len(results) == 1 else out or tuple(results) or operands[0]
-        given = {} if out is None else {"out": out}
-        return op.specification(*operands, **attributes, **given)
+        if out is None:
+            return specification(*operands, **attributes)
+        return specification(*operands, **attributes, out=out)
 
     return run
+
+
+def _results_of(
+    op: Op, arguments: dict[str, Any], operands: Sequence[Any], out: Any
+) -> Sequence[Tensor]:
+    """Return `out` as tensors, or new ones."""
+    if isinstance(out, tuple):
+        return out
+    wanted = op.result(arguments) if op.result else ()
+    if out is not None:
+        return [out][: len(wanted)]
+    # torch makes a tensor like another one in a third of the time
+    like = operands[0] if operands else None
+    return [
+        torch.empty_like(like)
+        if isinstance(like, Tensor) and like.dtype == dtype and like.shape == shape
+        else torch.empty(shape, dtype=dtype)
+        for shape, dtype in wanted
+    ]
+
+
+@cache
+def _runner() -> Callable[..., bool]:
+    # where there is no LLVM it cannot be imported
+    from varlen_kernels.cpu.calls.calls import run_functions
+
+    return run_functions

@@ -8,7 +8,8 @@ import pytest
 import torch
 from numba.core import types
 
-from tests.kernels.float64 import rand
+from tests.kernels.float64 import bounds_of, rand
+from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import int8_torch
 from varlen_kernels.cpu.calls import calls, entries
 from varlen_kernels.cpu.calls.calls import run_calls, run_op
@@ -149,6 +150,23 @@ def test_a_tensor_of_another_dtype_is_an_error():
         TypeError, match=r"activate has no code for x in torch\.bfloat16, out in torch\.float32"
     ):
         run_op("activate", (x, None), [torch.empty(2, 8)], kind="relu")
+
+
+def test_numbers_of_16_bits_that_code_reads_as_fp32_are_converted_exactly():
+    qkv, bias = rand(4, 24), rand(2, 7, seed=1, dtype=torch.bfloat16)
+    options = {"num_heads": 2, "scale": 0.5}
+
+    actual = cpu.attention_varlen(qkv, bounds_of([4]), bias, **options)
+
+    assert torch.equal(actual, cpu.attention_varlen(qkv, bounds_of([4]), bias.float(), **options))
+
+
+def test_an_op_of_a_dtype_without_code_is_its_specification():
+    qkv, options = rand(4, 24).double(), {"num_heads": 2, "scale": 0.5}
+
+    actual = cpu.attention_varlen(qkv, bounds_of([4]), **options)
+
+    assert torch.equal(actual, reference.attention_varlen(qkv, bounds_of([4]), **options))
 
 
 @pytest.fixture
