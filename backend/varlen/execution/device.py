@@ -13,3 +13,162 @@ from varlen.config import Device, DType, EngineConfig
 from varlen.errors import ConfigError
 from varlen.memory.arena import memory_errors
 from varlen.tasks import TASKS, Task
+from varlen_kernels.machine_memory import memory_limit
+
+# Microseconds of all cores that a container may use, and the period in microseconds; "max 100000" without a limit.
+_CGROUP_CORES = Path("/sys/fs/cgroup/cpu.max")
+
+_setting_cores = Lock()
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    # of the activations
+    "int8": torch.float32,
+    "int4": torch.float32,
+}
+
+
+def choose_device(name: Device, index: int = 0) -> torch.device:
+    """Return the torch device for a setting; `auto` prefers a CUDA GPU.
+
+    Args:
+        name: the setting `device`.
+        index: number of the GPU.
+
+    Raises:
+        ConfigError: the GPU is absent, or the package triton, which its kernels need, is not installed.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not gpus):
+        return torch.device("cpu")
+    if index >= gpus:
+        seen = f"torch sees {gpus} CUDA GPUs" if gpus else "torch sees no CUDA GPU here"
+        raise ConfigError(f'device is "{name}", GPU {index}; {seen}: set device to "cpu"')
+    if find_spec("triton") is None:
+        raise ConfigError(
+            f'device is "{name}" and there is a GPU, but the package triton is not installed: '
+            'pip install triton, or set device to "cpu"'
+        )
+    return torch.device("cuda", index)
+
+
+def check_dtype(name: DType, device: Device) -> None:
+    """Raise ConfigError if the setting `device` excludes a dtype; `auto` excludes none.
+
+    A CPU has no fast arithmetic for fp16, and a GPU no linear layers in int8 or int4 here.
+    """
+    if name == "fp16" and device == "cpu":
+        raise ConfigError(
+            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8, int4'
+        )
+    if name in ("int8", "int4") and device == "cuda":
+        raise ConfigError(
+            f'dtype is "{name}", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
+        )
+
+
+def check_task_dtype(name: DType, task: Task) -> None:
+    """Raise ConfigError if a task does not run a dtype.
+
+    Vectors lose too much with weights of 4 bits.
+    """
+    if name == "int4" and not TASKS[task].is_iterative:
+        raise ConfigError(
+            f'dtype is "int4", which the tasks generate and translate have, and the task is "{task}";'
+            " allowed: auto, fp32, bf16, int8"
+        )
+
+
+def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
+    """Return the torch dtype for a setting.
+
+    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 and int4 it
+    is fp32, the dtype of all but linear layers.
+
+    Raises:
+        ConfigError: see `check_dtype`.
+    """
+    on_cpu = device.type == "cpu"
+    check_dtype(name, "cpu" if on_cpu else "cuda")
+    if name != "auto":
+        return _DTYPES[name]
+    if not on_cpu:
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if native else torch.float16
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return torch.bfloat16 if fast else torch.float32
+
+
+@contextmanager
+def device_memory(refusal: str) -> Iterator[None]:
+    """Refuse the settings, by ConfigError with this message, if the device runs out of memory."""
+    try:
+        with memory_errors():
+            yield
+    except MemoryError:
+        raise ConfigError(refusal) from None
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the memory of a device in bytes: the GPU's, the container's or the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return memory_limit()
+
+
+def usable_cores() -> int:
+    """Return the number of cores: those that torch uses, or the container's limit."""
+    cores = torch.get_num_threads()
+    try:
+        quota, period = map(int, _CGROUP_CORES.read_text().split())
+    except (OSError, ValueError):
+        # no container, or one without a limit
+        return cores
+    return max(1, min(cores, math.ceil(quota / period)))
+
+
+def cores_of_rank(config: EngineConfig) -> int:
+    """Return the number of cores that one rank or stage of a model uses."""
+    return max(1, (config.threads or usable_cores()) // config.num_processes)
+
+
+def check_ranks(config: EngineConfig, device: torch.device, *, isolated: bool) -> None:
+    """Raise ConfigError if a model cannot be divided among processes there.
+
+    Args:
+        config: the settings.
+        device: device of the model.
+        isolated: whether it has processes of its own.
+    """
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        count = getattr(config, name)
+        if count > 1 and device.type != "cpu":
+            raise ConfigError(
+                f'{name} is {count}, which needs a CPU: set device to "cpu", or {name} to 1'
+            )
+        if count > 1 and not isolated:
+            raise ConfigError(
+                f"{name} is {count}, which needs a server; in process, a model is one process"
+            )
+
+
+def use_one_core() -> None:
+    """Have torch use one core in this thread; in others the number stays."""
+    with _setting_cores:
+        # torch applies its default when a thread first asks, even over the thread's own setting: so ask, then set
+        cores = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # the last setting is also the default of later threads, so another thread restores it
+        restore = Thread(target=torch.set_num_threads, args=(cores,))
+        restore.start()
+        restore.join()
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device for the log."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return f"{torch.get_num_threads()} threads"
