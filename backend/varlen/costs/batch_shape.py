@@ -36,6 +36,11 @@ class BatchShape:
         """Return the shape of a batch of sequences of these lengths; at least one."""
         return cls(len(lengths), sum(lengths), sum(n * n for n in lengths), max(lengths))
 
+    @property
+    def padding(self) -> int:
+        """Number of tokens that pad all sequences to the longest."""
+        return self.sequences * self.longest - self.tokens
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:

@@ -11,8 +11,7 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.device import device_memory, memory_of
 from varlen.execution.packing import largest_dims
-from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Program, State
 

@@ -11,7 +11,7 @@ import torch
 
 from varlen.config import Device, DType, EngineConfig
 from varlen.errors import ConfigError
-from varlen.memory.out_of_memory import memory_errors
+from varlen.memory.arena import memory_errors
 from varlen.tasks import TASKS, Task
 from varlen_kernels.machine_memory import memory_limit
 

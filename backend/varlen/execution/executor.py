@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeAlias, TypeVa
 
 import numpy as np
 
-from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.memory.memory_use import MemoryUse
@@ -112,9 +111,6 @@ class SkippedStepError(Exception):
 class CheckedRunner(Protocol):
     """Runs batches, and can be checked after one has failed."""
 
-    def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the number of padding tokens of a batch of this shape."""
-
     def check(self) -> None:
         """Run the smallest batch; raise whatever it raises."""
 
@@ -142,13 +138,12 @@ class Launcher(CheckedRunner, Protocol):
 class WaitingLauncher(Launcher, Protocol):
     """Starts batches, and tells whether the first one has ended."""
 
-    def wait(self, timeout: float | None) -> bool:
-        """Wait until the first batch in flight has ended, or nothing is known of it.
+    @property
+    def wait(self) -> Callable[[float | None], bool] | None:
+        """Waits until the first batch in flight has ended, or nothing is known of it.
 
-        Returns False after the time.
-
-        Args:
-            timeout: longest time in seconds; None is no limit.
+        It gets the longest time in seconds, or None for no limit, and returns False after it. None if nothing is known
+        of a batch before its outputs are asked for.
         """
 
 
@@ -294,7 +289,8 @@ class InlineExecutor(_LaunchingExecutor):
         """Complete the first batch in flight unless it takes longer; return False without one."""
         if not self._in_flight:
             return False
-        if self._launcher.wait(timeout):
+        wait = self._launcher.wait
+        if wait is None or wait(timeout):
             self._complete(self._in_flight.popleft())
         return True
 
@@ -441,12 +437,11 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
     began = time.perf_counter()
     outputs: Outputs = []
     failure: Failure | None = None
-    reason, padding = "", 0
+    reason = ""
     try:
         outputs = run()
         if len(outputs) != batch.num_outputs:
             raise RuntimeError(f"{len(outputs)} outputs; {batch.num_outputs} were expected")
-        padding = runner.padding_tokens(batch.shape)
     except MemoryError:
         failure = "memory"
     except WorkerEndedError:
@@ -459,7 +454,7 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
         _log.exception("a batch of %d sequences failed", len(batch.sequences))
         failure = "batch" if _still_runs(runner) else "model"
     seconds = time.perf_counter() - began
-    return BatchResult([] if failure else outputs, seconds, padding, failure, reason=reason)
+    return BatchResult([] if failure else outputs, seconds, failure, reason=reason)
 
 
 def _still_runs(runner: CheckedRunner) -> bool:

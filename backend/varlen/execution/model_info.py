@@ -6,7 +6,6 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
-from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS, Masks
@@ -202,10 +201,6 @@ class ModelInfo:
     def limits(self) -> tuple[object, ...]:
         """The facts that the engine relies on; measured choices may differ from load to load."""
         return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))
-
-    def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the number of padding tokens of a batch of this shape."""
-        return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
 
     def most_masks(self, length: int) -> Masks:
         """Return the most masks of a prompt of this length."""

@@ -8,6 +8,7 @@ chosen tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol
@@ -33,14 +34,14 @@ from varlen.execution.packing import (
     source_dims,
     split_answers,
     step_arrays,
+    step_dims,
     tensors_of,
     tokens_of_rows,
 )
 from varlen.execution.programs import LoadedPrograms
 from varlen.execution.rank_link import RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena
-from varlen.memory.out_of_memory import memory_errors
+from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.usage import Dims
 from varlen.program.program import Program
 from varlen.request.request import (
@@ -107,6 +108,7 @@ class OneShot:
         """
         self.device = device
         self._task, self._is_padded = task, is_padded
+        self._rows = device.program.row_dimension
         self._has_masks = "mask_rows" in device.input_names
 
     def launch(
@@ -128,16 +130,16 @@ class OneShot:
         masks = sum(prompt.num_masks for prompt in packed) if self._has_masks else 0
         names = self.device.input_names
         arrays = prompt_arrays(names, packed, [options[i] for i in order])
+        dims = dims_of([lengths[i] for i in order], masks)
         with memory_errors():
-            wait = self.device.launch(arrays, dims_of([lengths[i] for i in order], masks))
+            wait = self.device.launch(arrays, dims)
 
         def answers() -> list[Float32Array]:
             with memory_errors():
                 output = wait()
                 if output is None:
                     return []
-                rows = self.device.program.row_dimension
-                found = split_answers(output.numpy(), packed, rows)
+                found = split_answers(output.numpy(), packed, self._rows)
                 in_order = [found[place] for place in np.argsort(order).tolist()]
                 return self._finished(prompts, in_order[:count])
 
@@ -288,12 +290,12 @@ class Decoder:
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step on a CPU."""
         assert isinstance(self.steps, CpuSteps)
-        plan = self._chooser.plan(batch)
-        packed = self.pack(batch, plan)
-        self._give(packed, batch)
-        chosen = self.run_packed(packed)
-        logits = None if plan.is_whole else self.steps.last_logits(batch.num_logit_rows)
         with memory_errors(), torch.inference_mode():
+            plan = self._chooser.plan(batch)
+            packed = pack_step(batch, self.kv.block_size, plan)
+            self._give(packed, batch)
+            chosen = self._run(packed, self._part_of(packed))
+            logits = None if plan.is_whole else self.steps.last_logits(batch.num_logit_rows)
             return self._chooser.outputs(batch, plan, chosen, logits)
 
     def run_packed(self, step: PackedStep) -> Chosen:
@@ -304,43 +306,50 @@ class Decoder:
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.
         """
-        return self.run_prepared(step, self.prepare(step))
+        with memory_errors(), torch.inference_mode():
+            return self._run(step, self._part_of(step))
 
     def prepare(self, step: PackedStep) -> PackedStep:
-        """Return the part of a step that ranks or stages run.
+        """Return a step as ranks or stages run it: beams have tokens and blocks.
 
         Another thread may run a step of other sequences meanwhile.
 
         Raises:
             MemoryError: too little memory.
         """
-        with memory_errors(), torch.inference_mode(), self._searching:
-            copies = step.copies
-            if step.beams:
-                # on a CPU, blocks are copied one after another
-                more = self.searches.follow(tensors_of(step.beams), tensors_of(step.inputs))
-                copies = np.concatenate([copies, more.numpy()])
-            return part_of_step(step.inputs, copies, step.sources, step.order)
+        with memory_errors(), torch.inference_mode():
+            return self._part_of(step)
 
     def run_prepared(self, step: PackedStep, part: PackedStep) -> Chosen:
         """Run a step whose part is prepared; see `run_packed`."""
         with memory_errors(), torch.inference_mode():
-            logits = self.run_part(part)
-            token_ids: Sequence[int] = ()
-            if step.edits:
-                edits, inputs = tensors_of(step.edits), tensors_of(step.inputs)
-                self.edits.apply(logits, inputs["token_ids"], inputs["logit_rows"], **edits)
-            if "uniform" in step.draws:
-                token_ids = sample_tokens(logits, **tensors_of(step.draws)).tolist()
-            elif step.draws:
-                token_ids = best_tokens(logits).tolist()
-            searches = None
-            if step.searches:
-                with self._searching:
-                    on_device = tensors_of(step.searches)
-                    numbers = self.searches.advance(logits, step.searches, on_device)
-                searches = choices_of(numbers, step.searches)
-            return Chosen(token_ids, searches)
+            return self._run(step, part)
+
+    def _part_of(self, step: PackedStep) -> PackedStep:
+        if not step.beams:
+            return step
+        with self._searching:
+            # on a CPU, blocks are copied one after another
+            more = self.searches.follow(tensors_of(step.beams), tensors_of(step.inputs))
+        return replace(step, copies=np.concatenate([step.copies, more.numpy()]))
+
+    def _run(self, step: PackedStep, part: PackedStep) -> Chosen:
+        logits = self.run_part(part)
+        token_ids: Sequence[int] = ()
+        if step.edits:
+            edits, inputs = tensors_of(step.edits), tensors_of(step.inputs)
+            self.edits.apply(logits, inputs["token_ids"], inputs["logit_rows"], **edits)
+        if "uniform" in step.draws:
+            token_ids = sample_tokens(logits, **tensors_of(step.draws)).tolist()
+        elif step.draws:
+            token_ids = best_tokens(logits).tolist()
+        searches = None
+        if step.searches:
+            with self._searching:
+                on_device = tensors_of(step.searches)
+                numbers = self.searches.advance(logits, step.searches, on_device)
+            searches = choices_of(numbers, step.searches)
+        return Chosen(token_ids, searches)
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:
@@ -351,7 +360,7 @@ class Decoder:
         assert isinstance(self.steps, CpuSteps)
         with self._link.running(step):
             self._before(step)
-            return self.steps.run(step.inputs, step.place)
+            return self.steps.run(step.inputs, step_dims(step.inputs), step.place)
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
         """Return a step as arrays; see `StepDevice`."""

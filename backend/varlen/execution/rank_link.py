@@ -44,7 +44,7 @@ class RankLink(Protocol[_Work_contra]):
             meanwhile: the others call it again and again until the leader has decided; None to wait.
         """
 
-    def running(self, work: _Work_contra, /) -> AbstractContextManager[None]:
+    def running(self, work: _Work_contra, /) -> AbstractContextManager[object]:
         """Return the context in which this process runs some work, which all of them run."""
 
 
@@ -55,14 +55,11 @@ class NoOthers:
     states = NO_STATES
     stage = NO_STAGES
     handoffs: Handoffs | None = None
+    running = nullcontext
 
     def agree(self, decide: Callable[[], _T], _: Callable[[], None] | None = None, /) -> _T:
         """Return what this process decides."""
         return decide()
-
-    def running(self, _: object, /) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
 
 
 NO_OTHERS = NoOthers()

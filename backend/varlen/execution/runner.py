@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.arenas import batch_arena, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
@@ -71,6 +70,8 @@ class Runner:
     """
 
     state: OneShot | Decoder
+    # nothing is known of a batch before its outputs are asked for
+    wait = None
 
     def __init__(
         self,
@@ -229,10 +230,6 @@ class Runner:
         """Return the outputs of a batch; see `launch_batch`."""
         return self.launch_batch(batch)()
 
-    def wait(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every launcher
-        """Return True: nothing is known of a batch before its outputs are asked for."""
-        return True
-
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
@@ -281,10 +278,6 @@ class Runner:
     def program(self) -> Program:
         """The first program."""
         return self.programs[0]
-
-    def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the number of padding tokens of a batch of this shape."""
-        return self.info.padding_tokens(shape)
 
     def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""

@@ -6,7 +6,7 @@ serves batches of every shape.
 Source: the records of TurboTransformers (Fang et al. 2021, arXiv:2010.05680, section 4.2).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -81,6 +81,19 @@ class Size:
         """Return whether it is at least `other` for every batch."""
         mine = dict(self.per)
         return self.fixed >= other.fixed and all(mine.get(name, 0) >= k for name, k in other.per)
+
+
+# An axis of fixed length, or one whose length a batch decides.
+Axis: TypeAlias = int | Size
+Shape: TypeAlias = tuple[Axis, ...]
+
+
+def shapes_at(shapes: Iterable[Shape], dims: Dims) -> list[tuple[int, ...]]:
+    """Return shapes for a batch of these dimensions."""
+    return [
+        tuple([axis if isinstance(axis, int) else axis.at(dims) for axis in shape])
+        for shape in shapes
+    ]
 
 
 @dataclass(frozen=True, slots=True)

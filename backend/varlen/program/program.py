@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from varlen.memory.arena import Region
-from varlen.memory.usage import Dims, Size, Usage, fold
+from varlen.memory.usage import Dims, Shape, Size, Usage, fold, shapes_at
 
-# An axis of fixed length, or one whose length a batch decides.
-Axis: TypeAlias = int | Size
-Shape: TypeAlias = tuple[Axis, ...]
 Attribute: TypeAlias = int | float | str
 
 # The first axis of what has a row for each token.
@@ -51,7 +48,7 @@ class Value:
 
     def at(self, dims: Dims) -> tuple[int, ...]:
         """Return the shape for a batch of these dimensions."""
-        return _at(self.shape, dims)
+        return shapes_at([self.shape], dims)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +224,7 @@ class Program:
             *self._constants,
             *(batch.inputs[value.name] for value in self.inputs),
             *(states[state.name] for state in self.states),
-            *(
-                region.view(buffer, _at(shape, batch.dims), dtype)
-                for buffer, shape, dtype in self._views
-            ),
+            *region.views(self._views, batch.dims),
             *outputs,
         ]
 
@@ -305,10 +299,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (last + 1) * tensor.itemsize
-
-
-def _at(shape: Shape, dims: Dims) -> tuple[int, ...]:
-    return tuple([axis if isinstance(axis, int) else axis.at(dims) for axis in shape])
 
 
 def _derive_usages(

@@ -9,8 +9,8 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from varlen.memory.usage import Size
-from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
+from varlen.memory.usage import Shape, Size
+from varlen.program.program import Attribute, Op, Operand, Program, State, Value
 from varlen_kernels.op_table import OPS
 
 # Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.

@@ -132,7 +132,6 @@ class BatchResult:
         outputs: one per sequence of the batch, in its order; of a step, one per sample and per search, chunk by chunk;
             empty after an error.
         seconds: run time.
-        padding_tokens: number of padding tokens that ran.
         failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
             KV memory is lost, the model cannot run any more, or the step before, which this one needs, failed.
         reason: reason why the model cannot run any more, if it is known.
@@ -141,7 +140,6 @@ class BatchResult:
 
     outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
     seconds: float
-    padding_tokens: int = 0
     failure: Failure | None = None
     reason: str = ""
     cores: Cores = "one"

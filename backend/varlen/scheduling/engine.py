@@ -123,8 +123,14 @@ class Engine:
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
         new_writer: NewWriter | None = None,
+        *,
+        is_padded: bool = False,
     ) -> None:
-        """Make an idle engine: `start` runs it in a thread, `step` by hand."""
+        """Make an idle engine: `start` runs it in a thread, `step` by hand.
+
+        Batches are counted with their padding if they are padded.
+        """
+        self._is_padded = is_padded
         self._scheduler = scheduler
         self._executor = executor
         self._stats = stats
@@ -346,7 +352,8 @@ class Engine:
     def _count(self, batch: Batch, result: BatchResult) -> None:
         shape = batch.shape
         if result.failure is None:
-            self._stats.count_batch(shape.sequences, shape.tokens, result.padding_tokens)
+            padding = shape.padding if self._is_padded else 0
+            self._stats.count_batch(shape.sequences, shape.tokens, padding)
             self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
         elif result.failure == "memory" and shape.sequences > 1:
             self._stats.count(CountedMetric.SPLIT_BATCHES)

@@ -86,7 +86,7 @@ class EncoderParts:
             config.max_queued_requests, queue_limit(config, most), slots=info.workers
         )
         scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
-        engine = Engine(scheduler, executor, stats)
+        engine = Engine(scheduler, executor, stats, is_padded=info.is_padded)
         model = cls(workers, info, engine, _response_cache(config, engine, info))
         return Service(checkpoint, info.task, intake, admission, engine, executor, sandbox, model)
 

@@ -23,8 +23,7 @@ from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
-from varlen.memory.arena import Arena
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS
 from varlen_kernels import reference
@@ -135,9 +134,9 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
     warm_up(runner)
     run, steps = runner.decoder.steps.run, []
 
-    def broken(arrays, place):
+    def broken(arrays, dims, place):
         steps.append(len(arrays["context_lens"]))
-        found = run(arrays, place)
+        found = run(arrays, dims, place)
         # six sequences and a short one
         if steps[-1] == 7:
             found[6, 3] = torch.nan
@@ -175,8 +174,10 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     monkeypatch.setattr(
         runner.decoder.steps,
         "run",
-        lambda arrays, place: (
-            go_on.wait(10.0) if len(limits) - 1 == hangs_at % len(steps) else run(arrays, place)
+        lambda arrays, dims, place: (
+            go_on.wait(10.0)
+            if len(limits) - 1 == hangs_at % len(steps)
+            else run(arrays, dims, place)
         ),
     )
     with pytest.raises(ModelFaultError, match=r"not ended its first work in 0\.\d+ s .*: it hangs"):
@@ -207,8 +208,8 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     monkeypatch.setattr(
         runner.decoder.steps,
         "run",
-        lambda arrays, place: (
-            shapes.append(np.diff(arrays["cu_seqlens"]).tolist()) or run(arrays, place)
+        lambda arrays, dims, place: (
+            shapes.append(np.diff(arrays["cu_seqlens"]).tolist()) or run(arrays, dims, place)
         ),
     )
 

@@ -35,9 +35,6 @@ class Launcher:
         prompts = [each.prompt for each in batch.sequences]
         return self.state.launch(prompts, [each.options for each in batch.sequences])
 
-    def padding_tokens(self, shape):
-        return 0
-
     def check(self):
         if self.gpu.lost:
             raise self.gpu.lost

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.arena import Arena, HighWater, alignment_of
-from varlen.memory.layout import Layout
-from varlen.memory.out_of_memory import memory_errors
+from varlen.memory.arena import Arena, HighWater, Layout, alignment_of, memory_errors
 from varlen.memory.usage import Size, Usage, fold
 
 CPU = torch.device("cpu")

@@ -107,13 +107,15 @@ def make_scheduler(
 class Bench:
     """An engine and its parts."""
 
-    def __init__(self, executor=None, scheduler=None, **settings):
+    def __init__(self, executor=None, scheduler=None, *, is_padded=False, **settings):
         self.executor = executor or FakeExecutor()
         self.scheduler = scheduler or make_scheduler(slots=self.executor.slots, **settings)
         self.admission = self.scheduler._admission
         self.stats = Stats()
         self.clock = Clock()
-        self.engine = Engine(self.scheduler, self.executor, self.stats, self.clock)
+        self.engine = Engine(
+            self.scheduler, self.executor, self.stats, self.clock, is_padded=is_padded
+        )
 
     def submit(self, *rows, reply=None, **options):
         reply = reply or FakeReply()
@@ -391,6 +393,17 @@ def test_the_wait_is_measured_to_the_first_batch(bench):
     assert drained.counts["varlen_sequences_total"] == 2
     assert drained.counts["varlen_tokens_total"] == 16
     assert drained.counts["varlen_padding_tokens_total"] == 0
+
+
+def test_tokens_that_pad_sequences_to_the_longest_are_counted():
+    bench = Bench(is_padded=True)
+    bench.submit([1] * 8, [2] * 3, [3] * 4)
+    bench.run_all()
+
+    counts = bench.stats.drain().counts
+    assert counts["varlen_tokens_total"] == 15
+    # the longest runs alone
+    assert counts["varlen_padding_tokens_total"] == 1
 
 
 def test_nothing_is_accepted_after_close(started):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varlen.execution.packing import dims_of
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Layout
 from varlen.memory.usage import live_sizes
 from varlen.program.program import Program
 from varlen_tools.show_plan import paper

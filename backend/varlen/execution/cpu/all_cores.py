@@ -13,11 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from varlen.execution.cpu.token_counts import padded
 from varlen.execution.executor import CoreShare
 from varlen.program.program import Op, Program, Value
 from varlen_kernels.cpu.native.threads import run_parts, usable_cores, using_cores
 
+# Products are compiled for each number of tokens that batches are padded to: how many of these there are from one power
+# of two to the next, and the smallest difference.
+_STEPS, _LEAST_STEP = 8, 8
 # With fewer tokens a part, a product mostly reads its weights, which each core would read again.
 _LEAST_TOKENS = 16
 # Multiplications of an op from which another thread gains more than its 0.2 ms of start and end: 0.8 ms of an fp32
@@ -31,6 +33,17 @@ _MOST_SECONDS = 3e-3
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 16.0
 # Multiplications that take as long as one number of an activation or a norm.
 _WORK_OF_NUMBER = 32
+
+
+def padded(tokens: int) -> int:
+    """Return the least of `batch_sizes` that has room for this number of tokens."""
+    step = max(_LEAST_STEP, (1 << (tokens.bit_length() - 1)) // _STEPS)
+    return -(-tokens // step) * step
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens that batches are padded to, ascending, up to `most`."""
+    return sorted({padded(tokens) for tokens in range(1, most + 1)})
 
 
 class LoneCores:
@@ -51,7 +64,7 @@ class LoneCores:
     @property
     def count(self) -> int:
         """The number of cores."""
-        is_paused = not self.share.is_alone or time.monotonic() < self._not_before
+        is_paused = not self.share.byte[0] or time.monotonic() < self._not_before
         return 1 if is_paused else self._cores
 
     def add_gain(self, seconds: float) -> None:

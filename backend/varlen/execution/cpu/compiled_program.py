@@ -8,6 +8,7 @@ in `Program.run`. docs/decisions/0054-compiled-steps.md has measurements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -24,7 +25,7 @@ from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
-from varlen_kernels.cpu.native.threads import usable_cores
+from varlen_kernels.cpu.native.threads import usable_cores, using_cores
 from varlen_kernels.op import Bound
 from varlen_kernels.op_table import OPS
 
@@ -118,17 +119,23 @@ class CompiledProgram:
         *,
         out: Sequence[Tensor] | None = None,
         lone: LoneCores | None = None,
+        cores: int | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs for a batch; see `Program.run`.
 
         Args:
             batch, kernels, region, out: see there.
-            lone: the cores that a lone batch may use; None for the cores of the thread.
+            lone: the cores that a lone batch may use.
+            cores: number of cores of any other batch; None for the cores of the thread.
         """
         from varlen_kernels.cpu.calls.calls import ALWAYS, run_calls
 
         program, dims = self._program, batch.dims
-        cores = usable_cores() if lone is None else lone.count
+        given = cores
+        if lone is not None:
+            cores = lone.count
+        elif cores is None:
+            cores = usable_cores()
         stay = ALWAYS if lone is None else lone.share.byte
         outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
         rows = self._filled(batch, region, outputs, cores)
@@ -144,7 +151,8 @@ class CompiledProgram:
                 continue
             if tensors is None:
                 tensors = program.tensors(batch, region, self._states, outputs)
-            program.run_op(stretch, kernels, tensors)
+            with nullcontext() if given is None else using_cores(given):
+                program.run_op(stretch, kernels, tensors)
         return tuple(outputs)
 
     def _filled(
@@ -162,7 +170,11 @@ class CompiledProgram:
             *(begin + offset for offset in region.offsets),
             *(output.data_ptr() for output in outputs),
         ]
-        sizes = [size.at(dims) for size in self._sizes]
+        # `Size.at`, without a call for each
+        sizes = [
+            size.fixed + sum([factor * dims[name] for name, factor in size.per])
+            for size in self._sizes
+        ]
         work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
         # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()

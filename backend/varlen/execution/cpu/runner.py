@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from varlen.execution.cpu.all_cores import AllCores, LoneCores
+from varlen.execution.cpu.all_cores import AllCores, LoneCores, batch_sizes, padded
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
-from varlen.execution.cpu.step_cores import StepCores
-from varlen.execution.cpu.token_counts import batch_sizes, padded
 from varlen.execution.executor import CoreShare
 from varlen.execution.handoffs import Handoffs
-from varlen.execution.packing import Arrays, padded_inputs, step_dims, tensors_of
+from varlen.execution.packing import Arrays, padded_inputs
 from varlen.memory.arena import Arena
 from varlen.memory.shared import map_shared, new_shared
 from varlen.memory.usage import Dims
 from varlen.program.program import NO_STATES, PackedBatch, Program
 from varlen.program.stages import NO_STAGES, Stage
-from varlen_kernels.cpu.native.threads import usable_cores, using_cores
+from varlen_kernels.cpu.native.threads import usable_cores
 
 # oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
 # default. An encoder has products of four shapes, for the numbers of tokens in `batch_sizes`.
 _KEPT_PRIMITIVES = 192
 # Products of batches up to this size are compiled before workers start, which share them.
 _USUAL_TOKENS = 512
+# Times that are kept of each choice: the least of them counts, since other processes make some longer.
+_KEPT = 4
+# Steps from one trial of the other choice to the next one. A trial that takes much longer doubles them.
+_TRIAL, _LONGEST_TRIAL = 64, 4096
+_MUCH_LONGER = 1.5
+# Seconds of a step on all cores from which one core is not tried: it would delay answers.
+_LONGEST = 5e-3
 
 
 def limit_primitives() -> None:
@@ -111,7 +119,11 @@ class CpuRunner:
 
     @torch.inference_mode()
     def run(
-        self, arrays: Arrays, dims: Dims, out: Sequence[Tensor] | None = None
+        self,
+        arrays: Arrays,
+        dims: Dims,
+        out: Sequence[Tensor] | None = None,
+        cores: int | None = None,
     ) -> Sequence[Tensor]:
         """Return the outputs of a batch: `out`, or new tensors.
 
@@ -121,12 +133,14 @@ class CpuRunner:
             arrays: inputs by name.
             dims: their dimensions.
             out: tensors of the outputs' shapes.
+            cores: number of cores; None for the cores of the thread, or of the model while the batch runs alone.
         """
-        inputs = tensors_of(arrays)
         if self._is_padded:
             dims = {**dims, "tokens": min(padded(dims["tokens"]), self.arena.max_tokens)}
             own = [value for value in self.program.inputs if value.name in arrays]
             inputs = padded_inputs(own, dims, arrays)
+        else:
+            inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         region = self.arena.allocate(dims)
         if self._handoffs is None:
             sent = {}
@@ -138,7 +152,9 @@ class CpuRunner:
             out = [sent[value.name] for value in self.program.outputs]
         batch = PackedBatch(inputs, dims)
         if self._compiled is not None:
-            outputs = self._compiled.run(batch, self._kernels, region, out=out, lone=self._lone)
+            outputs = self._compiled.run(
+                batch, self._kernels, region, out=out, lone=self._lone, cores=cores
+            )
         else:
             outputs = self.program.run(
                 batch, self._kernels, region, states=self._states, out=out, call=self._call
@@ -150,6 +166,79 @@ class CpuRunner:
 
     def close(self) -> None:
         """No resources to release."""
+
+
+@dataclass(slots=True)
+class _Times:
+    """Recent times of steps of one size, in seconds.
+
+    Attributes:
+        on_all, on_one: times on all cores and on one.
+        left: number of steps before the next trial.
+        pause: number of steps between trials.
+    """
+
+    on_all: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    on_one: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    left: int = _KEPT
+    pause: int = _TRIAL
+
+    @property
+    def is_faster_alone(self) -> bool:
+        """Whether one core is faster by the times that are known."""
+        return bool(self.on_one) and min(self.on_one) < min(self.on_all)
+
+    def end_trial(self, taken: float, usual: float) -> None:
+        """Decide when the next trial comes, given the seconds of both choices."""
+        if taken > _MUCH_LONGER * usual:
+            self.pause = self.left = min(2 * self.pause, _LONGEST_TRIAL)
+        else:
+            # a close race is decided by several trials
+            is_decided = min(len(self.on_one), len(self.on_all)) == _KEPT
+            self.pause, self.left = _TRIAL, _TRIAL if is_decided else 1
+
+
+class StepCores:
+    """Chooses the cores of steps: one or all, whichever is faster.
+
+    Not for two threads at once. Cores that share a step meet after each of its functions. A step of a small model, or
+    one whose cores are two threads of one real core, is faster on one. No rule says where, so steps are timed: of each
+    size most run on the faster choice, and some on the other one.
+    docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start without times.
+
+        Args:
+            clock: returns seconds.
+        """
+        self._clock = clock
+        # by the bits of the number of tokens
+        self._times: dict[int, _Times] = {}
+
+    def run(self, step: Callable[[int], object], tokens: int, cores: int) -> None:
+        """Run a step.
+
+        Args:
+            step: runs it on this number of cores.
+            tokens: number of its tokens.
+            cores: number of all cores.
+        """
+        if cores == 1:
+            step(1)
+            return
+        times = self._times.setdefault(tokens.bit_length(), _Times())
+        usual_alone = times.is_faster_alone
+        is_trial = times.left == 0 and min(times.on_all) <= _LONGEST
+        times.left = max(0, times.left - 1)
+        is_alone = usual_alone != is_trial
+        began = self._clock()
+        step(1 if is_alone else cores)
+        taken = self._clock() - began
+        if is_trial:
+            times.end_trial(taken, min(times.on_one if usual_alone else times.on_all))
+        (times.on_one if is_alone else times.on_all).append(taken)
 
 
 class CpuSteps:
@@ -174,25 +263,21 @@ class CpuSteps:
             shape = logits.at(runner.arena.largest)
             self._logits = torch.empty(stage.count, *shape, dtype=logits.dtype)
 
-    def run(self, arrays: Arrays, place: int = 0) -> Tensor:
+    def run(self, arrays: Arrays, dims: Dims, place: int = 0) -> Tensor:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one in this place.
 
         Args:
             arrays: `step_arrays`.
+            dims: their dimensions, `step_dims`.
             place: place of the logits, where the logits of several steps are kept.
         """
-        dims = step_dims(arrays)
         logits = self.last_logits(dims["logit_rows"], place)
-        if not self._runner.is_compiled:
+        step = partial(self._runner.run, arrays, dims, [logits])
+        if self._runner.is_compiled:
+            self._cores.run(step, dims["tokens"], usable_cores())
+        else:
             # ops of torch use its threads in any case
-            self._runner.run(arrays, dims, [logits])
-            return logits
-
-        def step(cores: int) -> None:
-            with using_cores(cores):
-                self._runner.run(arrays, dims, [logits])
-
-        self._cores.run(step, dims["tokens"], usable_cores())
+            step()
         return logits
 
     def last_logits(self, rows: int, place: int = 0) -> Tensor:

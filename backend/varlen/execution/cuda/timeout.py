@@ -93,7 +93,7 @@ class TimedExecutor:
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch. `completed` is called once with the result, from any thread."""
         entry = object()
-        fail = partial(completed, batch, BatchResult([], self._seconds, 0, "model"))
+        fail = partial(completed, batch, BatchResult([], self._seconds, "model"))
         with self._lock:
             has_hung = self._has_hung
             if not has_hung:

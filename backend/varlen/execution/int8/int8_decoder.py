@@ -16,8 +16,7 @@ from varlen.execution.arenas import KvSize, caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.int8.quality import LogitQuality, compare_logits
 from varlen.execution.packing import source_arrays, source_dims, step_arrays, step_dims
-from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.checkpoint.translate_config import TargetTokens
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program

@@ -7,8 +7,7 @@ import torch
 
 from varlen.execution.int8.quality import VectorQuality, compare_vectors
 from varlen.execution.packing import dims_of, largest_dims, prompt_arrays, tensors_of
-from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.blocks.heads import record_head
 from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint_folder import Checkpoint

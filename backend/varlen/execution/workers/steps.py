@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
 from varlen.execution.cpu.runner import map_logits
 from varlen.execution.device import check_ranks, choose_device
 from varlen.execution.executor import StepLauncher, StepModel
@@ -28,8 +27,8 @@ from varlen.execution.workers.limits import RestartLimit
 from varlen.execution.workers.messages import Array, step_message
 from varlen.execution.workers.process import ModelProcess
 from varlen.execution.workers.worker import WorkerProcess
+from varlen.memory.arena import memory_errors
 from varlen.memory.memory_use import MemoryUse
-from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import Batch
@@ -203,10 +202,6 @@ class ProcessSteps:
             outputs = self._choice.outputs(step, choice, chosen, logits)
         self._chosen = tokens_of_rows(step, outputs)
         return outputs
-
-    def padding_tokens(self, _: BatchShape, /) -> int:
-        """Return 0: a step has no padding."""
-        return 0
 
     def check(self) -> None:
         """Run one op in the process; see `WorkerProcess.check_state`."""

@@ -15,7 +15,7 @@ import torch
 from varlen.execution.cpu.runner import CpuSteps
 from varlen.execution.device import cores_of_rank, usable_cores
 from varlen.execution.executor import StepOrder
-from varlen.execution.packing import PackedStep
+from varlen.execution.packing import PackedStep, part_of_step
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
@@ -104,7 +104,6 @@ class StepWork:
     """Steps of a model that generates: `Work`. A step that is None is a check."""
 
     is_forked = False
-    message_of = staticmethod(step_message)
     read = staticmethod(step_of)
 
     def __init__(self, setup: Setup, link: RankLink[PackedStep] | None = None) -> None:
@@ -119,6 +118,13 @@ class StepWork:
         # tokens that the step before has chosen
         self._chosen: Int32Array = np.empty(0, np.int32)
 
+    @staticmethod
+    def message_of(step: PackedStep | None) -> bytes:
+        """Return the message of the part of a step that other processes run."""
+        if step is not None:
+            step = part_of_step(step.inputs, step.copies, step.sources, step.order)
+        return step_message(step)
+
     def warm_up(self) -> None:
         """Run steps of each kind."""
         warm_up(self.runner)
@@ -130,7 +136,7 @@ class StepWork:
         return (self._decoder.steps.share_logits(),)
 
     def prepare(self, step: PackedStep | None) -> PackedStep | None:
-        """Return the part of a step that ranks or stages run."""
+        """Return a step with what ranks or stages need of it."""
         return None if step is None else self._decoder.prepare(step)
 
     def run(

@@ -20,7 +20,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock
 
-from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError, WorkerEndedError, raising
 from varlen.execution.workers.limits import HungAfter, hung_after
@@ -298,10 +297,6 @@ class WorkerProcess:
         with suppress(WorkerEndedError):
             self._worker.send(sent.message)
         sent.is_sent = True
-
-    def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the number of padding tokens of a batch of this shape."""
-        return self._host.info.padding_tokens(shape)
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""

@@ -23,8 +23,7 @@ from varlen.execution.cpu.linear_paths import (
     stored_paths,
     use_paths,
 )
-from varlen.memory.arena import Arena
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu, reference

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
+from varlen.execution.cpu.all_cores import batch_sizes, padded
 from varlen.execution.cpu.linear_paths import PACKED, compiles_products, use_paths
 from varlen.execution.cpu.runner import CpuRunner
-from varlen.execution.cpu.token_counts import batch_sizes, padded
 from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from varlen.execution.cpu.step_cores import StepCores
+from varlen.execution.cpu.runner import StepCores
 
 from ...fakes.engine_parts import Clock
 

@@ -16,10 +16,9 @@ from tests.repeated_work import RepeatedWork
 from varlen.execution.arenas import KvSize
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.runner import CudaSteps
-from varlen.execution.packing import part_of_step, step_arrays
+from varlen.execution.packing import part_of_step, step_arrays, step_dims
 from varlen.execution.programs import record_steps
-from varlen.memory.arena import Arena
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.recorder import Recorder
@@ -112,7 +111,8 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk,
     chunks = [chunk(*each) for each in step]
     (cpu, cpu_caches), (gpu, gpu_caches) = steps
 
-    expected, actual = cpu.run(packed(chunks).inputs).clone(), gpu.logits(packed(chunks))
+    step = packed(chunks)
+    expected, actual = cpu.run(step.inputs, step_dims(step.inputs)).clone(), gpu.logits(step)
 
     roundings = encoder_roundings(folder)
     assert_close(actual, expected, roundings=roundings)

@@ -24,8 +24,7 @@ from varlen.execution.executor import ThreadExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.workers import Workers
-from varlen.memory.arena import Arena
-from varlen.memory.layout import Layout
+from varlen.memory.arena import Arena, Layout
 from varlen.request.request import Request
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.sequence import RequestState
@@ -155,9 +154,6 @@ class HungRunner:
         self.running.set()
         assert self.end.wait(SECONDS)
         return [[0.0] for _ in batch.sequences]
-
-    def padding_tokens(self, shape):
-        return 0
 
     def check(self):
         pass
