@@ -12,11 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu.bodies.int8_layout import FACTORS
 from varlen_kernels.cpu.native.target_cpu import LANES
 from varlen_kernels.op import Function
 from varlen_kernels.op_table import DEQUANTIZE, DEQUANTIZE_INT32, QUANTIZE
-from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight
+from varlen_kernels.reference.linear_int8 import FACTORS, OUTLIERS, Int8Weight
 
 # Lowest code of the signed form.
 LOWEST_SIGNED = -128

@@ -16,6 +16,8 @@ from varlen_kernels import Activation, reference
 
 # Columns of the input that are multiplied in fp32.
 OUTLIERS = 4
+# Numbers of a token beside its codes: the value of a step, the value of code 0, the outliers.
+FACTORS = 2 + OUTLIERS
 # Steps between the lowest and the highest value of a token: 8 bits, or 7 where sums of 8 bits saturate.
 FULL_LEVELS = 255
 REDUCED_LEVELS = 127

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.native.target_cpu import target_cpu
-from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS, REDUCED_LEVELS
+from varlen_kernels.reference.linear_int8 import FULL_LEVELS, REDUCED_LEVELS
 
-# Numbers of a token beside its codes: the value of a step, the value of code 0, the outliers.
-FACTORS = 2 + OUTLIERS
 # Columns that one instruction multiplies and sums.
 DEPTH = 4
 

@@ -7,7 +7,7 @@ Source: the specifications are the functions of `reference.linear_int8`.
 """
 
 from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
-from varlen_kernels.cpu.bodies.int8_layout import FACTORS, TILE_FEATURES, TILE_ROWS
+from varlen_kernels.cpu.bodies.int8_layout import TILE_FEATURES, TILE_ROWS
 from varlen_kernels.cpu.bodies.int8_rows import keep_columns, quantize_row, whole_vectors
 from varlen_kernels.cpu.bodies.int8_tile import multiply_pair, multiply_row, multiply_tile, prefetch
 from varlen_kernels.cpu.native.lanes import load, multiply_add, splat
@@ -23,6 +23,7 @@ from varlen_kernels.cpu.native.native import (
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
 from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
+from varlen_kernels.reference.linear_int8 import FACTORS
 
 
 @inlined
