@@ -24,7 +24,6 @@ from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.program.program import Op, Program, Weights
-from varlen_kernels.cpu.bodies.panel_layout import pack_panels
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.products import can_pack, pack_weight
 
@@ -38,11 +37,20 @@ Clock: TypeAlias = Callable[[], float]
 PLAIN = "linear"
 PACKED = "linear_packed"
 PANELS = "linear_panels"
+
+
+def _pack_panels(weight: Tensor) -> Weights:
+    # its layout asks LLVM for the CPU, which a machine with a GPU may lack
+    from varlen_kernels.cpu.bodies.panel_layout import pack_panels
+
+    return pack_panels(weight)
+
+
 # What makes the weight of each path from `[hidden, features]`.
 LAYOUTS: Mapping[str, Callable[[Tensor], Weights]] = {
     PLAIN: lambda weight: weight,
     PACKED: pack_weight,
-    PANELS: pack_panels,
+    PANELS: _pack_panels,
 }
 
 # To be increased when paths are measured in another way.
