@@ -277,7 +277,7 @@ class InlineExecutor(_LaunchingExecutor):
         *,
         is_pipeline: bool = False,
     ) -> None:
-        """Start without a batch; see `OverlappingExecutor`."""
+        """Start without a batch; arguments as in `_LaunchingExecutor`."""
         super().__init__(launcher, clock, is_pipeline=is_pipeline)
         self._in_flight: deque[_Launched] = deque()
 
@@ -309,13 +309,7 @@ class OverlappingExecutor(_LaunchingExecutor):
         *,
         is_pipeline: bool = False,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            launcher: starts the batches.
-            clock: clock of the engine, in seconds.
-            is_pipeline: whether a batch begins to run while those before it run in later stages.
-        """
+        """Start the thread; arguments as in `_LaunchingExecutor`."""
         super().__init__(launcher, clock, is_pipeline=is_pipeline)
         self._queue: SimpleQueue[_Launched | None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)

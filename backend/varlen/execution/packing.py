@@ -290,7 +290,7 @@ class PackedStep:
 
     @property
     def place(self) -> int:
-        """Number of its place among the logits of steps in flight."""
+        """Index of its logits among the logits of steps in flight."""
         return int(self.order[2])
 
     def keep_logits(self, place: int) -> None:

@@ -107,7 +107,7 @@ class Recording:
         *,
         writes: Sequence[State] = (),
     ) -> tuple[Value, ...]:
-        """Append an op of the table, which says what it takes and returns; see `call`.
+        """Append an op; its row in `op_table` declares its arguments and results; see `call`.
 
         Raises:
             TypeError: an argument is missing, or the op takes no such argument.

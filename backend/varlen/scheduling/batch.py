@@ -189,7 +189,7 @@ def add_writers(request: RequestState, new_writer: NewWriter) -> None:
 
 
 def append_token(sequence: GeneratedSequence, token: SampledToken) -> Event:
-    """Append a token to a sequence; return what it adds to the answer."""
+    """Append a token to a sequence; return the part of the answer."""
     sequence.token_ids.append(token.token_id)
     if token.error is not None:
         return SequenceFailure(sequence, token.error)

@@ -43,7 +43,7 @@ class Kind(Protocol):
     ) -> "Service[Any]":
         """Return the model, warmed up, with an engine that is not started yet; see `Service.load`.
 
-        What it has opened is closed by `opened` if the load fails.
+        `opened` closes the opened resources if the load fails.
         """
 
     def submit(self, request: Request, reply: Reply) -> None:
@@ -130,7 +130,7 @@ class Service(Generic[_Kind]):
 
     @property
     def waiting_requests(self) -> int:
-        """Number of requests that wait to run, or for what they need to run."""
+        """Number of requests that wait for tokenization, a grammar or a batch."""
         return self.admission.depth[0] + sum(queue.depth[0] for queue in self.queues)
 
     def snapshot(self) -> MetricsSnapshot:

@@ -208,7 +208,7 @@ class TextFields(Fields):
 
     truncate: bool | CutEnd | None = None
     truncation: bool | None = None
-    """Voyage's name of `truncate`, and that of pipelines of transformers."""
+    """The name of `truncate` in Voyage's API and in pipelines of transformers."""
     truncate_prompt_tokens: int | None = None
     """Number of tokens that are kept, by vLLM; -1 is its name of `truncate`."""
     truncation_side: Direction | None = None

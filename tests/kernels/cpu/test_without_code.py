@@ -15,7 +15,6 @@ from varlen_kernels.reference.rank_memory import rank_words
 # Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
     "varlen_kernels.cpu.calls.compiled_ops",
-    "varlen_kernels.cpu.native.table",
     "varlen_kernels.cpu.native.target_cpu",
     "varlen_kernels.cpu.native.threads",
 }

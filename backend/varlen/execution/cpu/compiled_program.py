@@ -24,8 +24,14 @@ from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
-from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
-from varlen_kernels.cpu.native.threads import usable_cores, using_cores
+from varlen_kernels.cpu.native.threads import (
+    ARGUMENTS,
+    FUNCTION,
+    PARTS,
+    UNITS,
+    usable_cores,
+    using_cores,
+)
 from varlen_kernels.op import Bound
 from varlen_kernels.op_table import OPS
 

@@ -49,7 +49,7 @@ _OVERSLEEP_SECONDS = 1e-4
 
 # Its length depends on contexts. It is last in the buffer, so that only what is used of it is copied.
 _TABLES = "block_ids"
-# Behind the tokens that the step before has chosen.
+# Inputs of the step; they start after the tokens that the previous step chose.
 _TOKENS = "token_ids"
 # Where each token of a step lies: among the chosen ones, or among its inputs.
 _PLACES = Value("places", (Size(tokens=1),), torch.int32)

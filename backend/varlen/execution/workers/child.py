@@ -10,7 +10,7 @@ Workers of a model of one step are forked. They share the weights, page by page,
 does. A worker that was killed is forked again within milliseconds. No thread works at that time, so a fork leaves no
 lock behind. A process that has keys and values, or that leads others, is its own only worker.
 
-The other ranks or stages of a model have their control socket from the leader, and run what it sends them. They have
+The other ranks or stages of a model get their control socket from the leader, and run the work that it sends. They have
 no scheduler, tokenizer or sampler, and end with the leader.
 """
 

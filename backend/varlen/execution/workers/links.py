@@ -39,8 +39,8 @@ class RankLinks:
     """The links of a rank: the memory in which all ranks meet. Rank 0 leads.
 
     Attributes:
-        rank: the place of this process among the ranks.
-        states: that memory.
+        rank: index of this process among the ranks.
+        states: memory that all ranks share.
     """
 
     stage = NO_STAGES

@@ -1,7 +1,7 @@
 """The work of a process of a model: batches, or steps of generation.
 
-Steps draw their tokens here, and take steps of searches that depend on the logits alone, and the next step goes on with
-them. Others are chosen by the engine, from logits in memory that both map.
+This process draws the tokens of samples, and advances the searches that need only the logits; the next step continues
+from them. The engine chooses the other tokens, from logits in memory that both processes map.
 """
 
 from __future__ import annotations

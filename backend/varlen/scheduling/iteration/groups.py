@@ -23,7 +23,7 @@ class BeamBlocks:
         slots: slot of each beam in the state that the device keeps of all beams that run.
         num_tokens: length of the prompt.
         block_size: tokens of a block.
-        blocks: blocks of one column after another, one for each beam. The first beam goes on in the last block of the
+        blocks: blocks of one column after another, one for each beam. The first beam writes to the last block of the
             prompt, so a column that begins with the prompt has one less.
     """
 

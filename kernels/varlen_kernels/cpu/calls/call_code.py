@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from varlen_kernels.cpu.native.native import inlined, int64_vector
-from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
+from varlen_kernels.cpu.native.threads import ARGUMENTS, FUNCTION, PARTS, UNITS
 from varlen_kernels.cpu.native.waits import SPINS, pause, yield_core
 
 _SIZE = ir.IntType(64)

@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 
 from varlen_kernels.cpu.calls.machine_code import address_of
-from varlen_kernels.cpu.native.table import ARGUMENTS
-from varlen_kernels.cpu.native.threads import HELP_SECONDS, add_gain, run_along, usable_cores
+from varlen_kernels.cpu.native.threads import (
+    ARGUMENTS,
+    HELP_SECONDS,
+    add_gain,
+    run_along,
+    usable_cores,
+)
 from varlen_kernels.op import Bound, Extent, Function
 from varlen_kernels.op_table import OPS
 
@@ -37,7 +42,7 @@ _LEAST_SHARED_WORK = 1 << 19
 _LEAST_SHARED_CALL = 1 << 22
 # Parts of each core: the last ones are short, so cores end at about the same time.
 _PARTS = 4
-# What stands before the arguments of a function in a table.
+# The columns of a table before the arguments of a function.
 _HEAD = Struct("q" * ARGUMENTS)
 _NO_MEMORY = "too little memory for what an op computes with"
 

@@ -12,6 +12,9 @@ from queue import SimpleQueue
 
 import torch
 
+# Columns of the table of functions that threads run: the address of a function, its number of units, the number of
+# parts that threads take, and its arguments.
+FUNCTION, UNITS, PARTS, ARGUMENTS = range(4)
 # What it costs the caller to have another thread help, in seconds.
 HELP_SECONDS = 1e-4
 

@@ -16,8 +16,7 @@ from varlen_kernels.cpu.calls.calls import run_calls, run_op
 from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
 from varlen_kernels.cpu.native import threads
 from varlen_kernels.cpu.native.native import int64_vector
-from varlen_kernels.cpu.native.table import ARGUMENTS, FUNCTION, PARTS, UNITS
-from varlen_kernels.cpu.native.threads import using_cores
+from varlen_kernels.cpu.native.threads import ARGUMENTS, FUNCTION, PARTS, UNITS, using_cores
 from varlen_kernels.op_table import FUNCTIONS
 from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS
 
