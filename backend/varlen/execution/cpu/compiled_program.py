@@ -19,7 +19,7 @@ from torch import Tensor
 
 from varlen.execution.cpu.all_cores import LoneCores
 from varlen.memory.arena import Region
-from varlen.memory.usage import Dims, Size
+from varlen.memory.usage import Dims, Size, shapes_at
 from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
@@ -176,11 +176,7 @@ class CompiledProgram:
             *(begin + offset for offset in region.offsets),
             *(output.data_ptr() for output in outputs),
         ]
-        # `Size.at`, without a call for each
-        sizes = [
-            size.fixed + sum([factor * dims[name] for name, factor in size.per])
-            for size in self._sizes
-        ]
+        (sizes,) = shapes_at([self._sizes], dims)
         work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
         # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()
