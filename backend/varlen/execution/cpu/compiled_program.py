@@ -107,7 +107,7 @@ class CompiledProgram:
         self._slots |= {name: first + buffer for name, buffer in program.buffer_of.items()}
         first += len(program.buffers)
         self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
-        self._sizes = list(dict.fromkeys(_sizes_of(self._calls)))
+        self._sizes = tuple(dict.fromkeys(_sizes_of(self._calls)))
         self._table = self._new_table(self._calls)
 
     @property
