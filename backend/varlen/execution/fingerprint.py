@@ -19,6 +19,7 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
+from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import read_bytes
 from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
@@ -56,7 +57,7 @@ def checkpoint_hash(folder: Path) -> str:
         CheckpointError: there are no safetensors files.
         OSError: one cannot be read.
     """
-    digest = hashlib.sha256(read_bytes(folder, "config.json"))
+    digest = hashlib.sha256(read_bytes(folder, config_name(folder)))
     for shard in shards(folder):
         path = locate_weights(folder, shard.name)
         with path.open("rb") as file:

@@ -18,6 +18,7 @@ from varlen.parameter import (
     whole_field,
     word_field,
 )
+from varlen.request.entities import DEFAULT_THRESHOLD, LABELS_TEXT, MAX_LABELS, read_labels
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import RequestOptions
 from varlen.request.scores import ScoreFunction
@@ -125,6 +126,31 @@ class RowParameters:
         lowest=1,
         tasks=("fill_mask",),
     )
+    labels: tuple[str, ...] | None = parameter_field(
+        None,
+        "labels of the spans that `extract` finds, in the words of the model's authors, such as `person`. Needed with"
+        " `extract`",
+        allowed_text=LABELS_TEXT,
+        max_items=MAX_LABELS,
+        pattern="(?s).+",
+        tasks=("extract",),
+    )
+    threshold: float = real_field(
+        DEFAULT_THRESHOLD,
+        0,
+        1,
+        "spans have scores above this",
+        tasks=("extract",),
+    )
+    flat_ner: bool = word_field(
+        True,
+        FLAG,
+        "no two spans share a word; with false a span may contain another one",
+        tasks=("extract",),
+    )
+    multi_label: bool = word_field(
+        False, FLAG, "a span may have several labels", tasks=("extract",)
+    )
     operation: Operation = word_field(
         "infer",
         get_args(Operation),
@@ -207,6 +233,8 @@ class RowParameters:
                 parameter = parameter.up_to(width)
             if value is None:
                 refuse(name, value, parameter.allowed)
+            if name == "labels":
+                values[name] = value = read_labels(value)
             parameter.check(name, value)
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
 

@@ -5,7 +5,7 @@ threads.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.entities import EntityForm, entity_tensors
 from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.request.request import Float32Array, Output, Request
 from varlen.request.row_parameters import RowParameters
@@ -34,6 +35,7 @@ class ModelOutputs:
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
         term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
+        scores_words: whether the scores of `extract` are of words, else of spans.
     """
 
     task: Task
@@ -43,6 +45,7 @@ class ModelOutputs:
     max_active_dims: int | None = None
     term_text: Callable[[int], str] = str
     token_text: Callable[[int], str] = str
+    scores_words: bool = False
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
@@ -61,6 +64,8 @@ class ModelOutputs:
             checkpoint.labels,
             checkpoint.normalize,
             checkpoint.splade.max_active_dims,
+            scores_words=checkpoint.extraction is not None
+            and checkpoint.extraction.scored == "words",
         )
 
     @property
@@ -86,6 +91,7 @@ class AnswerOptions:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
         top_k: tokens that fill a mask.
+        entities: form of the spans of `extract`.
     """
 
     names: frozenset[str]
@@ -93,6 +99,7 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
+    entities: EntityForm = EntityForm()
 
     @classmethod
     def of(
@@ -114,6 +121,21 @@ class AnswerOptions:
             given.max_active_dims or outputs.max_active_dims,
             given.top_k or min(DEFAULT_TOP_K, outputs.width),
         )
+
+
+    def with_entities(
+        self, texts: tuple[str, ...], given: RowParameters, outputs: ModelOutputs
+    ) -> "AnswerOptions":
+        """Return the answer with the spans that parameters ask for, of these texts."""
+        form = EntityForm(
+            texts,
+            given.labels or (),
+            given.threshold,
+            given.flat_ner,
+            given.multi_label,
+            outputs.scores_words,
+        )
+        return replace(self, entities=form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +175,7 @@ class ArrayAnswer:
     def num_bytes(self) -> int:
         """Size of the tensors whose shapes follow from the lengths of the rows."""
         rows, width = len(self.num_tokens), self.outputs.width
-        if self.outputs.facts.needs_masked_lm:
+        if self.outputs.facts.finds_rows:
             # the others depend on what the model finds, and are checked before they are sent
             return 4 * rows if "num_tokens" in self._names else 0
         longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
@@ -173,8 +195,8 @@ class ArrayAnswer:
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
         names = self._names
-        if self.outputs.facts.needs_masked_lm:
-            tensors = self._term_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
+        if self.outputs.facts.finds_rows:
+            tensors = self._found_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
             return {name: tensors[name] for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
@@ -206,9 +228,12 @@ class ArrayAnswer:
             filled[: len(row)] = row
         return texts
 
-    def _term_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
-        """Return the tensors of tasks whose outputs are entries of the vocabulary."""
+    def _found_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
+        """Return the tensors of tasks whose outputs are what the model finds."""
         outputs, options = self.outputs, self.options
+        if outputs.task == "extract":
+            form = options.entities
+            return entity_tensors([form.entities(row, each) for row, each in enumerate(rows)])
         if outputs.task == "sparse_embed":
             vectors = [sparse_vector(row, options.max_active_dims) for row in rows]
             return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)

@@ -35,6 +35,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 # Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 32 << 20
+# Beginning of the names of an encoder in a model of GLiNER, whose own layers have other names.
+_ENCODER_OF_GLINER = "token_rep_layer.bert_layer.model."
 # TensorFlow's names of the two tensors of a layer norm; transformers renames them in the same way.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -281,6 +283,7 @@ def check_no_pickles(folder: Path) -> None:
 
 
 def _canonical_name(name: str) -> str:
+    name = name.removeprefix(_ENCODER_OF_GLINER)
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
