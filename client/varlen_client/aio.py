@@ -33,10 +33,18 @@ from varlen_client.generation import (
     Translation,
     search_options,
 )
-from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel, Vectors
+from varlen_client.row_answers import (
+    Entity,
+    FilledToken,
+    LabelScore,
+    SparseVector,
+    TokenLabel,
+    Vectors,
+)
 from varlen_client.row_options import (
     DetokenizeOptions,
     EmbedOptions,
+    ExtractOptions,
     MaskOptions,
     PredictOptions,
     RerankOptions,
@@ -153,6 +161,15 @@ class AsyncClient:
             inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
         """
         return await self._answer(tasks.FILL_MASK, inputs, options)
+
+    async def extract(
+        self, inputs: Sequence[str], **options: Unpack[ExtractOptions]
+    ) -> list[list[Entity]]:
+        """Return the spans of each text that have one of the labels, in the order of their beginnings.
+
+        For models of GLiNER; `labels` are an option, see `ExtractOptions`. Errors are the same as in `embed`.
+        """
+        return await self._answer(tasks.EXTRACT, inputs, options)
 
     async def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
         """Return the logits of each row, [rows, labels] fp32.

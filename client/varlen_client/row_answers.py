@@ -167,6 +167,24 @@ class TokenLabel:
     score: float
 
 
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """A span of a text with its label.
+
+    Attributes:
+        start, end: its first character, and the one behind its last.
+        text: its characters.
+        label: one of the labels of the call.
+        score: probability of the label.
+    """
+
+    start: int
+    end: int
+    text: str
+    label: str
+    score: float
+
+
 def read_matrix(answers: RowAnswers) -> Output:
     """Return the first output, [rows, width]."""
     return answers.joined(answers.outputs[0])
@@ -229,6 +247,21 @@ def read_filled_masks(answers: RowAnswers) -> list[list[list[FilledToken]]]:
         for token_ids, tokens, scores, counts in answers.each(
             "token_ids", "tokens", "scores", "num_masks"
         )
+        for row, count in enumerate(counts[:, 0].tolist())
+    ]
+
+
+def read_entities(answers: RowAnswers) -> list[list[Entity]]:
+    """Return the spans of each row in the order of their beginnings."""
+    names = ("starts", "ends", "spans", "span_labels", "scores", "num_spans")
+    return [
+        [
+            Entity(start, end, _text(text), _text(label), score)
+            for start, end, text, label, score in zip(
+                *(array[row, :count].tolist() for array in arrays), strict=True
+            )
+        ]
+        for *arrays, counts in answers.each(*names)
         for row, count in enumerate(counts[:, 0].tolist())
     ]
 

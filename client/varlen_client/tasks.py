@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -12,6 +13,7 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.row_answers import (
     ANY_WIDTH,
     TOKEN_COUNTS,
+    Entity,
     FilledToken,
     LabelScore,
     Ranking,
@@ -22,6 +24,7 @@ from varlen_client.row_answers import (
     Vectors,
     read_arrays,
     read_column,
+    read_entities,
     read_filled_masks,
     read_labels,
     read_matrix,
@@ -31,6 +34,7 @@ from varlen_client.row_answers import (
 )
 from varlen_client.row_options import (
     EmbedOptions,
+    ExtractOptions,
     MaskOptions,
     PredictOptions,
     RerankOptions,
@@ -127,7 +131,8 @@ def parameters_of(
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             raise InvalidRequest(f"{name} is {value}; allowed: up to {_LARGEST_INTEGER}")
     return {
-        _WIRE_NAMES.get(name, name): value
+        # the protocol has no lists
+        _WIRE_NAMES.get(name, name): json.dumps(list(value)) if name == "labels" else value
         for name, value in options.items()
         if value is not None and name not in (*_CALL_OPTIONS, *not_sent)
     }
@@ -178,6 +183,20 @@ FILL_MASK: RowTask[list[list[list[FilledToken]]]] = RowTask(
         RowOutput("num_masks", dtype=np.int32),
     ),
     read_filled_masks,
+)
+EXTRACT: RowTask[list[list[Entity]]] = RowTask(
+    "extract",
+    ExtractOptions,
+    (
+        # a row may have no span
+        RowOutput("starts", dtype=np.int32, width=ANY_WIDTH),
+        RowOutput("ends", dtype=np.int32, width=ANY_WIDTH),
+        RowOutput("spans", dtype=np.object_, width=ANY_WIDTH),
+        RowOutput("span_labels", dtype=np.object_, width=ANY_WIDTH),
+        RowOutput("scores", width=ANY_WIDTH),
+        RowOutput("num_spans", dtype=np.int32),
+    ),
+    read_entities,
 )
 CLASSIFY: RowTask[Floats] = RowTask(
     "classify", RowOptions, (RowOutput("logits"),), read_matrix, takes_pairs=True

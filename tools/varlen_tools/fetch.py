@@ -23,6 +23,7 @@ from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.config_file import read_json
+from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
@@ -140,7 +141,7 @@ def _check_source(source: str) -> None:
     if source and folder.is_dir():
         with _refusing(CheckpointError):
             check_is_transformer(folder)
-        if not has_file(folder, "config.json"):
+        if not has_file(folder, config_name(folder)):
             # also snapshots in the hub's cache
             inside = [
                 path for each in ("*", "snapshots/*") for path in folder.glob(f"{each}/config.json")
@@ -195,7 +196,7 @@ def default_name(source: str) -> str:
 def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
     if force or not target.exists():
         return
-    if (target / VERSION / "config.json").exists():
+    if (target / VERSION / config_name(target / VERSION)).exists():
         raise FetchError(f"{target} holds a checkpoint already; --force replaces it")
     if has_settings and (target / "config.pbtxt").exists():
         raise FetchError(f"{target} has a config.pbtxt already; --force replaces it")

@@ -212,12 +212,8 @@ def _prompt_array(
             array = bounds
         case "mask_rows":
             array = _mask_rows(prompts, bounds)
-        case "word_rows" | "label_rows":
-            array = _payload_rows(prompts, bounds, of_words=name == "word_rows")
-        case "cu_words":
-            array = bounds_of([prompt.num_words for prompt in prompts])
-        case "cu_labels":
-            array = bounds_of([prompt.num_labels for prompt in prompts])
+        case "word_rows" | "label_rows" | "cu_words" | "cu_labels":
+            array = _of_words_and_labels(name, prompts, bounds)
         case "normalize":
             array = np.array([each.normalize for each in options], np.bool_)
         case "normalize_tokens":
@@ -247,8 +243,11 @@ def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
     return np.concatenate([np.empty(0, np.int32), *rows])
 
 
-def _payload_rows(prompts: Sequence[Prompt], bounds: Int32Array, *, of_words: bool) -> Int32Array:
-    """Return the words, or the labels, of all sequences by their place in the batch, int32."""
+def _of_words_and_labels(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
+    """Return the words or the labels of all sequences by their place in the batch, or their bounds."""
+    of_words = name.endswith(("word_rows", "words"))
+    if name.startswith("cu_"):
+        return bounds_of([each.num_words if of_words else each.num_labels for each in prompts])
     rows = [np.empty(0, np.int32)]
     for begin, prompt in zip(bounds, prompts, strict=False):
         places = prompt.payload_tokens(Words)

@@ -27,9 +27,7 @@ _Places = npt.NDArray[np.intp]
 class WordPrompts:
     """Makes the prompts of one model. Thread-safe."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, config: ExtractionConfig, limits: InputLimits
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: ExtractionConfig, limits: InputLimits) -> None:
         """Check the tokens of the prompt.
 
         Raises:
@@ -89,7 +87,9 @@ class WordPrompts:
         self._check_scores(row, kept, len(labels))
         self._limits.check_ids(row, "text", ids, None)
         self._limits.check_arena(row, len(ids))
-        return Prompt(ids, payload=self._payload(ids, word_of_token, len(before), kept, len(labels)))
+        return Prompt(
+            ids, payload=self._payload(ids, word_of_token, len(before), kept, len(labels))
+        )
 
     def _payload(
         self, ids: Int32Array, word_of_token: _Places, before: int, kept: int, labels: int
@@ -112,8 +112,8 @@ class WordPrompts:
         scores = words * labels * self._config.columns
         if scores > _MOST_SCORES:
             raise RequestError(
-                f"row {row}: {words} words and {labels} labels have {scores} scores; allowed: {_MOST_SCORES}. Send fewer"
-                " labels, or a shorter text"
+                f"row {row}: {words} words and {labels} labels have {scores} scores; allowed: {_MOST_SCORES}. Send"
+                " fewer labels, or a shorter text"
             )
 
     def _refuse_labels(self, row: int, max_tokens: int) -> NoReturn:

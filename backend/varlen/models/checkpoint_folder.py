@@ -32,8 +32,8 @@ from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
-from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
+from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
@@ -315,7 +315,6 @@ class Checkpoint:
                 f' "{self.config["model_type"]}" does not know; allowed: attend true'
             )
 
-
     def _check_extraction(self, task: Task) -> None:
         """Raise CheckpointError unless spans for labels are what the task needs."""
         if (task == "extract") == (self.extraction is not None):
@@ -334,7 +333,11 @@ class Checkpoint:
 
 def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
     """Return config.json, or the configuration of the encoder of a model of GLiNER and its settings."""
-    return read_extraction(folder) if is_extraction(folder) else (read_object(folder, "config.json"), None)
+    return (
+        read_extraction(folder)
+        if is_extraction(folder)
+        else (read_object(folder, "config.json"), None)
+    )
 
 
 def _read_config(given: Json, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:

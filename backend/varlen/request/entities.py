@@ -5,7 +5,7 @@ a text (its splitter "whitespace").
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,9 @@ def read_labels(value: object) -> tuple[str, ...]:
         RequestError: this is no list of labels.
     """
     given = read_json("labels", value) if isinstance(value, str) else value
-    is_list = isinstance(given, list | tuple)
-    labels = tuple(dict.fromkeys(given)) if is_list and all(map(_is_label, given)) else ()
+    if not isinstance(given, list | tuple) or not all(map(_is_label, given)):
+        refuse("labels", value, LABELS_TEXT)
+    labels = tuple(dict.fromkeys(given))
     if not 1 <= len(labels) <= MAX_LABELS:
         refuse("labels", value, LABELS_TEXT)
     return labels
@@ -133,7 +134,10 @@ def entity_tensors(rows: Sequence[Sequence[Entity]]) -> dict[str, npt.NDArray[An
             at = index, place
             tensors["starts"][at], tensors["ends"][at] = each.start, each.end
             tensors["scores"][at] = each.score
-            tensors["spans"][at], tensors["span_labels"][at] = each.text.encode(), each.label.encode()
+            tensors["spans"][at], tensors["span_labels"][at] = (
+                each.text.encode(),
+                each.label.encode(),
+            )
     return tensors
 
 
@@ -176,7 +180,9 @@ def _of_words(scores: Float32Array, threshold: np.float32, row: int) -> _Found:
         below = np.flatnonzero(inside < threshold)
         length = int(below[0]) if len(below) else len(inside)
         lowest = np.minimum.accumulate(inside[:length])
-        lowest = np.minimum(np.minimum(lowest, stops[begin : begin + length, label]), starts[begin, label])
+        lowest = np.minimum(
+            np.minimum(lowest, stops[begin : begin + length, label]), starts[begin, label]
+        )
         ends = np.flatnonzero(stops[begin : begin + length, label] > threshold)
         found += [(begin, begin + int(end), label, lowest[end]) for end in ends]
         _check_count(len(found), row)
@@ -227,19 +233,12 @@ class _Nested:
         """Return whether a span was free, and take it."""
         if (begin, end) in self._taken:
             return self._multi_label
-        crosses = any(
-            self._ends.get(word, -1) > end for word in range(begin + 1, end + 1)
-        ) or any(self._begins.get(word, begin) < begin for word in range(begin, end))
+        crosses = any(self._ends.get(word, -1) > end for word in range(begin + 1, end + 1)) or any(
+            self._begins.get(word, begin) < begin for word in range(begin, end)
+        )
         if crosses:
             return False
         self._taken.add((begin, end))
         self._ends[begin] = max(end, self._ends.get(begin, -1))
         self._begins[end] = min(begin, self._begins.get(end, begin))
         return True
-
-
-def labels_of(labels: Iterable[str]) -> str:
-    """Return labels as the parameter of a request."""
-    import json
-
-    return json.dumps(list(labels), ensure_ascii=False)

@@ -234,8 +234,8 @@ class RowParameters:
             if value is None:
                 refuse(name, value, parameter.allowed)
             if name == "labels":
-                values[name] = value = read_labels(value)
-            parameter.check(name, value)
+                values[name] = read_labels(value)
+            parameter.check(name, values[name])
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
 
     @property

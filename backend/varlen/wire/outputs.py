@@ -99,7 +99,7 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
-    entities: EntityForm = EntityForm()
+    entities: EntityForm = field(default_factory=EntityForm)
 
     @classmethod
     def of(
@@ -121,7 +121,6 @@ class AnswerOptions:
             given.max_active_dims or outputs.max_active_dims,
             given.top_k or min(DEFAULT_TOP_K, outputs.width),
         )
-
 
     def with_entities(
         self, texts: tuple[str, ...], given: RowParameters, outputs: ModelOutputs

@@ -6,6 +6,7 @@ Source: Zaratiana et al. 2023, arXiv:2311.08526; span `markerV0` and the token s
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def bidirectional_lstm(
     """
     out = x.new_empty(len(x), 2 * hidden_weight.shape[2]) if out is None else out
     bounds = cu_seqlens.tolist()
-    rows = [slice(*each) for each in zip(bounds, bounds[1:], strict=False) if each[0] < each[1]]
+    rows = [slice(*each) for each in pairwise(bounds) if each[0] < each[1]]
     if not rows:
         return out
     packed = pack_sequence([x[each] for each in rows], enforce_sorted=False)
@@ -53,7 +54,7 @@ def bidirectional_lstm(
         for part in (input_weight[direction], hidden_weight[direction], *bias[direction])
     ]
     zeros = x.new_zeros(2, len(rows), hidden_weight.shape[2])
-    states, *_ = torch._VF.lstm(  # type: ignore[attr-defined]  # the function behind torch.nn.LSTM
+    states, *_ = torch._VF.lstm(  # the function behind torch.nn.LSTM
         packed.data, packed.batch_sizes, (zeros, zeros), parameters, True, 1, 0.0, False, True
     )
     for part, found in zip(rows, unpack_sequence(packed._replace(data=states)), strict=True):
@@ -149,9 +150,7 @@ def _sequences(
     """Yield the words and the labels of each sequence, and its scores, `[words, labels, columns]`."""
     words, labels, begin = cu_words.tolist(), cu_labels.tolist(), 0
     for number in range(len(words) - 1):
-        rows, columns = (
-            slice(bounds[number], bounds[number + 1]) for bounds in (words, labels)
-        )
+        rows, columns = (slice(bounds[number], bounds[number + 1]) for bounds in (words, labels))
         count, width = rows.stop - rows.start, columns.stop - columns.start
         end = begin + count * width
         if end > begin:

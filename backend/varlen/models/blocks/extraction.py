@@ -8,6 +8,7 @@ Source: Zaratiana et al. 2023, arXiv:2311.08526; names as the library gliner sav
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from varlen.models.checkpoint.extraction import ExtractionConfig
-    from varlen.program.program import Value
+    from varlen.program.program import Attribute, Operand, Value
     from varlen.program.recorder import Recorder
 
 # Names of the two directions of an LSTM.
@@ -125,7 +126,14 @@ class WordScorer:
         return _pairs(ops, "word_scores", operands, 3, {})
 
 
-def _pairs(ops: Recorder, kernel: str, operands, columns: int, attributes) -> Value:
+def _pairs(
+    ops: Recorder,
+    kernel: str,
+    operands: Sequence[Operand],
+    columns: int,
+    attributes: Mapping[str, Attribute],
+) -> Value:
+    """Record an op whose rows are pairs, `[pairs, columns]` fp32."""
     import torch
 
     result = ("pairs", columns), torch.float32
@@ -179,9 +187,7 @@ def load_extraction(read: LayerReader, config: ExtractionConfig) -> Extraction:
     hidden = config.hidden
     projection = None
     if config.encoder_hidden != hidden:
-        projection = read.linear(
-            ["token_rep_layer.projection"], config.encoder_hidden, [hidden]
-        )
+        projection = read.linear(["token_rep_layer.projection"], config.encoder_hidden, [hidden])
     load = _load_spans if config.scored == "spans" else _load_words
     return Extraction(
         projection=projection,
@@ -238,9 +244,7 @@ def _load_words(read: LayerReader, config: ExtractionConfig) -> WordScorer:
     joined = read.linear(["scorer.out_mlp.0"], 3 * hidden, [inner])
 
     def half(layer: Linear, part: slice) -> Linear:
-        return read.computed(
-            lambda: Linear(layer.weight[:, part].contiguous(), _bias(layer)[part])
-        )
+        return read.computed(lambda: Linear(layer.weight[:, part].contiguous(), _bias(layer)[part]))
 
     summand, factor = slice(0, hidden), slice(hidden, 2 * hidden)
     return WordScorer(

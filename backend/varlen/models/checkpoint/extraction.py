@@ -109,10 +109,10 @@ def read_extraction(folder: Path) -> tuple[Json, ExtractionConfig]:
                 f"{CONFIG} has {name} {show(config[name])}, {what}, which is not served; take a model without it, such"
                 " as those of GLiNER v2.1"
             )
-    scored: Scored = read_choice(
-        config, "span_mode", _SCORED, default="markerV0", name=CONFIG
+    scored: Scored = read_choice(config, "span_mode", _SCORED, default="markerV0", name=CONFIG)
+    read_choice(
+        config, "words_splitter_type", {"whitespace": None}, default="whitespace", name=CONFIG
     )
-    read_choice(config, "words_splitter_type", {"whitespace": None}, default="whitespace", name=CONFIG)
     encoder = _read_encoder(config)
     hidden = _read(config, "hidden_size", 512)
     lstm_layers = _read(config, "num_rnn_layers", 1, lowest=0)
