@@ -25,6 +25,7 @@ from varlen.models.checkpoint.folder_forms import check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
+from varlen.models.checkpoint.kind_fields import is_bidirectional
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
 from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
@@ -136,7 +137,9 @@ class Checkpoint:
         family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
-        sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
+        sentence = read_sentence_settings(
+            folder, pooling=family.read_pooling(config) or _default_pooling(architecture)
+        )
         tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
@@ -154,7 +157,9 @@ class Checkpoint:
             config=config,
             ignored=ignored,
             architecture=architecture,
-            task=_task(sentence, family, architecture),
+            task=_task(
+                sentence, family, architecture, generates=family.kind == "decoder" and not is_bidirectional(config)
+            ),
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
@@ -208,10 +213,11 @@ class Checkpoint:
         if self.late is not None:
             return _LATE_TASKS
         family = self.family
+        no_tasks = ("token_embed", "generate") if self.is_bidirectional else ("token_embed",)
         served = [
             task
             for task in family.tasks
-            if task != "token_embed"
+            if task not in no_tasks
             and family.heads.get(task, self.architecture) == self.architecture
         ]
         return tuple(dict.fromkeys((self.task, *served)))
@@ -244,8 +250,22 @@ class Checkpoint:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its model is a decoder, whose tokens read only earlier ones."""
+        """Whether its model is a decoder, whose tokens read only earlier ones unless it is bidirectional."""
         return self.family.kind == "decoder"
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether its model is a decoder whose tokens read later ones too."""
+        return self.is_decoder and is_bidirectional(self.config)
+
+    @property
+    def pair_prefixes(self) -> tuple[str, str] | None:
+        """The texts in front of the two texts of a pair, which then are one text; None where they are two.
+
+        Only `first_releases` sets this field of config.json.
+        """
+        prefixes = self.config.get("pair_prefixes")
+        return None if prefixes is None else tuple(prefixes)
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
@@ -269,6 +289,11 @@ class Checkpoint:
                 f"{_HOW_TO_RANK if could_rank else ''}"
             )
         if task == "generate":
+            if self.is_bidirectional:
+                raise CheckpointError(
+                    'config.json has is_causal false, and a model whose tokens read later ones cannot generate; allowed'
+                    f" tasks: {', '.join(self.tasks)}"
+                )
             check_generation(self.folder)
         headers = read_headers(self.folder)
         family.check_tensors(headers, self.config, self.head)
@@ -319,7 +344,9 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     return config, IgnoredFields(unread, by_setting)
 
 
-def _task(sentence: SentenceSettings, family: Family[object], architecture: str) -> Task:
+def _task(
+    sentence: SentenceSettings, family: Family[object], architecture: str, *, generates: bool
+) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
         return "sparse_embed"
@@ -329,7 +356,8 @@ def _task(sentence: SentenceSettings, family: Family[object], architecture: str)
         return "rerank"
     if sentence.has_pooling and "embed" in family.tasks:
         return "embed"
-    return family.architectures[architecture]
+    task = family.architectures[architecture]
+    return "embed" if task == "generate" and not generates else task
 
 
 def _labels(config: Json, sentence: SentenceSettings) -> Labels:

@@ -12,6 +12,7 @@ from varlen.models.checkpoint.logit_score import LogitScore
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.weights import TensorHeader
 from varlen.tasks import Task
+from varlen_kernels import Pooling
 
 # A decoder generates text after its input; a model with both parts generates from the encoder's result.
 Kind: TypeAlias = Literal["encoder", "decoder", "encoder_decoder"]
@@ -69,6 +70,7 @@ class Family(Generic[Model_co]):
         masked_lm: returns the head of its masked language models; None if it is not served.
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
+        read_pooling: returns the pooling that config.json names for `embed`; None if it names none.
     """
 
     architectures: Mapping[str, Task]
@@ -83,6 +85,7 @@ class Family(Generic[Model_co]):
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
     may_have_unattended_tokens: bool = True
     is_divisible: bool = False
+    read_pooling: Callable[[Json], Pooling | None] = lambda _: None
 
     @property
     def tasks(self) -> tuple[Task, ...]:

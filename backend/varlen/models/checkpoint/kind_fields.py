@@ -1,8 +1,9 @@
 """The fields of config.json that all encoders share, all decoders, or all models with both."""
 
+from varlen.errors import CheckpointError
 from varlen.models.checkpoint import generation_config, translate_config
 from varlen.models.checkpoint.config_fields import FieldRules
-from varlen.models.checkpoint.config_file import HARMLESS_FIELDS
+from varlen.models.checkpoint.config_file import HARMLESS_FIELDS, Json, show
 
 _READ = frozenset(("architectures", "model_type"))
 
@@ -12,7 +13,8 @@ ENCODER = FieldRules(
 )
 # See docs/decisions/0017-decoder-checkpoints.md. Releases before 5 also kept the fields of generation_config.json here.
 DECODER = FieldRules(
-    _READ,
+    # is_causal: see `is_bidirectional`
+    _READ | {"is_causal"},
     HARMLESS_FIELDS
     | generation_config.REQUEST_FIELDS
     | generation_config.HARMLESS_FIELDS
@@ -21,7 +23,6 @@ DECODER = FieldRules(
     {
         **generation_config.FIXED_FIELDS,
         "add_cross_attention": False,
-        "is_causal": True,
         "is_encoder_decoder": False,
         "pruned_heads": {},
     },
@@ -37,3 +38,20 @@ ENCODER_DECODER = FieldRules(
         "pruned_heads": {},
     },
 )
+
+
+def is_bidirectional(config: Json) -> bool:
+    """Return whether the tokens of a decoder read later ones too, which makes an encoder of it.
+
+    The field is that of transformers 5, whose masks of every decoder follow it. Other forms of a config.json get it from
+    `first_releases`.
+
+    Raises:
+        CheckpointError: it is neither true nor false.
+    """
+    is_causal = config.get("is_causal", True)
+    if not isinstance(is_causal, bool):
+        raise CheckpointError(
+            f"config.json has is_causal {show(is_causal)}; allowed: true, false"
+        )
+    return not is_causal
