@@ -25,7 +25,6 @@ from varlen.models.checkpoint.folder_forms import check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
-from varlen.models.checkpoint.kind_fields import is_bidirectional
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
 from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
@@ -157,9 +156,7 @@ class Checkpoint:
             config=config,
             ignored=ignored,
             architecture=architecture,
-            task=_task(
-                sentence, family, architecture, generates=family.kind == "decoder" and not is_bidirectional(config)
-            ),
+            task=_task(sentence, family, config, architecture),
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
@@ -213,11 +210,11 @@ class Checkpoint:
         if self.late is not None:
             return _LATE_TASKS
         family = self.family
-        no_tasks = ("token_embed", "generate") if self.is_bidirectional else ("token_embed",)
         served = [
             task
             for task in family.tasks
-            if task not in no_tasks
+            if task != "token_embed"
+            and (task != "generate" or self.is_causal)
             and family.heads.get(task, self.architecture) == self.architecture
         ]
         return tuple(dict.fromkeys((self.task, *served)))
@@ -250,13 +247,13 @@ class Checkpoint:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its model is a decoder, whose tokens read only earlier ones unless it is bidirectional."""
+        """Whether its model has the layers of a decoder."""
         return self.family.kind == "decoder"
 
     @property
-    def is_bidirectional(self) -> bool:
-        """Whether its model is a decoder whose tokens read later ones too."""
-        return self.is_decoder and is_bidirectional(self.config)
+    def is_causal(self) -> bool:
+        """Whether the tokens of its decoder read only earlier ones."""
+        return self.family.is_causal(self.config)
 
     @property
     def pair_prefixes(self) -> tuple[str, str] | None:
@@ -289,10 +286,10 @@ class Checkpoint:
                 f"{_HOW_TO_RANK if could_rank else ''}"
             )
         if task == "generate":
-            if self.is_bidirectional:
+            if not self.is_causal:
                 raise CheckpointError(
-                    'config.json has is_causal false, and a model whose tokens read later ones cannot generate; allowed'
-                    f" tasks: {', '.join(self.tasks)}"
+                    'task "generate" needs a model whose tokens read only earlier ones; config.json says these read'
+                    f" all: allowed are {', '.join(self.tasks)}"
                 )
             check_generation(self.folder)
         headers = read_headers(self.folder)
@@ -345,7 +342,7 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
 
 
 def _task(
-    sentence: SentenceSettings, family: Family[object], architecture: str, *, generates: bool
+    sentence: SentenceSettings, family: Family[object], config: Json, architecture: str
 ) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
@@ -357,7 +354,7 @@ def _task(
     if sentence.has_pooling and "embed" in family.tasks:
         return "embed"
     task = family.architectures[architecture]
-    return "embed" if task == "generate" and not generates else task
+    return task if task != "generate" or family.is_causal(config) else "embed"
 
 
 def _labels(config: Json, sentence: SentenceSettings) -> Labels:

@@ -128,7 +128,7 @@ def _read_windows(config: Json) -> tuple[int, ...]:
     options, positions = OPTIONS[config["model_type"]], read_rotary(config).positions
     layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
-    if window is not None and kind_fields.is_bidirectional(config):
+    if window is not None and not kind_fields.is_causal(config):
         # the masks of transformers then include the distance itself
         window += 1
     size = 0 if window is None or window >= positions else window

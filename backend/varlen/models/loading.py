@@ -26,11 +26,11 @@ class OneStepDecoder:
     """A decoder that reads whole sequences in one step.
 
     Attributes:
-        is_causal: whether its tokens read no later ones.
+        is_causal: whether its tokens read only earlier ones; else it is an encoder.
     """
 
     decoder: DecoderModel
-    is_causal: bool = True
+    is_causal: bool
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +75,7 @@ def load_encoder(
     last_dtype = torch.float32 if checkpoint.num_labels else dtype
     if checkpoint.is_decoder:
         decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage)
-        return OneStepDecoder(decoder, is_causal=not checkpoint.is_bidirectional)
+        return OneStepDecoder(decoder, checkpoint.is_causal)
     model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank, stage)
     return model
 

@@ -112,7 +112,9 @@ def test_a_causal_language_model_that_reads_later_tokens_is_an_embedder(make_che
     checkpoint = Checkpoint.open(folder)
 
     assert checkpoint.tasks == ("embed", "hidden")
-    with refused("has is_causal false, and a model whose tokens read later ones cannot generate"):
+    with refused(
+        "needs a model whose tokens read only earlier ones; config.json says these read all"
+    ):
         checkpoint.check_task("generate")
 
 
@@ -124,7 +126,9 @@ def test_a_classifier_reads_the_last_token_as_in_transformers(make_checkpoint, r
 
     with torch.inference_mode():
         expected = [model(torch.tensor([row])).logits[0] for row in rows]
-    assert_rows_close(served(folder, "classify", rows), expected, roundings=encoder_roundings(folder))
+    assert_rows_close(
+        served(folder, "classify", rows), expected, roundings=encoder_roundings(folder)
+    )
 
 
 @pytest.mark.parametrize("pooling", [None, "avg", "cls", "last"])
@@ -216,7 +220,11 @@ def test_gte_qwen2_is_read_as_its_config_says(make_checkpoint, rng):
     [
         ("Llama", NEMOTRON | {"pooling": "weighted_avg"}, 'has sequence_pooling "weighted_avg"'),
         ("Llama", NEMOTRON | {"temperature": 0}, "allowed: numbers above 0"),
-        ("Llama", NEMOTRON | {"is_causal": True}, "has model_type \"llama_bidirec\" and is_causal true"),
+        (
+            "Llama",
+            NEMOTRON | {"is_causal": True},
+            'has model_type "llama_bidirec" and is_causal true',
+        ),
         ("Llama", NEMOTRON | {"auto_map": {"AutoModel": "m.Mine"}}, 'auto_map with "m.Mine"'),
         ("Qwen3", VOYAGE | {"auto_map": {"AutoModel": "m.Mine"}}, 'auto_map with "m.Mine"'),
         ("Qwen3", VOYAGE | {"is_causal": True}, "make them agree"),

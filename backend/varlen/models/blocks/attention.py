@@ -28,7 +28,7 @@ class Attention(Protocol):
         window: int = 0,
         bias: Tensor | None = None,
     ) -> Value:
-        """Record the attention of a decoder and return its context, `[tokens, heads.width]`.
+        """Record the attention of the layer and return its context, `[tokens, heads.width]`.
 
         Args:
             layer: number of the layer, from 0.
@@ -45,7 +45,7 @@ class PackedAttention:
     """Attention inside each sequence of a batch that runs once, without a KV cache.
 
     Attributes:
-        is_causal: whether a token reads no later tokens; if not, a window reaches as far behind it as before it.
+        is_causal: whether tokens read only earlier ones, and with a window those on one side.
     """
 
     is_causal: bool = True

@@ -7,6 +7,7 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.header_reader import HeaderReader
+from varlen.models.checkpoint.kind_fields import is_causal
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import LogitScore
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
@@ -71,6 +72,7 @@ class Family(Generic[Model_co]):
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
         read_pooling: returns the pooling that config.json names for `embed`; None if it names none.
+        is_causal: whether the tokens of a decoder read only earlier ones, given config.json.
     """
 
     architectures: Mapping[str, Task]
@@ -86,6 +88,7 @@ class Family(Generic[Model_co]):
     may_have_unattended_tokens: bool = True
     is_divisible: bool = False
     read_pooling: Callable[[Json], Pooling | None] = lambda _: None
+    is_causal: Callable[[Json], bool] = is_causal
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -13,7 +13,6 @@ ENCODER = FieldRules(
 )
 # See docs/decisions/0017-decoder-checkpoints.md. Releases before 5 also kept the fields of generation_config.json here.
 DECODER = FieldRules(
-    # is_causal: see `is_bidirectional`
     _READ | {"is_causal"},
     HARMLESS_FIELDS
     | generation_config.REQUEST_FIELDS
@@ -40,18 +39,15 @@ ENCODER_DECODER = FieldRules(
 )
 
 
-def is_bidirectional(config: Json) -> bool:
-    """Return whether the tokens of a decoder read later ones too, which makes an encoder of it.
+def is_causal(config: Json) -> bool:
+    """Return whether the tokens of a decoder read only earlier ones, as the masks of transformers 5 read config.json.
 
-    The field is that of transformers 5, whose masks of every decoder follow it. Other forms of a config.json get it from
-    `first_releases`.
+    Other forms of a config.json get the field from `first_releases`.
 
     Raises:
         CheckpointError: it is neither true nor false.
     """
-    is_causal = config.get("is_causal", True)
-    if not isinstance(is_causal, bool):
-        raise CheckpointError(
-            f"config.json has is_causal {show(is_causal)}; allowed: true, false"
-        )
-    return not is_causal
+    given = config.get("is_causal", True)
+    if not isinstance(given, bool):
+        raise CheckpointError(f"config.json has is_causal {show(given)}; allowed: true, false")
+    return given
