@@ -278,7 +278,7 @@ class Intake:
         return tuple(prompts)
 
     def _joined(self, row: int, text: Text) -> Text:
-        """Return a pair as the one text that the model reads; a text that is none stays as it is."""
+        """Return a pair as the one text that the model reads, or a single text."""
         if isinstance(text, str) or self._pair_prefixes is None:
             return text
         first, second = text

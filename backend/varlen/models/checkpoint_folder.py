@@ -257,9 +257,9 @@ class Checkpoint:
 
     @property
     def pair_prefixes(self) -> tuple[str, str] | None:
-        """The texts in front of the two texts of a pair, which then are one text; None where they are two.
+        """Texts in front of both texts of a pair that is read as one.
 
-        Only `first_releases` sets this field of config.json.
+        None where a pair stays two texts. Only `first_releases` sets this field of config.json.
         """
         prefixes = self.config.get("pair_prefixes")
         return None if prefixes is None else tuple(prefixes)

@@ -268,7 +268,7 @@ class Llama:
         return self.token_table.vocab_size
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the model and return its last hidden state, behind the norm and the projection, `[tokens, hidden]`."""
+        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
         residual = self.token_table.record(ops, inputs.token_ids(ops))
         # the norm before each layer, and the final one

@@ -1,4 +1,4 @@
-"""Decoders whose tokens read later ones too equal transformers, and what names code of its own is read as arithmetic."""
+"""Decoders whose tokens read later ones too equal transformers; no code of a checkpoint runs."""
 
 import json
 
@@ -60,7 +60,7 @@ def hidden_of(model, rows):
 
 
 def served(folder, task, rows):
-    """Return our answers to rows of one batch, once they are close to the answers alone."""
+    """Return our answers to rows of one batch, which equal the answers alone."""
     with Encoder.from_pretrained(folder, task=task, dtype="fp32") as encoder:
         answer = encoder.hidden if task == "hidden" else encoder.classify
         mixed = answer(rows)

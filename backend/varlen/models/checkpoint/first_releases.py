@@ -1,4 +1,4 @@
-"""config.json of models that came with code of their own, in the fields of transformers 5.
+"""config.json of models with code of their own, in the fields of transformers 5.
 
 They are the first releases of NomicBERT and GTE, and decoders whose tokens read later ones too: NVIDIA's Llama
 Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a checkpoint runs: the

@@ -40,9 +40,9 @@ ENCODER_DECODER = FieldRules(
 
 
 def is_causal(config: Json) -> bool:
-    """Return whether the tokens of a decoder read only earlier ones, as the masks of transformers 5 read config.json.
+    """Return whether the tokens of a decoder read only earlier ones.
 
-    Other forms of a config.json get the field from `first_releases`.
+    The masks of transformers 5 follow this field. Other forms of a config.json get it from `first_releases`.
 
     Raises:
         CheckpointError: it is neither true nor false.
