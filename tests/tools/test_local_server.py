@@ -14,6 +14,7 @@ import tritonclient.http as httpclient
 
 from varlen_tools.local_server import (
     LOOPBACK,
+    START_ATTEMPTS,
     LocalServer,
     ServerError,
     find_command,
@@ -56,6 +57,21 @@ def test_a_signal_while_it_starts_leaves_no_process(repository, tmp_path):
     signal.signal(signal.SIGALRM, before)
 
     assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_server_that_loses_a_lock_while_it_loads_is_started_again(repository, tmp_path):
+    command, starts = tmp_path / "tritonserver", tmp_path / "starts"
+    lines = (
+        f"echo x >> {starts}\necho 'what():  boost::interprocess::lock_exception'\nkill -ABRT $$\n"
+    )
+    command.write_text(f"#!/bin/sh\n{lines}")
+    command.chmod(0o755)
+
+    with LocalServer(repository, command=command) as server:
+        with pytest.raises(ServerError, match="exit code -6\n.*lock_exception"):
+            server.wait_ready(timeout=20)
+
+    assert starts.read_text() == "x\n" * START_ATTEMPTS
 
 
 def test_a_model_that_does_not_load_is_told_with_its_reason(repository, backends):
