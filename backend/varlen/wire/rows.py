@@ -78,16 +78,11 @@ def read_request(
             truncate=given.is_cut,
             side=given.truncation_side,
             max_tokens=given.truncate_prompt_tokens,
-            prompt_name=given.prompt_name,
-            input_type=given.input_type,
+            prefix=given.prefix,
         )
         return Draft(steps, checked), answer
     if "input_ids" in tensors:
-        for name in ("prompt_name", "input_type"):
-            if getattr(given, name) is not None:
-                raise RequestError(
-                    f"the request has {name} and input_ids; a prompt is put before texts: send text"
-                )
+        given.prefix.check_has_texts()
         return Draft.of_prompts(_token_rows(tensors, intake), checked), answer
     raise RequestError(
         f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
