@@ -45,3 +45,29 @@ def bias_by_distance(bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or in float64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float
+) -> Tensor:
+    """Return softmax(soft_cap · tanh(q kᵀ · scale / soft_cap) + mask) v, `[count, heads, queries, head_dim]`.
+
+    Scores and weights are in fp32, or in float64 if `q` is.
+
+    Args:
+        q: `[count, heads, queries, head_dim]`.
+        k, v: `[count, kv_heads, keys, head_dim]`; neighbouring heads share one.
+        mask: added to the scores, or bool: whether a query reads a key; `[queries, keys]`, or with more axes in front.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (at_least_fp32(x).repeat_interleave(group, dim=1) for x in (k, v))
+    context = torch.empty_like(q)
+    for rows in row_slices(q.shape[2]):
+        scores = at_least_fp32(q[:, :, rows]) @ keys.transpose(2, 3)
+        scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+        if mask is not None and mask.dtype == torch.bool:
+            scores.masked_fill_(~mask[..., rows, :], -torch.inf)
+        elif mask is not None:
+            scores += mask[..., rows, :]
+        context[:, :, rows] = scores.softmax(dim=3) @ values
+    return context
