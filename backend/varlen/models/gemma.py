@@ -1,7 +1,7 @@
 """The Gemma family: the layers of Llama with scaled embeddings and norms around zero; most layers have windows.
 
-Gemma, Gemma 2 and the text part of Gemma 3 are this decoder with other options. EmbeddingGemma is a Gemma 3 whose tokens
-read all of a text.
+Gemma, Gemma 2 and the text part of Gemma 3 are this decoder with other options. EmbeddingGemma is a Gemma 3 whose
+tokens read all of a text.
 Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118 (norms after both parts, limits of scores); 2025,
 arXiv:2503.19786 (norms of queries and keys, two bases of rotary positions); tensor names as Hugging Face transformers
 saves them.
@@ -227,11 +227,12 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
             )
         name = table_name if config.has_tied_output else f"{output_name}.weight"
         heads = read_logit_score(read, head.logit_score, name, *shape)
+
+    def cos_sin(rotary: RotaryConfig) -> Tensor:
+        return read.computed(lambda: rotary_table(rotary, config.heads.dim, table.device))
+
     # layers with equal positions share one table
-    tables = {
-        rotary: read.computed(lambda each=rotary: rotary_table(each, config.heads.dim, table.device))
-        for rotary in config.rotary
-    }
+    tables = {rotary: cos_sin(rotary) for rotary in dict.fromkeys(config.rotary)}
     return Llama(
         token_table=table,
         cos_sin=tuple(tables[rotary] for rotary in config.rotary),

@@ -255,9 +255,7 @@ class Llama:
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         eps = self.norm_eps
-        residual = self.token_table.record(
-            ops, inputs.token_ids(ops), scale=self.embedding_scale
-        )
+        residual = self.token_table.record(ops, inputs.token_ids(ops), scale=self.embedding_scale)
         # the norm before each layer, and the final one
         norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x = ops.rms_norm(residual, norms[0], eps=eps)

@@ -5,12 +5,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from varlen_kernels.reference.torch_parts import (
     ROWS_PER_STEP,
-    attend_capped,
+    attend,
     bias_by_distance,
     split_heads,
 )
@@ -155,18 +154,8 @@ def attention_varlen(
             soft_cap or key_lengths is not None or 0 < window < length
         ):
             mask = ~hidden_keys
-        if soft_cap:
-            context = attend_capped(q, k, v, mask, scale=scale, soft_cap=soft_cap)
-        else:
-            context = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=causal and mask is None,
-                scale=scale,
-                enable_gqa=kv_heads != num_heads,
-            )
+        is_causal = causal and mask is None
+        context = attend(q, k, v, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
         if key_lengths is not None and hidden_keys is not None:
             context = context.masked_fill(hidden_keys.all(dim=3, keepdim=True), 0.0)
         out[rows].view(count, length, num_heads, head_dim).copy_(context.transpose(1, 2))

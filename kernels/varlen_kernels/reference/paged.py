@@ -3,11 +3,10 @@
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from varlen_kernels.reference.heads import norm_heads, rotary
-from varlen_kernels.reference.torch_parts import attend_capped, bias_by_distance, split_heads
+from varlen_kernels.reference.torch_parts import attend, bias_by_distance, split_heads
 
 __all__ = ["append_kv", "attention_paged", "copy_blocks", "paged_tiles"]
 
@@ -167,19 +166,7 @@ def attention_paged(
             mask = bias_by_distance(bias, query_position[:, 0], position)
             mask = mask.masked_fill(~readable, -torch.inf)
         q = queries[begin:end].transpose(0, 1)[None].to(keys.dtype)
-        if soft_cap:
-            context = attend_capped(
-                q, keys[None], values[None], mask, scale=scale, soft_cap=soft_cap
-            )
-        else:
-            context = F.scaled_dot_product_attention(
-                q,
-                keys[None],
-                values[None],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=num_heads != num_kv_heads,
-            )
+        context = attend(q, keys[None], values[None], mask, scale=scale, soft_cap=soft_cap)
         out[begin:end].view(end - begin, num_heads, head_dim).copy_(context[0].transpose(0, 1))
     return out
 

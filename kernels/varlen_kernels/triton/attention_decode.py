@@ -210,7 +210,8 @@ def attend_in_splits(
     Arguments are not checked.
 
     Args:
-        qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window, soft_cap: see `reference.attention_paged`.
+        qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window, soft_cap: see
+            `reference.attention_paged`.
         tiles: result of `paged_tiles`.
         rows: rows of the table, each of one token.
         only_singles: whether to leave out sequences with several new tokens.

@@ -333,9 +333,7 @@ def varlen64(qkv, lengths, heads, key_heads, scale, *, causal, window, soft_cap=
     for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
         rows = slice(begin, end)
         if causal:
-            outs.append(
-                last_queries64(q[rows], k[rows], v[rows], scale, window, soft_cap=soft_cap)
-            )
+            outs.append(last_queries64(q[rows], k[rows], v[rows], scale, window, soft_cap=soft_cap))
         else:
             for i in range(begin, end):
                 near = slice(max(begin, i - window + 1), min(end, i + window)) if window else rows
