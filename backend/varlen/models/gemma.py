@@ -238,6 +238,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
         cos_sin=tuple(tables[rotary] for rotary in config.rotary),
         layers=layers,
         final_norm=final_norm,
+        projection=None,
         output=output,
         attention_heads=read.heads(config.heads),
         norm_eps=config.norm_eps,
