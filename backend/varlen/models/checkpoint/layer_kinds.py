@@ -65,7 +65,8 @@ def read_rotary_of_kinds(
             "rope_parameters": given.get(kind),
             "max_position_embeddings": config.get("max_position_embeddings"),
         }
-        if kind == "full_attention":
+        # transformers 5 has both names for one object
+        if kind == "full_attention" and config.get("rope_scaling") != given:
             fields["rope_scaling"] = config.get("rope_scaling")
         # null is not the default: releases of transformers differ in what it means
         theta = read_number(config, field, default=None if field in config else default)
