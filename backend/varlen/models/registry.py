@@ -10,6 +10,7 @@ from varlen.models import (
     deberta,
     distilbert,
     electra,
+    eurobert,
     gpt2,
     gte,
     llama,
@@ -41,7 +42,11 @@ ENCODERS: Mapping[str, Family[EncoderModel]] = {
     "modernbert": modernbert.FAMILY,
     "deberta-v2": deberta.FAMILY,
 }
-DECODERS: Mapping[str, Family[DecoderModel]] = {"gpt2": gpt2.FAMILY, **llama.FAMILIES}
+DECODERS: Mapping[str, Family[DecoderModel]] = {
+    "gpt2": gpt2.FAMILY,
+    **llama.FAMILIES,
+    "eurobert": eurobert.FAMILY,
+}
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
 # Their encoders, which are models too, by their architecture.
 ENCODERS_OF_PAIRS: Mapping[str, Family[EncoderModel]] = t5.ENCODERS

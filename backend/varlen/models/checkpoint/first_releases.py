@@ -1,7 +1,7 @@
 """config.json of models with code of their own, in the fields of transformers 5.
 
 They are the first releases of NomicBERT and GTE, and decoders whose tokens read later ones too: NVIDIA's Llama
-Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a checkpoint runs: the
+Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed, and EuroBERT. The code is named by `auto_map`. No code of a checkpoint runs: the
 fields that it read are translated, and those that change its results in another way are refused.
 Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the
 text of a pair from its model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and
@@ -91,6 +91,8 @@ _GTE_HARMLESS = frozenset(
     "logn_attention_clip1 matryoshka_dimensions unpad_inputs use_memory_efficient_attention".split()
 )
 
+# Texts of tokens, which the files of the tokenizer have too.
+_TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token")
 _BIDIRECTIONAL = "use_bidirectional_attention"
 # What the model card of NVIDIA's reranker puts in front of a query and of a document.
 _QUESTION_AND_PASSAGE = ("question:", " \n \n passage:")
@@ -111,6 +113,8 @@ def to_native(config: Json) -> Json:
         return _llama(config)
     if kind == "bidirectional_pplx_qwen3" or (kind == "qwen3" and config.get(_BIDIRECTIONAL)):
         return _qwen3(config)
+    if kind == "eurobert" and fields & {"auto_map", "clf_pooling"}:
+        return _eurobert(config)
     if kind == "qwen2" and config.get("auto_map") and config.get("is_causal") is not None:
         _check(config, {}, "Qwen2")
         return _without(config, {"auto_map"})
@@ -188,6 +192,14 @@ def _set_bidirectional(native: Json, config: Json, field: str) -> None:
             f"{_FILE} has {field} {show(config.get(field))} and is_causal true; make them agree"
         )
     native["is_causal"] = False
+
+
+def _eurobert(config: Json) -> Json:
+    _check(config, {}, "EuroBert")
+    native = _without(config, {"auto_map", "clf_pooling", *_TOKENS})
+    if config.get("clf_pooling") is not None:
+        _set(native, "classifier_pooling", config["clf_pooling"], "clf_pooling")
+    return native
 
 
 def _rename(config: Json, old: str, new: str) -> None:
