@@ -1,4 +1,4 @@
-"""EuroBERT equals transformers, with each of its classifiers and in the form of its first release."""
+"""EuroBERT equals transformers: each classifier, and the form of its first release."""
 
 import dataclasses
 
