@@ -10,6 +10,7 @@ from varlen.models import (
     deberta,
     distilbert,
     electra,
+    eurobert,
     gemma,
     gpt2,
     gte,
@@ -46,6 +47,7 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "gpt2": gpt2.FAMILY,
     **llama.FAMILIES,
     **gemma.FAMILIES,
+    "eurobert": eurobert.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
 # Their encoders, which are models too, by their architecture.
