@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -168,13 +169,12 @@ class TokenLabel:
 
 
 @dataclass(frozen=True, slots=True)
-class Entity:
-    """A span of a text with its label.
+class Span:
+    """A span of a text that has a label of the call.
 
     Attributes:
         start, end: its first character, and the one behind its last.
         text: its characters.
-        label: one of the labels of the call.
         score: probability of the label.
     """
 
@@ -183,6 +183,44 @@ class Entity:
     text: str
     label: str
     score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """A span of a text with a label.
+
+    Attributes:
+        label: name of the label; without aggregation also its B- or I-.
+        score: probability of the label.
+        word: text as the tokenizer joins its tokens.
+        start, end: first character of the text in the span, and the first one behind it.
+        index: number of the token, without aggregation; else None.
+    """
+
+    label: str
+    score: float
+    word: str
+    start: int
+    end: int
+    index: int | None = None
+
+
+def read_entities(answers: RowAnswers) -> list[list[Entity]]:
+    """Return the entities of each row."""
+    return [
+        [
+            Entity(
+                each.get("entity_group") or each["entity"],
+                each["score"],
+                each["word"],
+                each["start"],
+                each["end"],
+                each.get("index"),
+            )
+            for each in json.loads(row)
+        ]
+        for row in answers.joined(answers.outputs[0])[:, 0]
+    ]
 
 
 def read_matrix(answers: RowAnswers) -> Output:
@@ -251,12 +289,12 @@ def read_filled_masks(answers: RowAnswers) -> list[list[list[FilledToken]]]:
     ]
 
 
-def read_entities(answers: RowAnswers) -> list[list[Entity]]:
+def read_spans(answers: RowAnswers) -> list[list[Span]]:
     """Return the spans of each row in the order of their beginnings."""
     names = ("starts", "ends", "spans", "span_labels", "scores", "num_spans")
     return [
         [
-            Entity(start, end, _text(text), _text(label), score)
+            Span(start, end, _text(text), _text(label), score)
             for start, end, text, label, score in zip(
                 *(array[row, :count].tolist() for array in arrays), strict=True
             )

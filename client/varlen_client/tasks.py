@@ -19,6 +19,7 @@ from varlen_client.row_answers import (
     Ranking,
     RowAnswers,
     RowOutput,
+    Span,
     SparseVector,
     TokenLabel,
     Vectors,
@@ -29,11 +30,13 @@ from varlen_client.row_answers import (
     read_labels,
     read_matrix,
     read_ranking,
+    read_spans,
     read_sparse_vectors,
     read_token_labels,
 )
 from varlen_client.row_options import (
     EmbedOptions,
+    EntityOptions,
     ExtractOptions,
     MaskOptions,
     PredictOptions,
@@ -43,6 +46,7 @@ from varlen_client.row_options import (
     TokenEmbedOptions,
 )
 from varlen_client.wire import Floats, ModelInfo, Parameters
+from varlen_client.zero_shot import Entailment, read_entailment
 
 _Answer = TypeVar("_Answer")
 
@@ -184,7 +188,7 @@ FILL_MASK: RowTask[list[list[list[FilledToken]]]] = RowTask(
     ),
     read_filled_masks,
 )
-EXTRACT: RowTask[list[list[Entity]]] = RowTask(
+EXTRACT: RowTask[list[list[Span]]] = RowTask(
     "extract",
     ExtractOptions,
     (
@@ -196,7 +200,16 @@ EXTRACT: RowTask[list[list[Entity]]] = RowTask(
         RowOutput("scores", width=ANY_WIDTH),
         RowOutput("num_spans", dtype=np.int32),
     ),
-    read_entities,
+    read_spans,
+)
+
+# Its rows are pairs of a text and a hypothesis; see zero_shot.py.
+ENTAILMENT: RowTask[Entailment] = RowTask(
+    "zero_shot",
+    RowOptions,
+    (RowOutput("logits"), RowOutput("labels", dtype=np.object_)),
+    read_entailment,
+    takes_pairs=True,
 )
 CLASSIFY: RowTask[Floats] = RowTask(
     "classify", RowOptions, (RowOutput("logits"),), read_matrix, takes_pairs=True
@@ -230,6 +243,12 @@ PREDICT_TOKENS: RowTask[list[list[TokenLabel]]] = RowTask(
     ),
     read_token_labels,
     takes_pairs=True,
+)
+PREDICT_ENTITIES: RowTask[list[list[Entity]]] = RowTask(
+    "predict_entities",
+    EntityOptions,
+    (RowOutput("entities", dtype=np.object_),),
+    read_entities,
 )
 TOKEN_CLASSIFY: RowTask[list[Floats]] = RowTask(
     "token_classify",

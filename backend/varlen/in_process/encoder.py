@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import ConfigError, RequestError, shorten
+from varlen.config import RerankForm
+from varlen.errors import ConfigError, RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.intake.tokenization import Text
 from varlen.parameter import check_count
-from varlen.request.entities import DEFAULT_THRESHOLD, Entity, EntityForm, read_labels
 from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
-from varlen.request.row_parameters import ROW_PARAMETERS
+from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, TextPrefix
+from varlen.request.spans import DEFAULT_THRESHOLD, Span, SpanForm, read_labels
 from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.service.one_shot import EncoderParts
@@ -39,6 +40,7 @@ class EncoderSettings(ModelSettings, total=False):
     """Settings of an `Encoder`; docs/reference/configuration.md describes them."""
 
     task: Task | None
+    rerank_form: RerankForm
     max_batch_tokens: int
     arena_bytes: int | str
     response_cache_bytes: int
@@ -100,6 +102,8 @@ class Encoder(InProcess):
         truncate: bool = False,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
+        instruction: str | None = None,
+        prompt: str | None = None,
         dimensions: int | None = None,
     ) -> Float32Array:
         """Return one vector per input, `[inputs, features]` fp32.
@@ -110,6 +114,8 @@ class Encoder(InProcess):
             truncate: cut texts that are too long.
             truncate_prompt_tokens: cut texts to this many tokens, special tokens included; no `truncate` is needed.
             prompt_name: name of the checkpoint's prompt to put before texts; None selects its default.
+            instruction: instruction in the place of the one in that prompt.
+            prompt: text to put before texts, instead of a prompt of the checkpoint.
             dimensions: number of first dimensions to keep, normalized again; None keeps all.
 
         Raises:
@@ -121,7 +127,8 @@ class Encoder(InProcess):
         form = VectorForm(dimensions, normalize)
         form.check(checkpoint.embedding_size)
         cut = _Cut(truncate, truncate_prompt_tokens)
-        vectors = self._run(("embed",), inputs, cut, normalize, prompt_name)
+        prefix = TextPrefix(prompt_name, None, instruction, prompt)
+        vectors = self._run(("embed",), inputs, cut, normalize, prefix)
         return form.of(np.stack(vectors))
 
     def token_embed(
@@ -144,7 +151,7 @@ class Encoder(InProcess):
         """
         normalize = self._service.checkpoint.normalize if normalize is None else normalize
         cut = _Cut(truncate, truncate_prompt_tokens)
-        return self._run(("token_embed",), inputs, cut, normalize, prompt_name)
+        return self._run(("token_embed",), inputs, cut, normalize, TextPrefix(prompt_name))
 
     def sparse_embed(
         self,
@@ -170,7 +177,7 @@ class Encoder(InProcess):
             check_count("max_active_dims", max_active_dims, checkpoint.vocab_size)
         most = max_active_dims or checkpoint.splade.max_active_dims
         cut = _Cut(truncate, truncate_prompt_tokens)
-        rows = self._run(("sparse_embed",), inputs, cut, prompt_name=prompt_name)
+        rows = self._run(("sparse_embed",), inputs, cut, prefix=TextPrefix(prompt_name))
         return [sparse_vector(row, most) for row in rows]
 
     def fill_mask(
@@ -214,7 +221,7 @@ class Encoder(InProcess):
         multi_label: bool = False,
         truncate: bool = False,
         truncate_prompt_tokens: int | None = None,
-    ) -> list[list[Entity]]:
+    ) -> list[list[Span]]:
         """Return the spans of each text that have one of the labels, in the order of their beginnings.
 
         Args:
@@ -232,7 +239,7 @@ class Encoder(InProcess):
         extraction = self._service.checkpoint.extraction
         assert extraction is not None
         ROW_PARAMETERS["threshold"].check("threshold", threshold)
-        form = EntityForm(
+        form = SpanForm(
             tuple(texts),
             read_labels(labels),
             threshold,
@@ -248,7 +255,7 @@ class Encoder(InProcess):
         )
         prompts = tuple(prompt for step in steps for prompt in step.run())
         rows = self._answers(prompts)
-        return [form.entities(row, scores) for row, scores in enumerate(rows)]
+        return [form.spans(row, scores) for row, scores in enumerate(rows)]
 
     def classify(
         self,
@@ -256,11 +263,16 @@ class Encoder(InProcess):
         *,
         truncate: bool = False,
         truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
     ) -> Float32Array:
-        """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""
-        return np.stack(
-            self._run(("classify", "rerank"), inputs, _Cut(truncate, truncate_prompt_tokens))
-        )
+        """Return the logits of each text or pair of texts, `[inputs, labels]` fp32.
+
+        Args:
+            inputs, truncate, truncate_prompt_tokens: see `embed`.
+            instruction: task of a reranker that reads instructions; None takes the checkpoint's.
+        """
+        cut, prefix = _Cut(truncate, truncate_prompt_tokens), TextPrefix(instruction=instruction)
+        return np.stack(self._run(("classify", "rerank"), inputs, cut, prefix=prefix))
 
     def hidden(
         self,
@@ -288,10 +300,10 @@ class Encoder(InProcess):
         inputs: Inputs,
         cut: _Cut,
         normalize: bool = False,
-        prompt_name: str | None = None,
+        prefix: TextPrefix = NO_PREFIX,
     ) -> list[Float32Array]:
         self._check_task(*tasks)
-        return self._answers(self._prompts(inputs, cut, prompt_name), normalize)
+        return self._answers(self._prompts(inputs, cut, prefix), normalize)
 
     def _check_task(self, *tasks: Task) -> None:
         if self.task not in tasks:
@@ -310,7 +322,7 @@ class Encoder(InProcess):
             answers[index] = row if row.flags.writeable else row.copy()
         return answers
 
-    def _prompts(self, inputs: Inputs, cut: _Cut, prompt_name: str | None) -> tuple[Prompt, ...]:
+    def _prompts(self, inputs: Inputs, cut: _Cut, prefix: TextPrefix) -> tuple[Prompt, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
         if len(inputs) and _is_text(inputs[0]):
@@ -318,12 +330,9 @@ class Encoder(InProcess):
                 cast(Sequence[Text], inputs),
                 truncate=cut.truncate or cut.max_tokens is not None,
                 max_tokens=cut.max_tokens,
-                prompt_name=prompt_name,
+                prefix=prefix,
             )
-        if prompt_name is not None:
-            raise RequestError(
-                f"prompt_name is {shorten(repr(prompt_name))}; a prompt is put before texts: send texts"
-            )
+        prefix.check_has_texts()
         return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
 
 

@@ -15,8 +15,8 @@ from varlen.errors import CheckpointError, RequestError, shorten
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.extraction import CONFIG, ExtractionConfig
-from varlen.request.entities import word_bounds
 from varlen.request.request import Int32Array, Prompt, Words
+from varlen.request.spans import word_bounds
 
 # Scores of a row: 16 MiB in fp32.
 _MOST_SCORES = 1 << 22

@@ -1,6 +1,6 @@
 """The Llama family: rotary positions, grouped heads, gated feed-forward parts, RMS norms.
 
-Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options.
+Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options, and encoders where `is_causal` is false.
 Source: Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825 (windows); Yang et al. 2024,
 arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys); tensor names as Hugging
 Face transformers saves them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
@@ -22,15 +22,19 @@ from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
+    read_choice,
     read_flag,
     read_int,
     read_layers,
+    read_norm_eps,
+    read_number,
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
+from varlen_kernels import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +59,7 @@ class Options:
         has_head_norms: whether queries and keys are normed.
         head_dim: features of a head where config.json does not say them; None derives them.
         window: last tokens that a token reads where config.json does not say it; None is all.
+        norm_eps: added to the mean square of norms where config.json does not say it.
     """
 
     fields: frozenset[str] = frozenset()
@@ -62,16 +67,36 @@ class Options:
     has_head_norms: bool = False
     head_dim: int | None = None
     window: int | None = None
+    norm_eps: float = 1e-6
 
 
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
+# Fields that only `first_releases` sets.
+_OF_FIRST_RELEASES = frozenset(
+    {"pair_prefixes", "projection_size", "score_temperature", "sequence_pooling"}
+)
 OPTIONS: Mapping[str, Options] = {
-    "llama": Options(frozenset({"attention_bias", "mlp_bias"})),
+    "llama": Options(_BIASES),
+    "eurobert": Options(_BIASES | {"classifier_pooling"}, norm_eps=1e-5),
     "mistral": Options(frozenset({"sliding_window"}), window=4096),
     "qwen2": Options(_WINDOW_FIELDS, has_qkv_bias=True, window=4096),
     "qwen3": Options(
         _WINDOW_FIELDS | {"attention_bias"}, has_head_norms=True, head_dim=128, window=4096
     ),
 }
+# Poolings that config.json names.
+_POOLINGS: Mapping[str, Literal["cls", "mean", "last"]] = {
+    "avg": "mean",
+    "cls": "cls",
+    "last": "last",
+}
+
+
+def _read_pooling(config: Json) -> Literal["cls", "mean", "last"] | None:
+    """Return the pooling of a sequence in config.json, None if it has none."""
+    if config.get("sequence_pooling") is None:
+        return None
+    return read_choice(config, "sequence_pooling", _POOLINGS, default="avg")
 
 
 def _read_flag(config: Json, name: str) -> bool:
@@ -81,7 +106,18 @@ def _read_flag(config: Json, name: str) -> bool:
 
 def _read_heads(config: Json) -> AttentionHeads:
     """Return the heads of a layer."""
-    options = OPTIONS[config["model_type"]]
+    return read_heads(config, OPTIONS[config["model_type"]].head_dim)
+
+
+def read_heads(config: Json, default_dim: int | None) -> AttentionHeads:
+    """Return the heads of a layer with rotary positions.
+
+    Args:
+        default_dim: features of a head where config.json does not say them; None derives them.
+
+    Raises:
+        CheckpointError: the sizes do not fit each other.
+    """
     queries = read_int(config, "num_attention_heads")
     # absent in the first Llama models, which have as many key heads as query heads
     has_keys = config.get("num_key_value_heads") is not None
@@ -92,8 +128,8 @@ def _read_heads(config: Json) -> AttentionHeads:
         )
     if config.get("head_dim") is not None:
         dim = read_int(config, "head_dim")
-    elif options.head_dim is not None:
-        dim = options.head_dim
+    elif default_dim is not None:
+        dim = default_dim
     else:
         check_multiple(config, "hidden_size", "num_attention_heads")
         dim = config["hidden_size"] // queries
@@ -109,6 +145,9 @@ def _read_windows(config: Json) -> tuple[int, ...]:
     options, positions = OPTIONS[config["model_type"]], read_rotary(config).positions
     layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
+    if window is not None and not kind_fields.is_causal(config):
+        # the masks of transformers then include the distance itself
+        window += 1
     size = 0 if window is None or window >= positions else window
     if "layer_types" not in options.fields:
         return (size,) * layers
@@ -145,11 +184,15 @@ class LlamaConfig(declare.ConfigFields):
 
     Attributes:
         heads: head layout of each layer.
+        width: features of a token in the layers.
+        hidden: features of a token behind the projection, or `width` without one.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
         has_qkv_bias, has_output_bias: whether linear layers before and after the attention have a bias.
         has_mlp_bias: whether linear layers of the feed-forward part have one.
         has_head_norms: whether queries and keys are normed.
         has_tied_output: whether the output layer is the embedding table.
+        score_pooling: pooling of a sequence into the row that a classifier of sequences reads.
+        temperature: divides the outputs of a classifier.
     """
 
     heads: AttentionHeads = declare.computed(
@@ -160,10 +203,20 @@ class LlamaConfig(declare.ConfigFields):
     )
     positions: int = declare.computed(lambda config: read_rotary(config).positions)
     vocab_size: int = declare.size("vocab_size")
-    hidden: int = declare.size("hidden_size")
+    width: int = declare.size("hidden_size")
+    hidden: int = declare.computed(
+        lambda config: read_int(
+            config, "hidden_size" if config.get("projection_size") is None else "projection_size"
+        )
+    )
     inner: int = declare.size("intermediate_size")
     windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
-    norm_eps: float = declare.epsilon("rms_norm_eps", 1e-6)
+    norm_eps: float = declare.computed(
+        lambda config: read_norm_eps(
+            config, "rms_norm_eps", default=OPTIONS[config["model_type"]].norm_eps
+        ),
+        "rms_norm_eps",
+    )
     has_qkv_bias: bool = declare.computed(
         lambda config: (
             OPTIONS[config["model_type"]].has_qkv_bias or _read_flag(config, "attention_bias")
@@ -175,6 +228,12 @@ class LlamaConfig(declare.ConfigFields):
         lambda config: OPTIONS[config["model_type"]].has_head_norms
     )
     has_tied_output: bool = declare.flag("tie_word_embeddings")
+    score_pooling: Literal["cls", "mean", "last"] = declare.computed(
+        lambda config: _read_pooling(config) or "last"
+    )
+    temperature: float = declare.computed(
+        lambda config: read_number(config, "score_temperature", default=1.0)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +242,7 @@ class LlamaLayer:
 
     Attributes:
         attention_norm, mlp_norm: `[hidden]`, weights of the norms before the two parts.
+        attention_post_norm, mlp_post_norm: `[hidden]`, weights of the norms of their results, if these are normed.
         qkv: query, key and value, side by side.
         head_norms: `[head_dim]` of queries and of keys, if they are normed.
         gate_up: gate and up, side by side.
@@ -197,6 +257,8 @@ class LlamaLayer:
     gate_up: Linear
     down: Linear
     window: int
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,19 +266,30 @@ class Llama:
     """A decoder of the Llama family in one dtype.
 
     Attributes:
-        cos_sin: `[positions, head_dim]` fp32, see `varlen_kernels.reference.rotary`.
+        cos_sin: `[positions, head_dim]` fp32 of each layer, see `varlen_kernels.reference.rotary`.
+        projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
+        activation: activation of gates.
+        embedding_scale: factor of embeddings.
+        score_scale: factor of the scores of attention; None is head_dim ** -0.5.
+        score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
     """
 
     token_table: TokenTable
-    cos_sin: Tensor
+    cos_sin: tuple[Tensor, ...]
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
+    projection: Linear | None
     output: Linear | None
     attention_heads: AttentionHeads
     norm_eps: float
     heads: Heads
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    score_scale: float | None = None
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -229,34 +302,45 @@ class Llama:
         return self.token_table.vocab_size
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
-        residual = self.token_table.record(ops, inputs.token_ids(ops))
+        residual = self.token_table.record(ops, inputs.token_ids(ops), scale=self.embedding_scale)
         # the norm before each layer, and the final one
         norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x = ops.rms_norm(residual, norms[0], eps=eps)
         for number, layer in enumerate(self.layers):
             attended = self._record_attention(ops, attention, number, x)
+            if layer.attention_post_norm is not None:
+                attended = ops.rms_norm(attended, layer.attention_post_norm, eps=eps)
             residual, x = ops.residual_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
-            inner = ops.activate_gate(layer.gate_up.record(ops, x), kind="silu")
+            inner = ops.activate_gate(layer.gate_up.record(ops, x), kind=self.activation)
             x = layer.down.record(ops, inner)
+            if layer.mlp_post_norm is not None:
+                x = ops.rms_norm(x, layer.mlp_post_norm, eps=eps)
             residual, x = ops.residual_rms_norm(x, residual, norms[number + 1], eps=eps)
-        return x
+        return x if self.projection is None else self.projection.record(ops, x)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
-        return record_output(ops, self.output, hidden, self.vocab_size)
+        logits = record_output(ops, self.output, hidden, self.vocab_size)
+        return ops.tanh(logits, limit=self.logit_cap) if self.logit_cap else logits
 
     def _record_attention(
         self, ops: Recorder, attention: Attention, number: int, x: Value
     ) -> Value:
         layer, heads = self.layers[number], self.attention_heads
         qkv = layer.qkv.record(ops, x)
-        positions = RotaryPositions(self.cos_sin, layer.head_norms, self.norm_eps)
         context = attention.record(
-            ops, number, qkv, heads, positions=positions, window=layer.window
+            ops,
+            number,
+            qkv,
+            heads,
+            positions=RotaryPositions(self.cos_sin[number], layer.head_norms, self.norm_eps),
+            scale=self.score_scale,
+            window=layer.window,
+            soft_cap=self.score_cap,
         )
         return layer.attention_output.record(ops, context)
 
@@ -264,7 +348,7 @@ class Llama:
 def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint; see `Family`."""
     config = LlamaConfig.read(fields)
-    shape, attention_heads = (config.vocab_size, config.hidden), read.heads(config.heads)
+    shape, attention_heads = (config.vocab_size, config.width), read.heads(config.heads)
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
     table = read.token_table(table_name, *shape)
@@ -274,19 +358,26 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
             reader, config, f"{prefix}layers.{index}", config.windows[index]
         ),
     )
-    final_norm = read.last.tensor(f"{prefix}norm.weight", config.hidden)
+    final_norm = read.last.tensor(f"{prefix}norm.weight", config.width)
+    projection = None
+    if fields.get("projection_size") is not None:
+        projection = read.last.linear(["linear"], config.width, [config.hidden], bias=False)
     output = None
     if head.architecture.endswith("ForCausalLM"):
         output = read_output(read, table, *shape, is_tied=config.has_tied_output)
-    heads = read_score(read, head, config.hidden)
+    heads = read_score(
+        read, head, config.width, pooling=config.score_pooling, temperature=config.temperature
+    )
     if head.logit_score is not None:
         name = table_name if config.has_tied_output else "lm_head.weight"
         heads = read_logit_score(read, head.logit_score, name, *shape)
+    cos_sin = read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device))
     return Llama(
         token_table=table,
-        cos_sin=read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device)),
+        cos_sin=(cos_sin,) * len(layers),
         layers=layers,
         final_norm=final_norm,
+        projection=projection,
         output=output,
         attention_heads=attention_heads,
         norm_eps=config.norm_eps,
@@ -295,7 +386,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
 
 
 def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) -> LlamaLayer:
-    hidden, inner, heads = config.hidden, config.inner, config.heads
+    hidden, inner, heads = config.width, config.inner, config.heads
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     key_width = heads.keys * heads.dim
     return LlamaLayer(
@@ -354,7 +445,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
             "token_classify": f"{name}ForTokenClassification",
         },
         fields=kind_fields.DECODER.plus(
-            LlamaConfig.names() | options.fields,
+            LlamaConfig.names() | options.fields | _OF_FIRST_RELEASES,
             # another order of the same sums
             ("pretraining_tp",),
             {"hidden_act": "silu", "partial_rotary_factor": 1.0},
@@ -366,6 +457,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
         tokenizer_class=tokenizer_class,
         kind="decoder",
         is_divisible=True,
+        read_pooling=_read_pooling,
     )
 
 

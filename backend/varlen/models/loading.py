@@ -24,9 +24,14 @@ from varlen.tasks import TASKS, Task
 
 @dataclass(frozen=True, slots=True)
 class OneStepDecoder:
-    """A decoder that reads whole sequences in one step."""
+    """A decoder that reads whole sequences in one step.
+
+    Attributes:
+        is_causal: whether its tokens read only earlier ones; else it is an encoder.
+    """
 
     decoder: DecoderModel
+    is_causal: bool
 
     @property
     def vocab_size(self) -> int:
@@ -50,7 +55,7 @@ class OneStepDecoder:
 
     def record(self, ops: Recorder) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
-        return self.decoder.record(ops, PackedAttention())
+        return self.decoder.record(ops, PackedAttention(self.is_causal))
 
 
 def load_encoder(
@@ -71,7 +76,8 @@ def load_encoder(
     has_scores = checkpoint.num_labels or checkpoint.extraction is not None
     last_dtype = torch.float32 if has_scores else dtype
     if checkpoint.is_decoder:
-        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype, rank, stage))
+        decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage)
+        return OneStepDecoder(decoder, checkpoint.is_causal)
     model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank, stage)
     return model
 

@@ -13,14 +13,15 @@ import numpy.typing as npt
 
 from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.entities import EntityForm, entity_tensors
 from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.request.request import Float32Array, Output, Request
 from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
+from varlen.request.spans import SpanForm, span_tensors
 from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.tasks import TASKS, Task, TaskFacts, Width
+from varlen.wire.entities import EntityReader
 from varlen.wire.specs import TensorSpec, output_specs
 
 
@@ -91,7 +92,8 @@ class AnswerOptions:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
         top_k: tokens that fill a mask.
-        entities: form of the spans of `extract`.
+        spans: form of the spans of `extract`.
+        entities: reader of the entities of texts; None leaves them empty.
     """
 
     names: frozenset[str]
@@ -99,7 +101,8 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
-    entities: EntityForm = field(default_factory=EntityForm)
+    spans: SpanForm = field(default_factory=SpanForm)
+    entities: EntityReader | None = None
 
     @classmethod
     def of(
@@ -122,11 +125,11 @@ class AnswerOptions:
             given.top_k or min(DEFAULT_TOP_K, outputs.width),
         )
 
-    def with_entities(
+    def with_spans(
         self, texts: tuple[str, ...], given: RowParameters, outputs: ModelOutputs
     ) -> "AnswerOptions":
         """Return the answer with the spans that parameters ask for, of these texts."""
-        form = EntityForm(
+        form = SpanForm(
             texts,
             given.labels or (),
             given.threshold,
@@ -134,7 +137,7 @@ class AnswerOptions:
             given.multi_label,
             outputs.scores_words,
         )
-        return replace(self, entities=form)
+        return replace(self, spans=form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,7 @@ class ArrayAnswer:
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
             "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
             "num_tokens": 4 * rows,
+            "entities": self._num_entity_bytes(),
         }
         return sum(sizes.get(name, numbers) for name in self._names)
 
@@ -211,14 +215,39 @@ class ArrayAnswer:
                 return self.options.vectors.of(main)
             case "scores":
                 return self._scores(main)
-            case "labels":
-                names = [label.encode() for label in self.outputs.labels.names]
-                return np.array([names] * len(main), dtype=np.object_)
-            case "tokens":
-                return self._token_texts(longest=main.shape[1])
+            case "labels" | "tokens" | "entities":
+                return self._texts(name, main)
             case "num_tokens" | "num_vectors":
                 return _column(self.num_tokens if name == "num_tokens" else self.num_vectors)
         return main
+
+    def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
+        """Return an output of texts."""
+        if name == "entities":
+            return self._entities(main)
+        if name == "tokens":
+            return self._token_texts(longest=main.shape[1])
+        names = [label.encode() for label in self.outputs.labels.names]
+        return np.array([names] * len(main), dtype=np.object_)
+
+    def _num_entity_bytes(self) -> int:
+        reader = self.options.entities
+        if reader is None:
+            return 4 * len(self.num_tokens)
+        longest = max(len(name.encode()) for name in self.outputs.labels.names)
+        return sum(
+            reader.num_bytes(row, tokens, longest) for row, tokens in enumerate(self.num_tokens)
+        )
+
+    def _entities(self, logits: Float32Array) -> npt.NDArray[np.object_]:
+        """Return the entities of each row as JSON, `[rows, 1]`."""
+        found = np.full((len(logits), 1), b"", dtype=np.object_)
+        reader = self.options.entities
+        if reader is not None:
+            scores = scores_of(logits, "softmax")
+            for row, tokens in enumerate(self.num_tokens):
+                found[row, 0] = reader.json_of(row, scores[row, :tokens], self.outputs.labels.names)
+        return found
 
     def _token_texts(self, *, longest: int) -> npt.NDArray[np.object_]:
         """Return the texts of the tokens, `[rows, longest]`, padded with empty ones."""
@@ -231,8 +260,8 @@ class ArrayAnswer:
         """Return the tensors of tasks whose outputs are what the model finds."""
         outputs, options = self.outputs, self.options
         if outputs.task == "extract":
-            form = options.entities
-            return entity_tensors([form.entities(row, each) for row, each in enumerate(rows)])
+            form = options.spans
+            return span_tensors([form.spans(row, each) for row, each in enumerate(rows)])
         if outputs.task == "sparse_embed":
             vectors = [sparse_vector(row, options.max_active_dims) for row in rows]
             return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)

@@ -14,7 +14,7 @@ from varlen_client.gateway.bodies import ListOf, RequestBody, TextFields, given_
 from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TEXTS
-from varlen_client.row_answers import Entity
+from varlen_client.row_answers import Span
 from varlen_client.tasks import EXTRACT
 
 
@@ -61,7 +61,7 @@ async def extract(gateway: Gateway, body: ExtractBody) -> Response:
     return json_response(answer)
 
 
-def tagged(text: str, spans: list[Entity]) -> str:
+def tagged(text: str, spans: list[Span]) -> str:
     """Return a text with its spans as `[text](label)`; of spans that overlap, the first."""
     parts, end = [], 0
     for each in spans:

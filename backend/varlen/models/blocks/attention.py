@@ -26,9 +26,10 @@ class Attention(Protocol):
         positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
+        soft_cap: float = 0.0,
         bias: Tensor | None = None,
     ) -> Value:
-        """Record causal attention and return its context, `[tokens, heads.width]`.
+        """Record the attention of the layer and return its context, `[tokens, heads.width]`.
 
         Args:
             layer: number of the layer, from 0.
@@ -36,13 +37,20 @@ class Attention(Protocol):
             positions: rotary positions of queries and keys; None leaves both as they are.
             scale: multiplies the scores; None is heads.dim ** -0.5.
             window: number of last tokens that a token reads; 0 is all.
+            soft_cap: limit of scores; 0 is none, see `attention_varlen`.
             bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """Attention inside each sequence of a batch that runs once, without a KV cache."""
+    """Attention inside each sequence of a batch that runs once, without a KV cache.
+
+    Attributes:
+        is_causal: whether tokens read only earlier ones, and with a window those on one side.
+    """
+
+    is_causal: bool = True
 
     def record(
         self,
@@ -54,6 +62,7 @@ class PackedAttention:
         positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
+        soft_cap: float = 0.0,
         bias: Tensor | None = None,
     ) -> Value:
         if positions is not None:
@@ -65,8 +74,9 @@ class PackedAttention:
             inputs.cu_seqlens(ops),
             heads,
             scale=_scale(scale, heads),
-            causal=True,
+            causal=self.is_causal,
             window=window,
+            soft_cap=soft_cap,
             bias=bias,
         )
 
@@ -100,6 +110,7 @@ class PagedAttention(_KvCaches):
         positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
+        soft_cap: float = 0.0,
         bias: Tensor | None = None,
     ) -> Value:
         keys, values = self._of(ops, layer, heads)
@@ -126,6 +137,7 @@ class PagedAttention(_KvCaches):
             heads,
             scale=_scale(scale, heads),
             window=window,
+            soft_cap=soft_cap,
             bias=bias,
         )
 

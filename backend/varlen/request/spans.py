@@ -31,7 +31,7 @@ _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
 
 
 @dataclass(frozen=True, slots=True)
-class Entity:
+class Span:
     """A span of a text with its label.
 
     Attributes:
@@ -48,7 +48,7 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
-class EntityForm:
+class SpanForm:
     """What a request asks of spans.
 
     Attributes:
@@ -67,7 +67,7 @@ class EntityForm:
     multi_label: bool = False
     scores_words: bool = False
 
-    def entities(self, row: int, scores: Float32Array) -> list[Entity]:
+    def spans(self, row: int, scores: Float32Array) -> list[Span]:
         """Return the spans of a row in the order of their beginnings.
 
         Args:
@@ -88,12 +88,12 @@ class EntityForm:
         kept = [each for each in order if is_free.take(begins[each], ends[each])]
         kept.sort(key=begins.__getitem__)
         return [
-            self._entity(text, bounds[begins[each]][0], bounds[ends[each]][1], labels[each], score)
+            self._span(text, bounds[begins[each]][0], bounds[ends[each]][1], labels[each], score)
             for each, score in zip(kept, found[kept].tolist(), strict=True)
         ]
 
-    def _entity(self, text: str, start: int, end: int, label: int, score: float) -> Entity:
-        return Entity(start, end, text[start:end], self.labels[label], score)
+    def _span(self, text: str, start: int, end: int, label: int, score: float) -> Span:
+        return Span(start, end, text[start:end], self.labels[label], score)
 
 
 def word_bounds(text: str, most: int) -> Iterator[tuple[int, int]]:
@@ -117,7 +117,7 @@ def read_labels(value: object) -> tuple[str, ...]:
     return labels
 
 
-def entity_tensors(rows: Sequence[Sequence[Entity]]) -> dict[str, npt.NDArray[Any]]:
+def span_tensors(rows: Sequence[Sequence[Span]]) -> dict[str, npt.NDArray[Any]]:
     """Return the tensors of all rows by name, `[rows, most spans]`, padded with zeros and empty texts."""
     counts = [len(row) for row in rows]
     shape = len(rows), max(counts)
