@@ -61,7 +61,7 @@ TEXT_PARTS: Mapping[str, Callable[[Json], Json]] = {"gemma3": gemma.text_part}
 
 
 def text_part(config: Json) -> Json:
-    """Return a config.json of the text part, if it is of a multimodal model; else unchanged.
+    """Return config.json of the text part of a multimodal model, else unchanged.
 
     Raises:
         CheckpointError: its text part is not served.
