@@ -18,6 +18,7 @@ from varlen.models import (
     mpnet,
     nomic_bert,
     roberta,
+    static,
     t5,
 )
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
@@ -41,6 +42,7 @@ ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "modernbert": modernbert.FAMILY,
     "deberta-v2": deberta.FAMILY,
+    "static": static.FAMILY,
 }
 DECODERS: Mapping[str, Family[DecoderModel]] = {
     "gpt2": gpt2.FAMILY,
