@@ -211,7 +211,7 @@ def save_checkpoint(
 
 
 def config_class_of(family: str) -> Any:
-    """Return the class of a configuration of texts, given a name of `SMALL_DECODERS` and the like."""
+    """Return the configuration of texts of a family, such as Gemma3TextConfig."""
     of_text = getattr(transformers, f"{family}TextConfig", None)
     return of_text or getattr(transformers, f"{family}Config")
 

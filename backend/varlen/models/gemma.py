@@ -1,4 +1,4 @@
-"""The Gemma family: the layers of Llama with scaled embeddings and norms around zero; most layers have windows.
+"""The Gemma family: the layers of Llama with scaled embeddings and windows.
 
 Gemma, Gemma 2 and the text part of Gemma 3 are this decoder with other options. EmbeddingGemma is a Gemma 3 whose
 tokens read all of a text.
@@ -120,6 +120,9 @@ def _read_windows(config: Json) -> tuple[int, ...]:
     if _reads_all(config):
         # the window of config.json has both sides
         window = window // 2 + 1
+    if not kind_fields.is_causal(config):
+        # the masks of transformers then include the distance itself
+        window += 1
     window = 0 if window >= read_int(config, "max_position_embeddings") else window
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
@@ -252,7 +255,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
 
 
 def _rounded(number: float, like: Tensor) -> float:
-    """Return a number as the dtype of a tensor has it: transformers rounds the factor of embeddings."""
+    """Return a number in the dtype of a tensor, as transformers has it."""
     return float(like.new_tensor(number, device="cpu"))
 
 
@@ -326,7 +329,7 @@ def text_part(config: Json) -> Json:
     """Return config.json of the text part of a multimodal Gemma 3; images are not served.
 
     Raises:
-        CheckpointError: `text_config` is not that of a Gemma 3.
+        CheckpointError: `text_config` is of another model.
     """
     text = config.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", "gemma3_text") != "gemma3_text":
@@ -374,7 +377,7 @@ def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) ->
         tokenizer_class="GemmaTokenizer",
         kind="decoder",
         is_divisible=True,
-        is_causal=lambda config: not _reads_all(config),
+        is_causal=lambda config: kind_fields.is_causal(config) and not _reads_all(config),
     )
 
 

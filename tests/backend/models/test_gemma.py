@@ -1,4 +1,4 @@
-"""Gemma: both ways to read a text, files of multimodal models and of old releases, and what is refused."""
+"""Gemma: tokens that read later ones, files of multimodal models, and what is refused."""
 
 import json
 
@@ -57,8 +57,10 @@ def windows_of(folder):
         # an odd window, and one that is wider than every text on both sides
         {"sliding_window": 8},
         {"sliding_window": 5000},
+        {"is_causal": False},
+        {"is_causal": False, "use_bidirectional_attention": False},
     ],
-    ids=["", "pattern", "odd", "wide"],
+    ids=["", "pattern", "odd", "wide", "both fields", "the field of every decoder"],
 )
 def test_tokens_may_read_later_ones_too(make_checkpoint, rng, options):
     folder = make_checkpoint(MODEL, **{**BOTH_WAYS, **options})
@@ -196,7 +198,7 @@ def with_names(folder, rename):
 
 
 def new_name(name):
-    """Return the name that a tensor has in modules of transformers 5, given the one of files."""
+    """Return the name of a tensor in transformers 5, given its name in files."""
     name = name.replace("language_model.model.", "model.language_model.")
     return name if name.startswith("model.") else f"model.{name}"
 
