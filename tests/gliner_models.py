@@ -1,4 +1,6 @@
-"""Random models in the form of the library gliner, and what they answer, in plain torch.
+"""Random models in the form of the library gliner, and their answers.
+
+The arithmetic is in plain torch.
 
 `compare_gliner.py` compares this statement of the arithmetic with the library itself, which does not install beside the
 transformers of these tests. Sources: `modeling/base.py`, `layers.py`, `span_rep.py`, `scorers.py`, `decoding/` and
@@ -29,7 +31,7 @@ def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields
     Args:
         folder: may not exist yet.
         kind: class of the encoder.
-        seed: of the weights of the head.
+        seed: seed of the weights of the head.
         encoder: fields of the encoder's configuration.
         fields: fields of gliner_config.json.
     """

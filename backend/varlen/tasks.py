@@ -68,7 +68,7 @@ class TaskFacts:
 
     @property
     def finds_rows(self) -> bool:
-        """Whether the rows of its tensors are what the model finds: terms, tokens of masks or spans."""
+        """Whether its tensors hold what the model finds, such as terms or spans."""
         return not self.is_iterative and (self.needs_masked_lm or self.width is None)
 
     @property

@@ -168,7 +168,7 @@ class AsyncClient:
     async def extract(
         self, inputs: Sequence[str], **options: Unpack[ExtractOptions]
     ) -> list[list[Span]]:
-        """Return the spans of each text that have one of the labels, in the order of their beginnings.
+        """Return the spans of each text that have a label, by their beginnings.
 
         For models of GLiNER; `labels` are an option, see `ExtractOptions`. Errors are the same as in `embed`.
         """

@@ -203,9 +203,9 @@ class ModelInfo:
         return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))
 
     def payload_of(self, length: int) -> Payload:
-        """Return a payload of a prompt of this length, with as much work as one may have.
+        """Return a payload with much work, for a prompt of this length.
 
-        Of a text with labels, an eighth of the tokens are labels.
+        An eighth of the tokens of a text with labels are labels.
         """
         if self.task == "extract":
             return Words(np.arange(length, dtype=np.int32), max(1, length // 8))

@@ -65,7 +65,7 @@ def dims_of(lengths: Sequence[int], **others: int) -> Dims:
 
 
 def payload_dims(prompts: Sequence[Prompt]) -> Dims:
-    """Return the dimensions of a batch that payloads decide; a pair is a word and a label."""
+    """Return the dimensions that payloads decide; a pair is a word and a label."""
     return {
         "masks": sum(prompt.num_masks for prompt in prompts),
         "words": sum(prompt.num_words for prompt in prompts),
@@ -244,7 +244,7 @@ def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
 
 
 def _of_words_and_labels(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
-    """Return the words or the labels of all sequences by their place in the batch, or their bounds."""
+    """Return the places of words or labels in the batch, or their bounds."""
     of_words = name.endswith(("word_rows", "words"))
     if name.startswith("cu_"):
         return bounds_of([each.num_words if of_words else each.num_labels for each in prompts])

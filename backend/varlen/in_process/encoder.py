@@ -222,7 +222,7 @@ class Encoder(InProcess):
         truncate: bool = False,
         truncate_prompt_tokens: int | None = None,
     ) -> list[list[Span]]:
-        """Return the spans of each text that have one of the labels, in the order of their beginnings.
+        """Return the spans of each text that have a label, by their beginnings.
 
         Args:
             texts: texts.

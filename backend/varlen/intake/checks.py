@@ -162,7 +162,7 @@ class Intake:
         truncate: bool,
         max_tokens: int | None = None,
     ) -> tuple[TokenizationTask, ...]:
-        """Return the steps that make prompts of texts with labels, for a model that extracts spans.
+        """Return the steps that make prompts of texts with labels.
 
         Args:
             texts: one per row.

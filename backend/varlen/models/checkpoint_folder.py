@@ -394,7 +394,7 @@ class Checkpoint:
 
 
 def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
-    """Return config.json, or the configuration of the encoder of a model of GLiNER and its settings."""
+    """Return config.json, or what gliner_config.json has in place of it."""
     return (
         read_extraction(folder)
         if is_extraction(folder)

@@ -48,7 +48,10 @@ class Unpooled(Payload):
 
 
 class Words(Payload):
-    """The places of labels, then those of words, that `extract` scores; `count` is the number of labels."""
+    """The places of labels, then of words, that `extract` scores.
+
+    `count` is the number of labels.
+    """
 
 
 class Source(Payload):

@@ -97,7 +97,7 @@ class SpanForm:
 
 
 def word_bounds(text: str, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the first character of each word and the one behind its last, of at most `most` words."""
+    """Yield where each of the first `most` words begins and ends, in characters."""
     for _, match in zip(range(most), _WORD.finditer(text), strict=False):
         yield match.span()
 

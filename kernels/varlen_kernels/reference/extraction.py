@@ -30,7 +30,7 @@ def bidirectional_lstm(
 ) -> Tensor:
     """Return the states of an LSTM that reads each sequence in both directions, `[rows, 2 · hidden]`.
 
-    The states of the first direction come before those of the second one. Gates are in the order of torch: input,
+    The states of the first direction come before the states of the second one. Gates are in the order of torch: input,
     forget, cell, output.
 
     Args:
@@ -112,7 +112,9 @@ def word_scores(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return three logits of each word and label: a span starts here, ends here, or goes on, `[pairs, 3]` fp32.
+    """Return three logits of each word and label, `[pairs, 3]` fp32.
+
+    A span of the label starts at the word, ends there, or has the word inside.
 
     They are relu(word + label + (word factors · label factors) @ mixed) @ weight + bias.
 
@@ -147,7 +149,7 @@ def _new_scores(
 def _sequences(
     cu_words: Tensor, cu_labels: Tensor, scores: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the words and the labels of each sequence, and its scores, `[words, labels, columns]`."""
+    """Yield each sequence's words, labels and scores, `[words, labels, columns]`."""
     words, labels, begin = cu_words.tolist(), cu_labels.tolist(), 0
     for number in range(len(words) - 1):
         rows, columns = (slice(bounds[number], bounds[number + 1]) for bounds in (words, labels))

@@ -1,4 +1,4 @@
-"""The ops of words and labels match float64, and every sequence of a batch matches itself alone."""
+"""The ops of words and labels match float64, sequence by sequence."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The head of a model that extracts spans: words, labels and their scores, all in fp32.
+"""The head of a model that extracts spans, all in fp32.
 
 Words and labels are rows of the encoder's result, and words then pass an LSTM. A span is the activated sum of what its
 first and its last word add to it, so the two layers behind a span run once for each word and once for each label

@@ -1,6 +1,6 @@
-"""Settings of a model that extracts spans (GLiNER): labels come with a request, as tokens before its text.
+"""Settings of a model that extracts spans for labels of a request (GLiNER).
 
-Such a folder has `gliner_config.json` instead of config.json; the configuration of its encoder is a part of it.
+Labels are tokens before the text. Such a folder has `gliner_config.json` instead of config.json; the configuration of its encoder is a part of it.
 Source: Zaratiana et al. 2023, arXiv:2311.08526; the fields follow the library gliner, which ignores unknown ones.
 """
 
@@ -55,7 +55,7 @@ class ExtractionConfig:
     """How texts and labels become tokens, and what the model scores.
 
     Attributes:
-        scored: what it scores with each label.
+        scored: things that it scores with each label.
         hidden: features of a word and of a label.
         encoder_hidden: features of a token.
         max_width: words of the longest span, if it scores spans.
@@ -65,7 +65,7 @@ class ExtractionConfig:
         label_token: id of that token.
         separator: text between labels and words.
         reads_mark: whether the token before a label stands for it; else the one after.
-        subtoken: which token stands for a word.
+        subtoken: token that stands for a word of several.
     """
 
     scored: Scored
