@@ -122,7 +122,7 @@ class StageLinks:
         self._before = Connection(before[0]) if before else None
         self._behind = Connection(behind[0]) if behind else None
         received, sent = (ends[1] if ends else None for ends in (before, behind))
-        self.handoffs = Handoffs(received, sent, places=count)
+        self.handoffs = Handoffs(received, sent, slots=count)
         self._config = config
         # nothing is late while models load
         self._longest_wait: float | None = None
