@@ -55,7 +55,6 @@ class CpuRunner:
     whole sequences are padded to few numbers of tokens: by less than an eighth, or by seven tokens.
 
     Attributes:
-        program: the program.
         arena: memory of its intermediates.
         input_names: inputs that a batch brings; a stage receives others.
         is_compiled: whether it runs as calls of compiled code.
@@ -78,7 +77,6 @@ class CpuRunner:
         """Compile the program.
 
         Args:
-            program: the program.
             kernels: module with the functions that ops name.
             arena: memory of the intermediates.
             states: the tensor of each state, by name.

@@ -506,7 +506,6 @@ class CudaSteps(_GraphRunner):
         """Draw the tokens of the step that was started last.
 
         Args:
-            step: the step.
             on_device: its inputs.
             rows: rows of its logits.
             begun: edit lists that the host sends.

@@ -189,7 +189,6 @@ class Leader(_Linked):
         """Start the others, which load their parts while this process loads its own.
 
         Args:
-            setup: the setup of this process.
             message_of: returns some work as a message to the others.
         """
         # the engine's thread that starts it ends after its last step; the others end with the leader

@@ -59,8 +59,6 @@ def load_step_model(
     """Return a model that generates, warmed up.
 
     Args:
-        checkpoint: checkpoint to load.
-        config: the settings.
         chooser: chooses tokens from logits on the device of the settings.
         stats: counts processes that had to be started again.
         gpu: number of the GPU, if the model runs on one.
@@ -98,7 +96,6 @@ class ProcessSteps:
     process waits neither for the scheduler nor for answers. Not for two threads at once, except for `use`.
 
     Attributes:
-        host: the process.
         slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each
             stage.
         graph_use: cost of CUDA graphs, which it has none of.
@@ -108,7 +105,6 @@ class ProcessSteps:
         """Connect to the process.
 
         Args:
-            host: the process.
             chooser: chooses tokens from logits on a CPU, and says what the process chooses.
             stats: counts the processes that replace it.
 
