@@ -92,6 +92,7 @@ def test_another_end_of_the_server_is_told_with_its_log(repository, backends):
             server.wait_ready()
 
 
+@pytest.mark.full
 def test_stop_ends_the_stub_of_a_server_that_was_killed(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready()
@@ -118,6 +119,7 @@ with LocalServer(sys.argv[1], arguments=["--backend-directory=" + sys.argv[2]]) 
 """
 
 
+@pytest.mark.full
 def test_a_program_that_is_told_to_end_ends_its_server(repository, backends):
     command = [sys.executable, "-c", _SERVES, str(repository), str(backends)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -130,6 +132,7 @@ def test_a_program_that_is_told_to_end_ends_its_server(repository, backends):
     assert not is_alive(pid)
 
 
+@pytest.mark.full
 def test_perf_analyzer_runs(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready()

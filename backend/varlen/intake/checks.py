@@ -57,6 +57,7 @@ class Intake:
         target_start: int | None = None,
         mask_token: int | None = None,
         pair_template: PairTemplate | None = None,
+        pair_prefixes: tuple[str, str] | None = None,
     ) -> None:
         """Start the checks.
 
@@ -64,6 +65,7 @@ class Intake:
             roles: prompt names that a request may use.
             target_start: first token of each target of a translation model, whose inputs are sources.
             pair_template: pair template of a model that reads pairs as chat messages.
+            pair_prefixes: texts in front of the texts of a pair, for a model that reads a pair as one text.
         """
         self.tokenizer = tokenizer
         self.limits = limits
@@ -71,6 +73,7 @@ class Intake:
         self._chat_template = chat_template
         self._mask_token = mask_token
         self._pair_template = pair_template
+        self._pair_prefixes = pair_prefixes
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -254,13 +257,16 @@ class Intake:
                 self._pair_prompt(self._pair_template, row, text, most if truncate else None, side)
                 for row, text in enumerate(texts, start=first_row)
             )
+        most_bytes = self.limits.max_text_bytes + len(role.prompt.encode())
+        if self._pair_prefixes is not None:
+            texts = [self._joined(row, text) for row, text in enumerate(texts, start=first_row)]
         found = self.tokenizer.encode(
             texts,
             truncate=truncate,
             side=side,
             special_tokens=special_tokens,
             max_tokens=most,
-            max_text_bytes=self.limits.max_text_bytes + len(role.prompt.encode()),
+            max_text_bytes=most_bytes,
         )
         prompts = []
         for row, (text, each) in enumerate(zip(texts, found, strict=True), start=first_row):
@@ -270,6 +276,16 @@ class Intake:
             num_unpooled = role.num_unpooled if isinstance(text, str) else 0
             prompts.append(self._prompt(row, each, role, num_unpooled))
         return tuple(prompts)
+
+    def _joined(self, row: int, text: Text) -> Text:
+        """Return a pair as the one text that the model reads, or a single text."""
+        if isinstance(text, str) or self._pair_prefixes is None:
+            return text
+        first, second = text
+        # what follows a part of the first text would be in the wrong place
+        self.limits.check_text_bytes(row, len(first.encode()))
+        before_first, before_second = self._pair_prefixes
+        return f"{before_first}{first}{before_second}{second}"
 
     def _pair_prompt(
         self,

@@ -136,7 +136,9 @@ class Checkpoint:
         family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
-        sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
+        sentence = read_sentence_settings(
+            folder, pooling=family.read_pooling(config) or _default_pooling(architecture)
+        )
         tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
@@ -252,6 +254,15 @@ class Checkpoint:
     def is_causal(self) -> bool:
         """Whether the tokens of its decoder read only earlier ones."""
         return self.family.is_causal(self.config)
+
+    @property
+    def pair_prefixes(self) -> tuple[str, str] | None:
+        """Texts in front of both texts of a pair that is read as one.
+
+        None where a pair stays two texts. Only `first_releases` sets this field of config.json.
+        """
+        prefixes = self.config.get("pair_prefixes")
+        return None if prefixes is None else tuple(prefixes)
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.

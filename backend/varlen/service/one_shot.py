@@ -77,6 +77,7 @@ class EncoderParts:
             roles=roles_of(checkpoint, info.task, tokenizer, most),
             mask_token=_filled_token(checkpoint, tokenizer, info.task),
             pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
+            pair_prefixes=checkpoint.pair_prefixes,
         )
         warm_up(info, executor, config)
         costs = costs_for(info, executor, checkpoint, config)

@@ -19,6 +19,7 @@ from varlen.execution.workers.worker import hung_after
 from ...fakes.engine_parts import Clock
 
 
+@pytest.mark.full
 def test_the_next_model_runs_in_the_process_that_was_started_early(small_bert):
     config = EngineConfig(device="cpu", dtype="fp32", threads=1, warmup_seconds=0)
     with process.started_early(new_session=True):
