@@ -27,6 +27,17 @@ def bounds_of(lengths):
     return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
 
 
+def assert_out_is_overwritten(call):
+    """Assert that an op fills an output of NaN with the bits of a fresh one, given a call of it."""
+    fresh = call(None)
+    out = torch.full_like(fresh, torch.nan)
+
+    returned = call(out)
+
+    assert returned.data_ptr() == out.data_ptr()
+    assert torch.equal(out, fresh)
+
+
 def assert_same_bits_alone(attend, qkv, lengths):
     """Assert that each sequence alone has the bits that it has among the others."""
     together = attend(qkv, bounds_of(lengths))
