@@ -261,10 +261,10 @@ _UNSERVED = [
         _VOYAGE,
     ),
     _row(
-        "an instruction of a reranker",
+        "an instruction of a reranker in two names",
         "/v1/rerank",
-        {"instruction": "rank"},
-        _refused("write it in the query"),
+        {"instruction": "rank", "instruct": "rank"},
+        _refused("the request has instruction and instruct"),
         "Qwen3-Reranker behind Alibaba's API",
     ),
     _row(
@@ -284,8 +284,8 @@ _UNSERVED = [
     _row(
         "labels of zero-shot classification",
         "/predict",
-        {"parameters": {"candidate_labels": ["a"]}},
-        _refused("parameters.candidate_labels is not supported"),
+        {"parameters": {"candidate_labels": []}},
+        _refused("candidate_labels has 0 labels"),
         "Hugging Face inference endpoints",
     ),
     _row(

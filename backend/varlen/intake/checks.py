@@ -19,7 +19,7 @@ from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.parameter import refuse
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
-from varlen.request.row_parameters import InputType, RowParameters, TruncationSide
+from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -36,12 +36,25 @@ class ChatTemplate(Protocol):
 
 
 class PairTemplate(Protocol):
-    """Makes the text of a prompt out of a pair of texts."""
+    """Makes the tokens of a prompt out of a pair of texts.
+
+    Attributes:
+        ending: `[tokens]` int32, the last tokens of every prompt.
+        takes_instruction: whether a request may have an instruction.
+    """
 
     ending: Int32Array
+    takes_instruction: bool
 
-    def render(self, query: str, document: str) -> str:
-        """Return the text, special tokens included, or raise RequestError."""
+    def tokens(
+        self, query: str, document: str, instruction: str | None, max_tokens: int | None, /
+    ) -> Tokenized:
+        """Return the tokens, special ones included, or raise RequestError.
+
+        Args:
+            instruction: task of the model in words; None is the checkpoint's.
+            max_tokens: length to which the pair is cut behind them; None cuts nothing.
+        """
 
 
 class Intake:
@@ -83,8 +96,7 @@ class Intake:
         truncate: bool,
         side: TruncationSide | None = None,
         max_tokens: int | None = None,
-        prompt_name: str | None = None,
-        input_type: InputType | None = None,
+        prefix: TextPrefix = NO_PREFIX,
         special_tokens: bool = True,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of texts or pairs of texts.
@@ -94,16 +106,15 @@ class Intake:
             truncate: cut texts that are too long instead of refusing them.
             side: side on which they are cut; None is the checkpoint's.
             max_tokens: length to which they are cut, special tokens included; None is the longest of the role.
-            prompt_name: name of the role of the texts and of their prompt; None selects the default.
-            input_type: meaning of the role, instead of its name.
+            prefix: prompt or instruction before the texts.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
-            RequestError: a text has no tokens, too many, or half a surrogate pair; the message names the row. Or there
-                is no prompt of that name or meaning.
+            RequestError: a text has no tokens, too many, or half a surrogate pair; the message names the row. Or the
+                model has no such prefix.
         """
         self.limits.check_texts(texts, truncate=truncate)
-        role = self.roles.select(prompt_name, input_type)
+        role = self.role(prefix)
         self.check_length(texts, role, max_tokens)
         return self._tokenize(
             texts, truncate, special_tokens, role=role, side=side, max_tokens=max_tokens
@@ -116,8 +127,7 @@ class Intake:
         truncate: bool,
         side: TruncationSide | None = None,
         max_tokens: int | None = None,
-        prompt_name: str | None = None,
-        input_type: InputType | None = None,
+        prefix: TextPrefix = NO_PREFIX,
     ) -> tuple[TokenizationTask, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
 
@@ -125,7 +135,7 @@ class Intake:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
         sizes = self.limits.check_texts(texts, truncate=truncate)
-        role = self.roles.select(prompt_name, input_type)
+        role = self.role(prefix)
         self.check_length(texts, role, max_tokens)
 
         def tokenize(rows: range) -> tuple[Prompt, ...]:
@@ -205,6 +215,20 @@ class Intake:
         """
         return TokenizationTask(num_bytes, lambda: (self.chat(read(), variables),))
 
+    def role(self, prefix: TextPrefix) -> TextRole:
+        """Return the role of texts with what a request puts before them.
+
+        Raises:
+            RequestError: the model has no such prefix.
+        """
+        if self._pair_template is None:
+            return self.roles.select(prefix)
+        if prefix.instruction is not None and not self._pair_template.takes_instruction:
+            raise RequestError(
+                "the request has instruction, which the chat template of this model does not read; leave it out"
+            )
+        return TextRole(instruction=prefix.instruction)
+
     def cut_side(self, given: RowParameters) -> TruncationSide:
         """Return the side on which texts of a request are cut."""
         if self._pair_template is not None:
@@ -254,7 +278,9 @@ class Intake:
         most = max_tokens or role.max_tokens or self.limits.max_sequence_tokens
         if self._pair_template is not None:
             return tuple(
-                self._pair_prompt(self._pair_template, row, text, most if truncate else None, side)
+                self._pair_prompt(
+                    self._pair_template, row, text, role, most if truncate else None, side
+                )
                 for row, text in enumerate(texts, start=first_row)
             )
         most_bytes = self.limits.max_text_bytes + len(role.prompt.encode())
@@ -292,6 +318,7 @@ class Intake:
         template: PairTemplate,
         row: int,
         text: Text,
+        role: TextRole,
         max_tokens: int | None,
         side: TruncationSide | None,
     ) -> Prompt:
@@ -302,8 +329,7 @@ class Intake:
             raise RequestError("truncation_side is left; allowed with this model: right")
         query, document = text
         self.limits.check_text_bytes(row, len(query.encode()))
-        rendered = template.render(query, document)
-        (found,) = self.tokenizer.encode([rendered], truncate=False, special_tokens=False)
+        found = template.tokens(query, document, role.instruction, max_tokens)
         # tokens of the beginning only are too many, whatever follows
         is_part = found.is_complete and len(document.encode()) > self.limits.max_text_bytes
         spare = len(found.token_ids) - self.tokenizer.spare_tokens

@@ -62,6 +62,31 @@ def test_the_two_forms_of_rerank_are_not_mixed(refusal, calls, options, message)
     assert calls.received == []
 
 
+@pytest.mark.parametrize("name", ["instruction", "instruct"])
+def test_an_instruction_goes_to_the_model(post, calls, name):
+    post("/v1/rerank", **RANKED, **{name: "find"})
+    post("/v1/score", model="ranker", text_1="query", text_2=TEXTS, **{name: "find"})
+
+    assert [call[3] for call in calls.received] == [
+        {"activation": "sigmoid", "instruction": "find"},
+        {"activation": "sigmoid", "instruction": "find"},
+    ]
+
+
+def test_an_instruction_has_one_name_and_no_embeddings(refusal, calls):
+    status, error = refusal("/v1/rerank", **RANKED, instruction="a", instruct="b")
+    assert (status, error["message"]) == (
+        400,
+        "the request has instruction and instruct; send one of them",
+    )
+
+    _, error = refusal(
+        "/v1/score", model="embedder", text_1="query", text_2=TEXTS, instruction="find"
+    )
+    assert "gives embeddings, whose documents have no instruction" in error["message"]
+    assert calls.received == []
+
+
 def test_the_best_texts_only(post):
     ranks = post("/rerank", model="ranker", query="query", texts=TEXTS, top_n=1)
 
@@ -303,3 +328,50 @@ def test_documents_are_cut_by_default_where_the_original_cuts_them(
     post(path, model="ranker", query="a", documents=["b"], **fields)
 
     assert ("truncate" in calls.received[0][3]) is is_cut
+
+
+@pytest.mark.parametrize("path", ["/predict", "/"])
+def test_labels_of_a_request_are_judged_by_entailment(post, calls, path):
+    parameters = {"candidate_labels": ["sea", "land"], "hypothesis_template": "It is {}."}
+
+    one = post(path, model="classifier", inputs="first", parameters=parameters)
+    [same, other] = post(path, model="classifier", inputs=["first", "second"], **parameters)
+
+    assert one == same
+    assert (one["sequence"], other["sequence"]) == ("first", "second")
+    assert sorted(one["labels"]) == ["land", "sea"]
+    assert one["scores"] == sorted(one["scores"], reverse=True)
+    assert sum(one["scores"]) == pytest.approx(1)
+    pairs = [("first", "It is sea."), ("first", "It is land.")]
+    assert calls.received[0] == ("classifier", "zero_shot", pairs, {"truncate": True})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"multi_label": True}, "has multi_label and no candidate_labels; send both"),
+        ({"candidate_labels": []}, "candidate_labels has 0 labels; allowed: 1 to 512"),
+        ({"candidate_labels": "a", "hypothesis_template": "{x}"}, "hypothesis_template is"),
+        ({"candidate_labels": "a", "inputs": [["a", "b"]]}, "is for single texts"),
+        ({"candidate_labels": ["a"] * 500, "inputs": ["a"] * 5}, "allowed: 2048 pairs"),
+        ({"aggregation_strategy": "simple"}, "labels whole texts, which have no entities"),
+    ],
+)
+def test_wrong_options_of_labels_are_refused(refusal, calls, options, message):
+    status, error = refusal("/predict", **({"model": "classifier", "inputs": "a"} | options))
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
+
+
+@pytest.mark.parametrize("path", ["/predict", "/"])
+def test_a_model_that_labels_tokens_answers_with_entities(post, calls, path):
+    one = post(path, model="tagger", inputs="Ada")
+    many = post(path, model="tagger", inputs=["Ada"], parameters={"aggregation_strategy": "none"})
+
+    span = {"score": 0.5, "word": "Ada", "start": 0, "end": 3}
+    assert one == [{"entity_group": "PER", **span}]
+    assert many == [[{"entity": "PER", **span}]]
+    strategies = [call[3]["aggregation_strategy"] for call in calls.received]
+    assert strategies == ["simple", "none"]
