@@ -77,6 +77,13 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
         "pos_att_type": "p2c|c2p",
         "position_biased_input": False,
     },
+    # after the longer name
+    "Deberta": {
+        **SMALL,
+        "relative_attention": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+    },
 }
 _SMALL_LLAMA = {
     "hidden_size": 36,

@@ -1,8 +1,8 @@
-"""config.json of the first releases of NomicBERT and GTE, in the fields of transformers 5.
+"""config.json of NomicBERT, GTE and JinaBERT as first released, in the fields of transformers 5.
 
 Those releases came with code of their own, named by `auto_map`, and with fields of their own. No code of a checkpoint
 runs: the fields that it read are translated, and those that change its results in another way are refused.
-Source: nomic-ai/nomic-bert-2048 and Alibaba-NLP/new-impl on the Hugging Face hub.
+Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl and jinaai/jina-bert-implementation on the Hugging Face hub.
 """
 
 import re
@@ -87,6 +87,12 @@ _GTE_HARMLESS = frozenset(
     "logn_attention_clip1 matryoshka_dimensions unpad_inputs use_memory_efficient_attention".split()
 )
 
+# Its feed-forward parts with a gate, and the activation of that gate.
+_JINA_BERT_GATES = {"geglu": "gelu", "reglu": "relu"}
+_JINA_BERT_FIXED: Mapping[str, object] = {"position_embedding_type": "alibi"}
+# What its own method `encode` reads, and a limit that its tokenizer has too.
+_JINA_BERT_HARMLESS = ("emb_pooler", "model_max_length")
+
 
 def to_native(config: Json) -> Json:
     """Return a config.json in the fields of transformers 5, unchanged if it has them.
@@ -99,6 +105,8 @@ def to_native(config: Json) -> Json:
         return _nomic(config)
     if kind == "new" or (kind == "gte" and fields & {"auto_map", "layer_norm_type", "pack_qkv"}):
         return _gte(config)
+    if kind == "bert" and "feed_forward_type" in fields:
+        return _jina_bert(config)
     return config
 
 
@@ -140,6 +148,17 @@ def _gte(config: Json) -> Json:
     if isinstance(scaling, dict) and "ntk" in (scaling.get("type"), scaling.get("rope_type")):
         native["rope_scaling"] = _linear_form(native, scaling)
         del native["rope_theta"]
+    return native
+
+
+def _jina_bert(config: Json) -> Json:
+    _check({"position_embedding_type": "absolute", **config}, _JINA_BERT_FIXED, "JinaBert")
+    gate = read_choice(config, "feed_forward_type", _JINA_BERT_GATES, default="")
+    native = _without(config, {*_JINA_BERT_HARMLESS, "auto_map", "feed_forward_type"})
+    _set(native, "hidden_act", gate, "feed_forward_type")
+    names = config.get("architectures")
+    names = names if isinstance(names, list) and names else ["Model"]
+    native["architectures"] = [re.sub("^(Jina)?(Bert)?", "JinaBert", str(name)) for name in names]
     return native
 
 
