@@ -46,6 +46,7 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
     "Roberta": _SMALL_ROBERTA,
     "XLMRoberta": {**_SMALL_ROBERTA, "type_vocab_size": 1},
     "Camembert": _SMALL_ROBERTA,
+    "JinaEmbeddingsV3": {**SMALL, "type_vocab_size": 1, "pad_token_id": 4},
     "DistilBert": {
         "dim": 24,
         "n_layers": 2,

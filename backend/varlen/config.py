@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypedDict, get_args
 
 from varlen.errors import ConfigError
 from varlen.parameter import FLAG, parameter_field, parameters_of, unknown_parameter
@@ -36,6 +36,13 @@ SERVER_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSO
 
 _BYTES_OR_PERCENTAGE = r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%"
 _ALLOWED_BYTES = "whole numbers from 1, and from 1% to 100% of the device's memory"
+
+
+class OfCheckpoint(TypedDict):
+    """Settings that say how a checkpoint is read."""
+
+    ignore_config_fields: tuple[str, ...]
+    adapter: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,15 @@ class EngineConfig:
         when="Set it if a load refuses a field, and you know that the field changes no result.",
         pattern=r"[^\s,\"\\]+(, ?[^\s,\"\\]+)*",
         allowed_text="none, or names separated by commas",
+    )
+    adapter: str = parameter_field(
+        "none",
+        "The task adapter of the checkpoint that is merged into its weights when it is loaded, by its name in"
+        " `lora_adaptations` of config.json. `none` leaves the weights as they are. Each task is a model of its own.",
+        when="Set it for jina-embeddings-v3, such as `retrieval.query` and `retrieval.passage`; requests choose the"
+        " prompt of the same name.",
+        pattern=r"[^\s,\"\\]+",
+        allowed_text="none, or the name of an adapter",
     )
 
     # Batching
@@ -442,6 +458,11 @@ class EngineConfig:
         if self.ignore_config_fields == "none":
             return ()
         return tuple(name.strip() for name in self.ignore_config_fields.split(","))
+
+    @property
+    def of_checkpoint(self) -> OfCheckpoint:
+        """Arguments of `Checkpoint.open`."""
+        return {"ignore_config_fields": self.ignored_fields, "adapter": self.adapter}
 
     @property
     def short_slots(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
     check_ignored,
@@ -57,6 +58,7 @@ class Checkpoint:
     Attributes:
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
+        adapter: the adapter for a task that is merged into its weights; None for none.
         architecture: name of its class in transformers.
         task: the task of its modules, else the task of its head.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
@@ -89,6 +91,7 @@ class Checkpoint:
     folder: Path
     config: Json
     ignored: IgnoredFields
+    adapter: Adapter | None
     architecture: str
     task: Task
     pooling: tuple[Pooling, ...]
@@ -119,12 +122,17 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, folder: str | Path, *, ignore_config_fields: Collection[str] = ()
+        cls,
+        folder: str | Path,
+        *,
+        ignore_config_fields: Collection[str] = (),
+        adapter: str = NO_ADAPTER,
     ) -> "Checkpoint":
         """Return the checkpoint in a folder, once its files are checked.
 
         Args:
             ignore_config_fields: fields of config.json that the owner leaves out.
+            adapter: name of the adapter that is merged into its weights.
 
         Raises:
             CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.
@@ -136,7 +144,9 @@ class Checkpoint:
         family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
-        sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
+        sentence = read_sentence_settings(
+            folder, pooling=_default_pooling(architecture), transformer=family.own_transformer
+        )
         tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
@@ -153,6 +163,7 @@ class Checkpoint:
             folder=folder,
             config=config,
             ignored=ignored,
+            adapter=read_adapter(config, adapter),
             architecture=architecture,
             task=_task(sentence, family, architecture),
             pooling=sentence.pooling,

@@ -291,7 +291,7 @@ class _Reader:
 
     def _layer(self, at: str, distances: Distances | None, *, is_last: bool) -> DebertaLayer:
         hidden, inner, read = self._config.hidden, self._config.inner, self._read
-        # after the only layer, a norm follows that of the convolution
+        # the norm of the convolution follows the only layer
         is_last = is_last and not (self._config.window and self._config.layers == 1)
         return DebertaLayer(
             qkv=self._heads_of(f"{at}.attention.self"),
@@ -355,7 +355,7 @@ class _Reader:
 
 
 class _FirstReader(_Reader):
-    """Reads the parts of a DeBERTa of version 1: one layer has the queries, keys and values of each head."""
+    """Reads a DeBERTa of version 1, whose heads have one layer for all."""
 
     def _heads_of(self, at: str) -> Linear:
         hidden, heads, read = self._config.hidden, self._config.heads, self._read

@@ -34,7 +34,7 @@ class Convolution:
     Attributes:
         linear: `[size * hidden, hidden]`, the weights of a window's rows one after another.
         size: tokens of a window.
-        activation: of its output, which is added to the output of the first layer.
+        activation: applied to its output, which is added to the output of the first layer.
         norm: norm of the sum.
     """
 
@@ -73,7 +73,7 @@ class Deberta:
     Attributes:
         position_table: `[positions, features]`.
         projection: projection from the features of the tables to the features of the layers, if there is one.
-        convolution: what is added to the output of the first layer, if there is one.
+        convolution: beside the first layer, if there is one.
         scale: multiplies the scores.
     """
 

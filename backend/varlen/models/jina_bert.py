@@ -10,10 +10,7 @@ the Hugging Face hub.
 from dataclasses import replace
 
 from varlen.models.bert import BERT
-from varlen.models.checkpoint.config_file import Json
-from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layers import LayerReader
-from varlen.models.post_norm_family import PostNormFamily
+from varlen.models.checkpoint.family import Family
 from varlen.models.post_norm_layers import PostNormEncoder
 from varlen.models.post_norm_names import LayerNames
 
@@ -36,26 +33,16 @@ _NORMED = LayerNames(
 )
 
 
-def _form(layer: LayerNames) -> PostNormFamily:
-    return replace(
+FAMILY: Family[PostNormEncoder] = replace(
+    replace(
         BERT,
         class_name="JinaBert",
-        layer=layer,
+        layer=_PLAIN,
+        other_layer=_NORMED,
         has_alibi=True,
         more_architectures=(),
         fixed={"position_embedding_type": "alibi"},
-    )
-
-
-def _load(read: LayerReader, config: Json, head: HeadConfig) -> PostNormEncoder:
-    plain, normed = _form(_PLAIN), _form(_NORMED)
-    first = f"{plain.prefix_of(read)}{_NORMED.name.format(0)}.{_NORMED.query_norm}.weight"
-    return (normed if first in read else plain).load(read, config, head)
-
-
-FAMILY: Family[PostNormEncoder] = replace(
-    _form(_PLAIN).family,
-    load=_load,
+    ).family,
     # norms over the features of all heads, and slopes of each
     is_divisible=False,
 )

@@ -15,7 +15,7 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.relative_positions import alibi_by_distance, bias_by_distance
 from varlen.models.blocks.rotary import rotary_table
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import adapters, kind_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -109,6 +109,7 @@ class PostNormFamily:
         class_name: beginning of its class names in transformers, such as Bert of BertModel.
         prefix: prefix of the encoder's tensors in a model with a head.
         first_prefix: the same in its first releases, if they had another.
+        other_layer, other_embedding_norm: the same in checkpoints that have these layers.
         projection: the linear layer from the tables' features to the features of the layers, where they may differ.
         always_projects: whether that layer is there even if they do not differ.
         least_types: fewest token types; 0 if there may be no table of them.
@@ -119,6 +120,7 @@ class PostNormFamily:
         pretraining: prefixes of the tensors of heads for pretraining.
         masked_lm: the head of its masked language models.
         more_architectures: classes with only the encoder, or with a head that is not served.
+        has_adapters: whether its checkpoints may hold adapters for tasks, in the form of jina-embeddings-v3.
         harmless, fixed: fields beside those that all families share.
         tokenizer_class: default of transformers, if tokenizer_config.json names none.
     """
@@ -129,6 +131,8 @@ class PostNormFamily:
     masked_lm: MaskedLMNames
     embedding_norm: str = "embeddings.LayerNorm"
     layer: LayerNames = LayerNames()
+    other_layer: LayerNames | None = None
+    other_embedding_norm: str = ""
     fields: FieldNames = FieldNames()
     projection: str = ""
     always_projects: bool = False
@@ -140,6 +144,7 @@ class PostNormFamily:
     default_theta: float | None = None
     pretraining: tuple[str, ...] = ("cls.", "lm_head.")
     more_architectures: tuple[str, ...] = ()
+    has_adapters: bool = False
     harmless: Collection[str] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
     tokenizer_class: str = "BertTokenizer"
@@ -149,16 +154,20 @@ class PostNormFamily:
         """What is known of its checkpoints."""
         architectures, heads = encoder_classes(self.class_name, *self.more_architectures)
         rotary = () if self.default_theta is None else _ROTARY_FIELDS
+        of_adapters = adapters.FIELDS if self.has_adapters else ()
         return Family(
             architectures=architectures,
             heads=heads,
-            fields=_RULES.plus({*self.fields.all(), *rotary}, self.harmless, self.fixed),
+            fields=_RULES.plus(
+                {*self.fields.all(), *rotary, *of_adapters}, self.harmless, self.fixed
+            ),
             read_sizes=self.read_sizes,
             load=self.load,
             is_unused=self._is_unused,
             tokenizer_class=self.tokenizer_class,
             has_token_types=bool(self.fields.types),
             masked_lm=self._masked_lm_layout,
+            own_transformer="custom_st.Transformer" if self.has_adapters else "",
             is_divisible=True,
         )
 
@@ -223,7 +232,18 @@ class PostNormFamily:
 
     def load(self, read: LayerReader, config: Json, head: HeadConfig) -> PostNormEncoder:
         """Return the encoder of a checkpoint; see `Family`."""
-        return _Reader(self, self.read_sizes(config), read).model(head)
+        return _Reader(self._as_stored(read), self.read_sizes(config), read).model(head)
+
+    def _as_stored(self, tensors: Container[str]) -> PostNormFamily:
+        """Return it with the names that the tensors have."""
+        other = self.other_layer
+        if other is None:
+            return self
+        last = f"{self.prefix_of(tensors)}{other.name.format(0)}.{other.output_norm}.weight"
+        if last not in tensors:
+            return self
+        norm = self.other_embedding_norm or self.embedding_norm
+        return replace(self, layer=other, embedding_norm=norm)
 
     def _is_unused(self, name: str, stored: Container[str]) -> bool:
         prefix = self.prefix_of(stored)
@@ -231,6 +251,7 @@ class PostNormFamily:
         unused = (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")
         return (
             name in _OTHER_HEADS
+            or (self.has_adapters and adapters.is_factor(name))
             or name.startswith(self.pretraining)
             or name in {f"{prefix}{each}" for each in unused}
         )

@@ -45,7 +45,7 @@ ENCODERS: Mapping[str, Family[EncoderModel]] = {
 }
 DECODERS: Mapping[str, Family[DecoderModel]] = {"gpt2": gpt2.FAMILY, **llama.FAMILIES}
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
-# By their architecture, encoders whose `model_type` is that of another family.
+# By their architecture, encoders that share a `model_type` with another family.
 ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_bert.ENCODERS}
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}

@@ -1,7 +1,7 @@
-"""Encoders that transformers does not have, as their papers and checkpoints state them; the oracle of their tests.
+"""Encoders that transformers does not have, as papers and checkpoints state them.
 
-Plain torch, one sequence at a time. Names of tensors are those of the checkpoints. The classes save and load
-checkpoints as transformers' own do.
+They are the oracle of tests: plain torch, one sequence at a time. Tensors have the names of the checkpoints. The
+classes save and load checkpoints as transformers' own do.
 """
 
 import math
@@ -105,7 +105,10 @@ class _Stated(transformers.PreTrainedModel):
 
 
 class JinaBertModel(_Stated):
-    """Source: Günther et al. 2023, arXiv:2310.19923, and the checkpoints' own files, which were read and not run."""
+    """JinaBERT without a head.
+
+    Source: Günther et al. 2023, arXiv:2310.19923, and the checkpoints' own files, which were read and not run.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""JinaBERT in the form of the hub: equal to its statement in float64, alone and mixed; what is refused."""
+"""JinaBERT in the form of the hub equals its statement; what is refused."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ LENGTHS = (1, 2, 7, 300, 33, 60, 7)
 
 @pytest.fixture
 def saved(tmp_path, small_bert):
-    """Return a function that saves a random checkpoint in the form of the hub, and returns its statement too."""
+    """Return a function that saves a random checkpoint and returns its statement too."""
 
     def save(kind="JinaBertModel", **fields):
         config = {**CONFIG, "architectures": [kind], **fields}

@@ -63,8 +63,7 @@ class Setup:
 
     def open_checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
-        ignored = self.config.ignored_fields
-        return Checkpoint.open(self.fields["folder"], ignore_config_fields=ignored)
+        return Checkpoint.open(self.fields["folder"], **self.config.of_checkpoint)
 
     @property
     def generates(self) -> bool:

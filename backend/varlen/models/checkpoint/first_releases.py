@@ -1,14 +1,16 @@
-"""config.json of NomicBERT, GTE and JinaBERT as first released, in the fields of transformers 5.
+"""config.json of first releases, of NomicBERT, GTE and Jina, in fields of transformers 5.
 
 Those releases came with code of their own, named by `auto_map`, and with fields of their own. No code of a checkpoint
 runs: the fields that it read are translated, and those that change its results in another way are refused.
-Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl and jinaai/jina-bert-implementation on the Hugging Face hub.
+Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl and jinaai/jina-bert-implementation and
+xlm-roberta-flash-implementation on the Hugging Face hub.
 """
 
 import re
 from collections.abc import Collection, Mapping
 
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.adapters import FIELDS as ADAPTER_FIELDS
 from varlen.models.checkpoint.config_fields import REMEDY
 from varlen.models.checkpoint.config_file import (
     Json,
@@ -93,6 +95,15 @@ _JINA_BERT_FIXED: Mapping[str, object] = {"position_embedding_type": "alibi"}
 # What its own method `encode` reads, and a limit that its tokenizer has too.
 _JINA_BERT_HARMLESS = ("emb_pooler", "model_max_length")
 
+# XLM-RoBERTa of Jina, with a position table or rotary positions.
+_JINA_XLM_FIXED: Mapping[str, object] = {"truncate_dim": None}
+_JINA_XLM_HARMLESS = frozenset(
+    # training and prompts, and how its code runs
+    "emb_pooler load_trained_adapters lora_dropout_p lora_main_params_trainable matryoshka_dimensions output_past"
+    " task_instructions use_flash_attn use_reentrant".split()
+)
+_JINA_XLM_TYPES = {"absolute": "xlm-roberta", "rotary": "jina_embeddings_v3"}
+
 
 def to_native(config: Json) -> Json:
     """Return a config.json in the fields of transformers 5, unchanged if it has them.
@@ -107,6 +118,8 @@ def to_native(config: Json) -> Json:
         return _gte(config)
     if kind == "bert" and "feed_forward_type" in fields:
         return _jina_bert(config)
+    if kind == "xlm-roberta" and "use_flash_attn" in fields and "auto_map" in fields:
+        return _jina_xlm(config)
     return config
 
 
@@ -159,6 +172,27 @@ def _jina_bert(config: Json) -> Json:
     names = config.get("architectures")
     names = names if isinstance(names, list) and names else ["Model"]
     native["architectures"] = [re.sub("^(Jina)?(Bert)?", "JinaBert", str(name)) for name in names]
+    return native
+
+
+def _jina_xlm(config: Json) -> Json:
+    _check(config, _JINA_XLM_FIXED, "XLMRoberta")
+    dropped = {*_JINA_XLM_FIXED, *_JINA_XLM_HARMLESS, "auto_map", "rotary_emb_base"}
+    native = _without(config, {*dropped, "position_embedding_type"})
+    kind = read_choice(config, "position_embedding_type", _JINA_XLM_TYPES, default="rotary")
+    native["model_type"] = kind
+    if kind == "xlm-roberta":
+        return native
+    if not config.get("load_trained_adapters"):
+        # its code would make new ones
+        native = _without(native, ADAPTER_FIELDS)
+    native["rope_theta"] = read_number(config, "rotary_emb_base", default=10_000.0)
+    names = config.get("architectures")
+    if isinstance(names, list):
+        plain = [re.sub("LoRA$", "Model", str(name)) for name in names]
+        native["architectures"] = [
+            re.sub("^XLMRoberta", "JinaEmbeddingsV3", name) for name in plain
+        ]
     return native
 
 
