@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
@@ -28,7 +29,12 @@ from varlen.models.checkpoint.generation_config import check_generation, read_en
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
-from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
+from varlen.models.checkpoint.logit_score import (
+    PAIR_FORMS,
+    LogitScore,
+    check_score_tokens,
+    find_logit_score,
+)
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
@@ -46,8 +52,9 @@ _LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
 
 _SEQUENCES = "ForSequenceClassification"
 _HOW_TO_RANK = (
-    ", which ranks if modules.json has the module LogitScore: sentence-transformers adds it with"
-    " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+    ", whose files do not say how it ranks: name the form of its pairs with the setting rerank_form"
+    f" ({', '.join(PAIR_FORMS)}), or take a copy whose modules.json has the module LogitScore,"
+    " such as sentence-transformers writes with CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
 )
 
 
@@ -68,7 +75,7 @@ class Checkpoint:
         default_prompt: the one that it takes if a request names none.
         pools_prompt: whether `embed` pools the tokens of these texts too.
         splade: settings of `sparse_embed` for a vector of terms.
-        logit_score: settings of `rerank` for a score of two logits, if its modules say so.
+        logit_score: settings of `rerank` for a score of two logits, if it answers in words.
         late: settings of `token_embed` for the tokens of texts, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
         vocab_size: token ids of texts are below this.
@@ -127,12 +134,14 @@ class Checkpoint:
         *,
         ignore_config_fields: Collection[str] = (),
         adapter: str = NO_ADAPTER,
+        rerank_form: RerankForm = "auto",
     ) -> "Checkpoint":
         """Return the checkpoint in a folder, once its files are checked.
 
         Args:
             ignore_config_fields: fields of config.json that the owner leaves out.
             adapter: name of the adapter that is merged into its weights.
+            rerank_form: form of the pairs of a language model that ranks.
 
         Raises:
             CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.
@@ -145,9 +154,20 @@ class Checkpoint:
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(
-            folder, pooling=_default_pooling(architecture), transformer=family.own_transformer
+            folder,
+            pooling=family.read_pooling(config) or _default_pooling(architecture),
+            transformer=family.own_transformer,
         )
         tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
+        if sentence.logit_score is None:
+            template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
+            found = find_logit_score(folder, rerank_form, architecture, template)
+            sentence = replace(sentence, logit_score=found)
+        elif rerank_form != "auto":
+            raise CheckpointError(
+                f"rerank_form is {rerank_form}, and modules.json has the module LogitScore, which says how the"
+                " checkpoint ranks; leave rerank_form out"
+            )
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
         if late is not None:
@@ -165,7 +185,7 @@ class Checkpoint:
             ignored=ignored,
             adapter=read_adapter(config, adapter),
             architecture=architecture,
-            task=_task(sentence, family, architecture),
+            task=_task(sentence, family, config, architecture),
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
@@ -223,6 +243,7 @@ class Checkpoint:
             task
             for task in family.tasks
             if task != "token_embed"
+            and (task != "generate" or self.is_causal)
             and family.heads.get(task, self.architecture) == self.architecture
         ]
         return tuple(dict.fromkeys((self.task, *served)))
@@ -255,8 +276,22 @@ class Checkpoint:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its model is a decoder, whose tokens read only earlier ones."""
+        """Whether its model has the layers of a decoder."""
         return self.family.kind == "decoder"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the tokens of its decoder read only earlier ones."""
+        return self.family.is_causal(self.config)
+
+    @property
+    def pair_prefixes(self) -> tuple[str, str] | None:
+        """Texts in front of both texts of a pair that is read as one.
+
+        None where a pair stays two texts. Only `first_releases` sets this field of config.json.
+        """
+        prefixes = self.config.get("pair_prefixes")
+        return None if prefixes is None else tuple(prefixes)
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
@@ -280,6 +315,11 @@ class Checkpoint:
                 f"{_HOW_TO_RANK if could_rank else ''}"
             )
         if task == "generate":
+            if not self.is_causal:
+                raise CheckpointError(
+                    'task "generate" needs a model whose tokens read only earlier ones; config.json says these read'
+                    f" all: allowed are {', '.join(self.tasks)}"
+                )
             check_generation(self.folder)
         headers = read_headers(self.folder)
         family.check_tensors(headers, self.config, self.head)
@@ -330,7 +370,9 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     return config, IgnoredFields(unread, by_setting)
 
 
-def _task(sentence: SentenceSettings, family: Family[object], architecture: str) -> Task:
+def _task(
+    sentence: SentenceSettings, family: Family[object], config: Json, architecture: str
+) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
         return "sparse_embed"
@@ -340,7 +382,8 @@ def _task(sentence: SentenceSettings, family: Family[object], architecture: str)
         return "rerank"
     if sentence.has_pooling and "embed" in family.tasks:
         return "embed"
-    return family.architectures[architecture]
+    task = family.architectures[architecture]
+    return task if task != "generate" or family.is_causal(config) else "embed"
 
 
 def _labels(config: Json, sentence: SentenceSettings) -> Labels:
