@@ -8,7 +8,6 @@ xlm-roberta-flash-implementation, nvidia/llama-nemotron-embed-1b-v2 and -rerank-
 model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and perplexity-ai/pplx-embed-v1-0.6b on the
 Hugging Face hub.
 """
-"""
 
 import re
 from collections.abc import Collection, Mapping
@@ -108,6 +107,7 @@ _JINA_XLM_HARMLESS = frozenset(
     " task_instructions use_flash_attn use_reentrant".split()
 )
 _JINA_XLM_TYPES = {"absolute": "xlm-roberta", "rotary": "jina_embeddings_v3"}
+
 _BIDIRECTIONAL = "use_bidirectional_attention"
 # What the model card of NVIDIA's reranker puts in front of a query and of a document.
 _QUESTION_AND_PASSAGE = ("question:", " \n \n passage:")
