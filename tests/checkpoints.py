@@ -85,6 +85,17 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
         "pos_att_type": "p2c|c2p",
         "position_biased_input": False,
     },
+    "EuroBert": {
+        **SMALL,
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "mask_token_id": 4,
+    },
 }
 _SMALL_LLAMA = {
     "hidden_size": 36,

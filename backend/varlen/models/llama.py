@@ -26,6 +26,7 @@ from varlen.models.checkpoint.config_file import (
     read_flag,
     read_int,
     read_layers,
+    read_norm_eps,
     read_number,
     show,
 )
@@ -57,6 +58,7 @@ class Options:
         has_head_norms: whether queries and keys are normed.
         head_dim: features of a head where config.json does not say them; None derives them.
         window: last tokens that a token reads where config.json does not say it; None is all.
+        norm_eps: added to the mean square of norms where config.json does not say it.
     """
 
     fields: frozenset[str] = frozenset()
@@ -64,14 +66,17 @@ class Options:
     has_head_norms: bool = False
     head_dim: int | None = None
     window: int | None = None
+    norm_eps: float = 1e-6
 
 
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
 # Fields that only `first_releases` sets.
 _OF_FIRST_RELEASES = frozenset(
     {"pair_prefixes", "projection_size", "score_temperature", "sequence_pooling"}
 )
 OPTIONS: Mapping[str, Options] = {
-    "llama": Options(frozenset({"attention_bias", "mlp_bias"})),
+    "llama": Options(_BIASES),
+    "eurobert": Options(_BIASES | {"classifier_pooling"}, norm_eps=1e-5),
     "mistral": Options(frozenset({"sliding_window"}), window=4096),
     "qwen2": Options(_WINDOW_FIELDS, has_qkv_bias=True, window=4096),
     "qwen3": Options(
@@ -194,7 +199,12 @@ class LlamaConfig(declare.ConfigFields):
     )
     inner: int = declare.size("intermediate_size")
     windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
-    norm_eps: float = declare.epsilon("rms_norm_eps", 1e-6)
+    norm_eps: float = declare.computed(
+        lambda config: read_norm_eps(
+            config, "rms_norm_eps", default=OPTIONS[config["model_type"]].norm_eps
+        ),
+        "rms_norm_eps",
+    )
     has_qkv_bias: bool = declare.computed(
         lambda config: (
             OPTIONS[config["model_type"]].has_qkv_bias or _read_flag(config, "attention_bias")

@@ -382,8 +382,9 @@ class _Reader:
         if query_norm is None or key_norm is None:
             qkv = outputs(hidden, 3, *names.qkv, heads=self._sizes.heads)
         else:
-            parts = [outputs(hidden, 1, part) for part in names.qkv]
-            qkv = NormedHeads(*parts, query_norm, key_norm, self._sizes.norm_eps)
+            query, key, value = (outputs(hidden, 1, part) for part in names.qkv)
+            eps = self._sizes.norm_eps
+            qkv = NormedHeads(query, key, value, query_norm, key_norm, eps)
         attention_output = sums(hidden, names.attention_output)
         attention_norm = self._read.norm(f"{at}.{names.attention_norm}", hidden)
         up = outputs(inner, 1 + names.is_gated, *names.up)

@@ -10,6 +10,7 @@ from varlen.models import (
     deberta,
     distilbert,
     electra,
+    eurobert,
     gpt2,
     gte,
     jina_bert,
@@ -43,7 +44,11 @@ ENCODERS: Mapping[str, Family[EncoderModel]] = {
     "deberta": deberta.FIRST_FAMILY,
     "deberta-v2": deberta.FAMILY,
 }
-DECODERS: Mapping[str, Family[DecoderModel]] = {"gpt2": gpt2.FAMILY, **llama.FAMILIES}
+DECODERS: Mapping[str, Family[DecoderModel]] = {
+    "gpt2": gpt2.FAMILY,
+    **llama.FAMILIES,
+    "eurobert": eurobert.FAMILY,
+}
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
 # By their architecture, encoders that share a `model_type` with another family.
 ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_bert.ENCODERS}

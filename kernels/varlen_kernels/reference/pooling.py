@@ -96,7 +96,7 @@ def window_rows(x: Tensor, cu_seqlens: Tensor, *, size: int, out: Tensor | None 
     # a token past the last sequence is in none
     sequences = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
     ends = cu_seqlens[1:][sequences.clamp(max=len(cu_seqlens) - 2)]
-    for place, columns in enumerate(out.split(x.shape[1], dim=1)):
+    for place, columns in enumerate(torch.split(out, x.shape[1], dim=1)):
         rows = tokens + (place - size // 2)
         columns.copy_(_rows_or_zeros(x, rows, (rows < cu_seqlens[sequences]) | (rows >= ends)))
     return out
