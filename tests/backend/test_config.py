@@ -51,6 +51,8 @@ def test_every_setting_can_be_spelt_out():
         "approximate_gelu": "true",
         "growing_arena": "true",
         "ignore_config_fields": "auto_map, transformers.js_config",
+        "adapter": "retrieval.query",
+        "rerank_form": "qwen3",
         "trigger": "lazy",
         "max_delay_ms": "10",
         "max_batch_sequences": "12",

@@ -1,6 +1,6 @@
 """The families that are served, by the `model_type` of config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from varlen.errors import CheckpointError
 from varlen.models import (
@@ -11,6 +11,7 @@ from varlen.models import (
     distilbert,
     electra,
     eurobert,
+    gemma,
     gpt2,
     gte,
     jina_bert,
@@ -47,6 +48,7 @@ ENCODERS: Mapping[str, Family[EncoderModel]] = {
 DECODERS: Mapping[str, Family[DecoderModel]] = {
     "gpt2": gpt2.FAMILY,
     **llama.FAMILIES,
+    **gemma.FAMILIES,
     "eurobert": eurobert.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
@@ -56,17 +58,32 @@ ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_be
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
 
+# What makes config.json of the text part of a multimodal model, by its `model_type`.
+TEXT_PARTS: Mapping[str, Callable[[Json], Json]] = {"gemma3": gemma.text_part}
+
+
+def text_part(config: Json) -> Json:
+    """Return config.json of the text part of a multimodal model, else unchanged.
+
+    Raises:
+        CheckpointError: its text part is not served.
+    """
+    name = config.get("model_type")
+    part = TEXT_PARTS.get(name) if isinstance(name, str) else None
+    return config if part is None else part(config)
+
+
 def family_of(config: Json) -> Family[object]:
     """Return the family of a config.json; raise CheckpointError if none has its `model_type`."""
     name, architectures = config.get("model_type"), config.get("architectures")
     if name is None:
         raise CheckpointError(
             "config.json has no model_type, which names the architecture in a checkpoint of transformers; copy"
-            f" config.json of the model that it was made of. This version serves: {', '.join(FAMILIES)}"
+            f" config.json of the model that it was made of. This version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"config.json has model_type {show(name)}; this version serves: {', '.join(FAMILIES)}"
+            f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
     return ENCODERS_BY_NAME.get(str(first_name(architectures)), FAMILIES[name])
 
