@@ -50,6 +50,7 @@ def test_every_setting_can_be_spelt_out():
         "execution": "padded",
         "approximate_gelu": "true",
         "growing_arena": "true",
+        "rerank_form": "mxbai",
         "ignore_config_fields": "auto_map, transformers.js_config",
         "trigger": "lazy",
         "max_delay_ms": "10",

@@ -21,6 +21,7 @@ from varlen.models.checkpoint.config_fields import (
 )
 from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
 from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_forms import check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
@@ -37,6 +38,7 @@ from varlen.models.checkpoint.logit_score import (
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
+from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, read_tokenizer_settings
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
@@ -144,14 +146,26 @@ class Checkpoint:
         folder = Path(folder)
         check_is_folder(folder)
         check_is_transformer(folder)
-        config, ignored = _read_config(folder, ignore_config_fields)
+        static = static_folder(folder)
+        if static is None:
+            config, ignored = _read_config(folder, ignore_config_fields)
+        else:
+            config, ignored = static_config(static), IgnoredFields((), ())
         family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(
             folder, pooling=family.read_pooling(config) or _default_pooling(architecture)
         )
-        tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
+        if static is not None and not has_file(folder, "modules.json"):
+            sentence = replace(sentence, normalize=config["normalize"])
+        tokenizer = read_tokenizer_settings(
+            static or folder,
+            family,
+            config,
+            lowercase=sentence.lowercase,
+            reads_config=static is None,
+        )
         if sentence.logit_score is None:
             template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
             found = find_logit_score(folder, rerank_form, architecture, template)
@@ -173,7 +187,7 @@ class Checkpoint:
             has_labels = True
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
-            folder=folder,
+            folder=static or folder,
             config=config,
             ignored=ignored,
             architecture=architecture,
@@ -275,6 +289,11 @@ class Checkpoint:
     def is_causal(self) -> bool:
         """Whether the tokens of its decoder read only earlier ones."""
         return self.family.is_causal(self.config)
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether texts get the special tokens of tokenizer.json: static embeddings read none."""
+        return bool(self.config["model_type"] != STATIC)
 
     @property
     def pair_prefixes(self) -> tuple[str, str] | None:

@@ -19,11 +19,13 @@ from varlen.models import (
     mpnet,
     nomic_bert,
     roberta,
+    static,
     t5,
 )
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.static_files import STATIC
 from varlen.models.post_norm_family import PostNormFamily
 
 # BERT and its relatives, which share one `load`.
@@ -79,6 +81,9 @@ def family_of(config: Json) -> Family[object]:
             "config.json has no model_type, which names the architecture in a checkpoint of transformers; copy"
             f" config.json of the model that it was made of. This version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
+    if name == STATIC:
+        # no config.json of a library has this name
+        return static.FAMILY
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"

@@ -42,11 +42,12 @@ _MODEL_CONFIG = "config_sentence_transformers.json"
 
 _MODULES = (
     *("Transformer", "Pooling", "Dense", "Normalize"),
-    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask"),
+    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask", "StaticEmbedding"),
 )
 # Dense may come several times, or not at all.
 _ORDER = re.compile(
     r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
+    r"|StaticEmbedding(,Normalize)?"
 )
 # Modules of models with a vector per token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
 _LATE_ORDER = re.compile(r"Transformer(,Dense)*(,Normalize)?")
@@ -225,7 +226,7 @@ def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
             " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
         )
     paths = [str(module.get("path") or "") for module in modules]
-    if paths and paths[0]:
+    if paths and paths[0] and kinds[0] != "StaticEmbedding":
         raise CheckpointError(
             f'modules.json has the transformer in the folder "{paths[0]}";'
             " allowed: the checkpoint folder itself"

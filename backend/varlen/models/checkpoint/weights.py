@@ -32,6 +32,7 @@ _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_INDEX_DTYPES = ("I64", "I32")
 # Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 32 << 20
@@ -123,6 +124,21 @@ def check_tensor(
     return header
 
 
+def check_indices(headers: Mapping[str, TensorHeader], name: str, count: int) -> TensorHeader:
+    """Return the header of a tensor of row numbers, `[count]`.
+
+    Raises:
+        CheckpointError: it is missing, has another shape, or its values are no whole numbers.
+    """
+    header = headers.get(name)
+    if header is None or header.dtype not in _INDEX_DTYPES or header.shape != (count,):
+        found = "none" if header is None else f"{header.dtype} {list(header.shape)}"
+        raise CheckpointError(
+            f'the tensor "{name}" is {found}; allowed: {", ".join(_INDEX_DTYPES)} {[count]}'
+        )
+    return header
+
+
 def check_shapes(
     headers: Mapping[str, TensorHeader],
     shapes: Mapping[str, tuple[int, ...]],
@@ -192,6 +208,16 @@ class CheckpointWeights:
         header = check_tensor(self._headers, name, shape)
         tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
         return tensor
+
+    def read_indices(self, name: str, count: int) -> "Tensor":
+        """Return a tensor of row numbers, `[count]` int64.
+
+        Raises:
+            CheckpointError: see `check_indices`.
+        """
+        header = check_indices(self._headers, name, count)
+        tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
+        return tensor.long()
 
     def read_parts(
         self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]
