@@ -481,6 +481,10 @@ _ROWS = (
     Op(reference.select_rows, _selected, "", _GATHER.of(ids="rows", table="x", scale=1.0)),
     Op(reference.pool, lambda a: [(_of_sequences(a), torch.float32)], "fused"),
     Op(reference.first_tokens, lambda a: [(_of_sequences(a), a["x"].dtype)], "fused"),
+    Op(
+        reference.window_rows,
+        lambda a: [((a["x"].shape[0], a["size"] * a["x"].shape[1]), a["x"].dtype)],
+    ),
     Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)]),
     Op(reference.concat, _joined),
     Op(reference.normalize_rows, _like("x")),
