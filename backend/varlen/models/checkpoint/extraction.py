@@ -1,6 +1,7 @@
 """Settings of a model that extracts spans for labels of a request (GLiNER).
 
-Labels are tokens before the text. Such a folder has `gliner_config.json` instead of config.json; the configuration of its encoder is a part of it.
+Labels are tokens before the text. Such a folder has `gliner_config.json` instead of config.json; the configuration of
+its encoder is a part of it.
 Source: Zaratiana et al. 2023, arXiv:2311.08526; the fields follow the library gliner, which ignores unknown ones.
 """
 
