@@ -52,6 +52,7 @@ def test_every_setting_can_be_spelt_out():
         "growing_arena": "true",
         "rerank_form": "mxbai",
         "ignore_config_fields": "auto_map, transformers.js_config",
+        "adapter": "retrieval.query",
         "trigger": "lazy",
         "max_delay_ms": "10",
         "max_batch_sequences": "12",

@@ -11,6 +11,7 @@ from pathlib import Path
 from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
     check_ignored,
@@ -66,6 +67,7 @@ class Checkpoint:
     Attributes:
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
+        adapter: the adapter for a task that is merged into its weights; None for none.
         architecture: name of its class in transformers.
         task: the task of its modules, else the task of its head.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
@@ -98,6 +100,7 @@ class Checkpoint:
     folder: Path
     config: Json
     ignored: IgnoredFields
+    adapter: Adapter | None
     architecture: str
     task: Task
     pooling: tuple[Pooling, ...]
@@ -132,12 +135,14 @@ class Checkpoint:
         folder: str | Path,
         *,
         ignore_config_fields: Collection[str] = (),
+        adapter: str = NO_ADAPTER,
         rerank_form: RerankForm = "auto",
     ) -> "Checkpoint":
         """Return the checkpoint in a folder, once its files are checked.
 
         Args:
             ignore_config_fields: fields of config.json that the owner leaves out.
+            adapter: name of the adapter that is merged into its weights.
             rerank_form: form of the pairs of a language model that ranks.
 
         Raises:
@@ -155,7 +160,9 @@ class Checkpoint:
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(
-            folder, pooling=family.read_pooling(config) or _default_pooling(architecture)
+            folder,
+            pooling=family.read_pooling(config) or _default_pooling(architecture),
+            transformer=family.own_transformer,
         )
         if static is not None and not has_file(folder, "modules.json"):
             sentence = replace(sentence, normalize=config["normalize"])
@@ -190,6 +197,7 @@ class Checkpoint:
             folder=static or folder,
             config=config,
             ignored=ignored,
+            adapter=read_adapter(config, adapter),
             architecture=architecture,
             task=_task(sentence, family, config, architecture),
             pooling=sentence.pooling,

@@ -14,6 +14,7 @@ from varlen.models import (
     gemma,
     gpt2,
     gte,
+    jina_bert,
     llama,
     modernbert,
     mpnet,
@@ -43,6 +44,7 @@ POST_NORM_FAMILIES: Mapping[str, PostNormFamily] = {
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "modernbert": modernbert.FAMILY,
+    "deberta": deberta.FIRST_FAMILY,
     "deberta-v2": deberta.FAMILY,
 }
 DECODERS: Mapping[str, Family[DecoderModel]] = {
@@ -52,8 +54,8 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "eurobert": eurobert.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
-# Their encoders, which are models too, by their architecture.
-ENCODERS_OF_PAIRS: Mapping[str, Family[EncoderModel]] = t5.ENCODERS
+# By their architecture, encoders that share a `model_type` with another family.
+ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_bert.ENCODERS}
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
@@ -88,7 +90,7 @@ def family_of(config: Json) -> Family[object]:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
-    return ENCODERS_OF_PAIRS.get(str(first_name(architectures)), FAMILIES[name])
+    return ENCODERS_BY_NAME.get(str(first_name(architectures)), FAMILIES[name])
 
 
 def first_name(names: object) -> object:
