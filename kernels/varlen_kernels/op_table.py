@@ -191,14 +191,14 @@ STEP_BEAMS = Function(
 )
 _FOLLOW_BEAMS = Function(
     "follow_beams",
-    "searches:int32 places:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
+    "searches:int32 beam_slots:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
     " parents=int32 tokens=int32 token_ids=ids block_ids=ids slots=int64_vector copies=int32"
     " block_size:whole",
     _rows(0, 0),
 )
 _ADVANCE_SEARCHES = Function(
     "advance_searches",
-    "found_tokens:int32 logprobs:fp32 searches:int32 places:ids divisors:fp32 ends:ids"
+    "found_tokens:int32 logprobs:fp32 searches:int32 beam_slots:ids divisors:fp32 ends:ids"
     " parents=int32 tokens=int32 scores=fp32 answers=of_beams answer_scores=fp32 num_answers=int32"
     " heads=ids out_ends=int32 out_beams=int32 out_scores=fp32_vector",
     _rows(2, 0),

@@ -11,10 +11,15 @@ from .serving import add_model
 
 pytestmark = pytest.mark.full
 
-KINDS = {"translator": "MarianMTModel", "writer": "GPT2LMHeadModel"}
+KINDS = {
+    "translator": "MarianMTModel",
+    "writer": "GPT2LMHeadModel",
+    "gemma": "Gemma3ForCausalLM",
+}
 SETTINGS = {
     "translator": {"dtype": "int8", "device": "cpu"},
     "writer": {"dtype": "int4", "device": "cpu"},
+    "gemma": {"dtype": "int8", "device": "cpu"},
 }
 TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789")
 SEARCH = {"max_tokens": 20, "num_beams": 3}
@@ -29,7 +34,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoints, tmp_path_factory):
-    """A server with both models, which it calibrates."""
+    """A server with all models, which it calibrates."""
     folder = tmp_path_factory.mktemp("int8")
     for name, checkpoint in checkpoints.items():
         add_model(folder, name, checkpoint, **SETTINGS[name])

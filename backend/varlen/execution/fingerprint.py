@@ -104,7 +104,10 @@ def _version(package: str) -> str:
 
 @cache
 def _own_code_hash() -> str:
-    """Return the hash of our own code. This process runs what it has imported, so it is read once."""
+    """Return the hash of our own code.
+
+    It is read once, since this process runs what it has imported.
+    """
     return code_hash([Path(folder) for package in _PACKAGES for folder in package.__path__])
 
 
