@@ -44,7 +44,7 @@ def cost_fields(
         CheckpointError, OSError: see `checkpoint_hash`.
     """
     return {
-        "checkpoint": checkpoint_hash(checkpoint.folder),
+        "checkpoint": checkpoint_hash(checkpoint.weights_folder),
         "device": device_name(device),
         **({} if rank == ALONE else {"ranks": str(rank.size)}),
         **library_versions(device),

@@ -72,6 +72,7 @@ class Checkpoint:
     """Architecture and settings of a checkpoint.
 
     Attributes:
+        weights_folder: the folder in it with its weights and its tokenizer, mostly itself.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
         adapter: the adapter for a task that is merged into its weights; None for none.
@@ -106,6 +107,7 @@ class Checkpoint:
     """
 
     folder: Path
+    weights_folder: Path
     config: Json
     ignored: IgnoredFields
     adapter: Adapter | None
@@ -204,7 +206,8 @@ class Checkpoint:
             has_labels = True
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
-            folder=static or folder,
+            folder=folder,
+            weights_folder=static or folder,
             config=config,
             ignored=ignored,
             adapter=read_adapter(config, adapter),
@@ -354,7 +357,7 @@ class Checkpoint:
                     f" all: allowed are {', '.join(self.tasks)}"
                 )
             check_generation(self.folder)
-        headers = read_headers(self.folder)
+        headers = read_headers(self.weights_folder)
         family.check_tensors(headers, self.config, self.head, self._load_extraction)
         if TASKS[task].needs_masked_lm:
             assert self.masked_lm is not None

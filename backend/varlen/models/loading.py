@@ -104,7 +104,7 @@ def load_heads(
             " all tokens"
         )
     # Checkpoint.check_task has refused other models
-    with CheckpointWeights(checkpoint.folder, checkpoint.adapter) as weights:
+    with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
         if task == "extract":
             assert checkpoint.extraction is not None
             exact = LayerReader(weights, torch.float32, device)
@@ -165,6 +165,6 @@ def _load(
             f"{setting}; the model_type {checkpoint.config['model_type']} runs in one process;"
             f" allowed are {', '.join(names)}"
         )
-    with CheckpointWeights(checkpoint.folder, checkpoint.adapter) as weights:
+    with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device, last_dtype, rank, stage)
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

@@ -64,7 +64,7 @@ class EncoderParts:
         info = workers.info
         most, late = info.max_sequence_tokens, checkpoint.late
         tokenizer = Tokenizer(
-            checkpoint.folder,
+            checkpoint.weights_folder,
             most,
             has_types=checkpoint.has_token_types,
             adds_special_tokens=checkpoint.adds_special_tokens,

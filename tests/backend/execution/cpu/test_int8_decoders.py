@@ -25,7 +25,7 @@ from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
 
 CPU = torch.device("cpu")
-DECODERS = ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]
+DECODERS = ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"]
 TRANSLATORS = ["MarianMTModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"]
 _QUICK = ("GPT2LMHeadModel", "LlamaForCausalLM", "MarianMTModel", "T5ForConditionalGeneration")
 # Several steps for a prompt, most of them without logits.
