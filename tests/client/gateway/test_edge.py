@@ -413,7 +413,7 @@ def test_the_api_page_describes_every_path(send):
         "/v1/models/{name}", "/", "/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/v2/rerank",
         "/predict", "/info", "/health", "/metrics", "/embed_all", "/similarity", "/v1/score", "/score",
         "/v1/embed", "/v2/embed", "/infinity/rerank", "/infinity/embeddings", "/v2/models/{name}/infer",
-        "/tokenize", "/detokenize", "/decode", "/classify", "/pooling",
+        "/tokenize", "/detokenize", "/decode", "/classify", "/v1/classify", "/pooling", "/v1/extract",
     }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ FITTING = {
     "/embed_all": "tokens",
     "/predict": "classifier",
     "/classify": "classifier",
+    "/v1/classify": "classifier",
     "/v1/completions": "writer",
     "/v1/chat/completions": "writer",
 } | dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/infinity/rerank"), "ranker")

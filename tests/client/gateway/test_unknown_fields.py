@@ -23,6 +23,8 @@ BODIES = {
     "/score": {"model": "ranker", "text_1": "a", "text_2": "b"},
     "/v1/score": {"model": "ranker", "text_1": "a", "text_2": "b"},
     "/classify": {"model": "classifier", "input": "a"},
+    "/v1/classify": {"model": "classifier", "input": "a"},
+    "/v1/extract": {"model": "embedder", "text": "a", "labels": ["person"]},
     "/pooling": {"model": "embedder", "input": "a"},
     "/embed": {"model": "embedder", "inputs": "a"},
     "/embed_sparse": {"model": "sparse", "inputs": "a"},
