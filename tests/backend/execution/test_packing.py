@@ -11,13 +11,14 @@ from varlen.execution.packing import (
     dims_of,
     fill_inputs,
     largest_dims,
+    payload_dims,
     prompt_arrays,
     split_answers,
 )
 from varlen.models.blocks import inputs as declare
 from varlen.program.heads import AttentionHeads
 from varlen.program.recorder import Recorder
-from varlen.request.request import Masks, Prompt, RequestOptions, Unpooled, Vectors
+from varlen.request.request import Masks, Prompt, RequestOptions, Unpooled, Vectors, Words
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)
 
@@ -37,9 +38,9 @@ ALL_INPUTS = [
 ]
 
 
-def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0):
+def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0, **others):
     """Return the inputs of a batch, packed into memory with other contents."""
-    dims = {"tokens": tokens, "sequences": sequences, "masks": masks}
+    dims = {"tokens": tokens, "sequences": sequences, "masks": masks, **others}
     layout = InputLayout.of(declared, dims)
     return layout.views(torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8))
 
@@ -156,6 +157,29 @@ def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     # one after the other, so none overlaps, and inside the buffer; no space is wasted
     spare = [begin - end for end, begin in zip(ends, [*begins[1:], size], strict=True)]
     assert all(0 <= each < 16 for each in spare)
+
+
+def test_words_and_labels_lie_one_sequence_after_the_other():
+    ops = Recorder()
+    declared = [each(ops) for each in (declare.word_rows, declare.label_rows)]
+    declared += [declare.cu_words(ops), declare.cu_labels(ops)]
+    prompts = [
+        Prompt(ids(7, 8, 9, 6), payload=Words(ids(0, 1, 3), 1)),
+        Prompt(ids(5, 6)),
+        Prompt(ids(4, 3, 2), payload=Words(ids(0, 1), 2)),
+    ]
+    dims = payload_dims(prompts)
+    assert dims == {"masks": 0, "words": 2, "labels": 3, "pairs": 2}
+    inputs = inputs_for(9, 3, declared, **dims)
+
+    fill(inputs, prompts, [PLAIN] * 3)
+
+    assert {name: view.tolist() for name, view in inputs.items()} == {
+        "word_rows": [1, 3],
+        "label_rows": [0, 6, 7],
+        "cu_words": [0, 2, 2, 2],
+        "cu_labels": [0, 1, 1, 3],
+    }
 
 
 def test_sequences_may_have_fewer_keys_than_tokens():
