@@ -173,7 +173,7 @@ def test_labels_are_refused(make):
 
 
 def test_too_many_candidates_are_refused(make, monkeypatch):
-    monkeypatch.setattr("varlen.request.entities.MAX_CANDIDATES", 5)
+    monkeypatch.setattr("varlen.request.spans.MAX_CANDIDATES", 5)
     with (
         Encoder.from_pretrained(make(**SPANS), dtype="fp32", warmup_seconds=0) as encoder,
         refused_request("Send a higher threshold, or fewer labels"),
