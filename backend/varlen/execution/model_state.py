@@ -52,7 +52,7 @@ from varlen.request.request import (
     RequestOptions,
     Vectors,
 )
-from varlen.scheduling.batch import Batch, Chunk
+from varlen.scheduling.batch import MAX_STEPS, Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
     Chosen,
@@ -60,7 +60,6 @@ from varlen.scheduling.device_plan import (
     EditLimits,
     SampledToken,
 )
-from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.tasks import Task
 from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.choices import best_tokens
@@ -208,6 +207,8 @@ class Decoder:
         searches: searches that the device continues.
         edits: edit lists of the device.
         steps: runs the program of a step.
+        launch: starts a step and returns a function that waits for its outputs; on a CPU that function runs it.
+        slots: number of steps that may be in flight.
     """
 
     def __init__(
@@ -269,23 +270,10 @@ class Decoder:
             )
             self.steps = CpuSteps(runner, link.stage)
         self._bind_others(loaded.programs[1:], arenas[1:])
-        self._launcher: StepLauncher[PackedStep] | None = None
+        self.launch: Callable[[Batch], Callable[[], Sequence[SampledToken | BeamStep]]]
+        self.launch, self.slots = partial(partial, self._run_batch), 1
         if isinstance(self.steps, CudaSteps):
-            self._launcher = StepLauncher(self, chooser)
-
-    @property
-    def slots(self) -> int:
-        """Number of steps that may be in flight."""
-        return 1 if self._launcher is None else MAX_IN_FLIGHT
-
-    def launch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Start a step; return a function that waits for its outputs.
-
-        On a CPU that function runs the step.
-        """
-        if self._launcher is not None:
-            return self._launcher.launch(batch)
-        return partial(self._run_batch, batch)
+            self.launch, self.slots = StepLauncher(self, chooser).launch, MAX_STEPS
 
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step on a CPU."""

@@ -17,13 +17,19 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from varlen.execution.cpu.all_cores import LoneCores
+from varlen.execution.thread_executor import LoneCores
 from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size, shapes_at
 from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import (
+    ALWAYS,
+    dtypes_of,
+    has_compiled_ops,
+    parts_of,
+    run_calls,
+)
 from varlen_kernels.cpu.native.threads import (
     ARGUMENTS,
     FUNCTION,
@@ -109,6 +115,9 @@ class CompiledProgram:
         self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
         self._sizes = tuple(dict.fromkeys(_sizes_of(self._calls)))
         self._table = self._new_table(self._calls)
+        # sizes and work of the last run, by its cores and dimensions: most steps have those of the one before
+        self._last: tuple[int, Dims] = 0, {}
+        self._last_sizes = self._last_work = np.empty(0, np.int64)
 
     @property
     def has_products(self) -> bool:
@@ -134,8 +143,6 @@ class CompiledProgram:
             lone: the cores that a lone batch may use.
             cores: number of cores of any other batch; None for the cores of the thread.
         """
-        from varlen_kernels.cpu.calls.calls import ALWAYS, run_calls
-
         program, dims = self._program, batch.dims
         given = cores
         if lone is not None:
@@ -176,14 +183,19 @@ class CompiledProgram:
             *(begin + offset for offset in region.offsets),
             *(output.data_ptr() for output in outputs),
         ]
-        (sizes,) = shapes_at([self._sizes], dims)
-        work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
+        if self._last != (cores, dims):
+            (sizes,) = shapes_at([self._sizes], dims)
+            work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
+            self._last_sizes = np.array(sizes, np.int64)[table.sizes[1]]
+            self._last_work = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
+            self._last = cores, dict(dims)
         # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()
         flat = rows.ravel()
-        for (indices, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
-            flat[indices] = np.array(values, np.int64)[numbers]
-        rows[:, UNITS : PARTS + 1] = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
+        places, numbers = table.addresses
+        flat[places] = np.array(addresses, np.int64)[numbers]
+        flat[table.sizes[0]] = self._last_sizes
+        rows[:, UNITS : PARTS + 1] = self._last_work
         return rows
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:
@@ -270,8 +282,6 @@ def _bound(op: Op) -> list[tuple[Bound, str]]:
     row = OPS.get(op.kernel)
     if row is None or not row.calls:
         return []
-    from varlen_kernels.cpu.calls.calls import dtypes_of
-
     results = dict(zip(row.results, op.results, strict=False))
     found = []
     for bound in row.bound(row.named(op.operands, op.attributes) | results):
@@ -304,8 +314,6 @@ def _work(
 
 def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
     """Return the numbers of units and of parts of a function's work."""
-    from varlen_kernels.cpu.calls.calls import parts_of
-
     extents = []
     for tensor in call.bound.tensors:
         rows, columns = _extent(tensor)

@@ -13,14 +13,12 @@ from typing import Protocol
 from varlen.config import EngineConfig
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import (
-    BatchRunner,
-    CoreShare,
     Launcher,
     ModelExecutor,
     OverlappingExecutor,
-    ThreadExecutor,
 )
 from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.thread_executor import BatchRunner, CoreShare, ThreadExecutor
 from varlen.execution.workers.process import ModelProcess, excludes_gpu
 from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.memory_use import MemoryUse

@@ -49,6 +49,7 @@ from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import (
+    MAX_STEPS,
     Batch,
     BatchResult,
     Chunk,
@@ -92,10 +93,6 @@ class GenerationCounts:
     def preemptions(self) -> int:
         """Number of times that sequences gave back their blocks."""
         return self.memory_preemptions + self.order_preemptions
-
-
-# Steps in flight without a pipeline: one runs, and the next one is ready.
-MAX_IN_FLIGHT = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +183,7 @@ class IterationScheduler:
         self._step_numbers = count()
         self._is_pipeline = limits.stages > 1
         self._step_latency_seconds = limits.step_latency_seconds
-        self._max_in_flight = limits.stages if self._is_pipeline else MAX_IN_FLIGHT
+        self._max_in_flight = limits.stages if self._is_pipeline else MAX_STEPS
         # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
         self._prefill_tokens = self._decode_tokens = 0
