@@ -22,7 +22,6 @@ from varlen.execution.arenas import caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSteps, OpsOnDevice
-from varlen.execution.executor import StepLauncher
 from varlen.execution.packing import (
     Arrays,
     PackedStep,
@@ -39,7 +38,7 @@ from varlen.execution.packing import (
     tokens_of_rows,
 )
 from varlen.execution.programs import LoadedPrograms
-from varlen.execution.rank_link import RankLink
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.usage import Dims
@@ -52,7 +51,7 @@ from varlen.request.request import (
     RequestOptions,
     Vectors,
 )
-from varlen.scheduling.batch import MAX_STEPS, Batch, Chunk
+from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
     Chosen,
@@ -96,7 +95,12 @@ class OneShot:
     """
 
     def __init__(
-        self, device: ProgramRunner, task: Task = "hidden", *, is_padded: bool = False
+        self,
+        device: ProgramRunner,
+        task: Task = "hidden",
+        *,
+        is_padded: bool = False,
+        link: RankLink[Any] = NO_OTHERS,
     ) -> None:
         """Use a program.
 
@@ -104,9 +108,10 @@ class OneShot:
             device: runs it.
             task: task of the model.
             is_padded: whether sequences are padded to the longest of their batch, for comparison.
+            link: link to the other processes that hold the model.
         """
         self.device = device
-        self._task, self._is_padded = task, is_padded
+        self._task, self._is_padded, self._link = task, is_padded, link
         self._rows = device.program.row_dimension
         self._has_masks = "mask_rows" in device.input_names
 
@@ -117,6 +122,16 @@ class OneShot:
 
         On a CPU the batch has run. The function must be called once. See `Runner.run` for the answers.
         """
+        with self._link.running((prompts, options)):
+            return self._launch(prompts, options)
+
+    def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
+        """Start a batch of the engine; see `launch`."""
+        return self.launch(batch.prompts, batch.options)
+
+    def _launch(
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> Callable[[], list[Float32Array]]:
         count = len(prompts)
         if self._is_padded:
             padding = _padding(prompts)
@@ -207,8 +222,6 @@ class Decoder:
         searches: searches that the device continues.
         edits: edit lists of the device.
         steps: runs the program of a step.
-        launch: starts a step and returns a function that waits for its outputs; on a CPU that function runs it.
-        slots: number of steps that may be in flight.
     """
 
     def __init__(
@@ -270,13 +283,12 @@ class Decoder:
             )
             self.steps = CpuSteps(runner, link.stage)
         self._bind_others(loaded.programs[1:], arenas[1:])
-        self.launch: Callable[[Batch], Callable[[], Sequence[SampledToken | BeamStep]]]
-        self.launch, self.slots = partial(partial, self._run_batch), 1
-        if isinstance(self.steps, CudaSteps):
-            self.launch, self.slots = StepLauncher(self, chooser).launch, MAX_STEPS
+
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Return a function that runs a step on a CPU and returns its outputs."""
+        return partial(self._run_batch, batch)
 
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step on a CPU."""
         assert isinstance(self.steps, CpuSteps)
         with memory_errors(), torch.inference_mode():
             plan = self._chooser.plan(batch)

@@ -20,7 +20,7 @@ from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner, CudaSteps
 from varlen.execution.device import choose_device, device_memory, name_of
-from varlen.execution.executor import Outputs
+from varlen.execution.executor import Outputs, StepLauncher
 from varlen.execution.fingerprint import device_name
 from varlen.execution.model_info import (
     GraphUse,
@@ -52,7 +52,7 @@ from varlen.request.request import (
     Prompt,
     RequestOptions,
 )
-from varlen.scheduling.batch import Batch
+from varlen.scheduling.batch import MAX_STEPS, Batch
 from varlen.tasks import TASKS, Task
 from varlen_kernels.ops import kernels_for
 
@@ -154,11 +154,10 @@ class Runner:
         task = _task_of_sequences(checkpoint, config)
         longest = sequence_limit(checkpoint, config)
         self._load(WholeSequences, checkpoint, task, longest=longest, seconds=seconds)
-        self.launch_batch = self._launch_batch
         self.arenas: Sequence[Arena] = [self._batch_arena(longest)]
         self._map_handoffs()
         device = self._new_program_runner()
-        self.state = OneShot(device, task, is_padded=config.execution == "padded")
+        self._run_whole(device, task)
         self.info = self._info(
             task,
             longest,
@@ -194,8 +193,9 @@ class Runner:
             limits=edit_limits(checkpoint, config),
             link=self.link,
         )
-        self.launch_batch, self.slots = self.state.launch, self.state.slots
+        self.launch_batch = self.state.launch_batch
         if isinstance(self.state.steps, CudaSteps):
+            self.launch_batch, self.slots = StepLauncher(self.state, chooser).launch, MAX_STEPS
             self.graph_use = self.state.steps.graph_use
         self.info = self._info(
             task,
@@ -229,12 +229,15 @@ class Runner:
     def another(self) -> Runner:
         """Return a runner of the same whole sequences on its CPU, with another arena."""
         other = copy(self)
-        other.launch_batch = other._launch_batch
         other.arenas = [self._batch_arena(self.info.max_sequence_tokens)]
-        other.state = OneShot(
-            other._new_program_runner(), self.info.task, is_padded=self.info.is_padded
-        )
+        other._run_whole(other._new_program_runner(), self.info.task)
         return other
+
+    def _run_whole(self, device: ProgramRunner, task: Task) -> None:
+        """Run whole sequences on a device."""
+        is_padded = self._config.execution == "padded"
+        self.state = OneShot(device, task, is_padded=is_padded, link=self.link)
+        self.launch_batch = self.state.launch_batch
 
     def share_cores(self, share: CoreShare) -> None:
         """Run batches on all cores of its CPU while `share` says that they run alone."""
@@ -262,17 +265,8 @@ class Runner:
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
-        return self._launch(prompts, options)()
-
-    def _launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
-        return self._launch(batch.prompts, batch.options)
-
-    def _launch(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> Callable[[], list[Float32Array]]:
         assert isinstance(self.state, OneShot)
-        with self.link.running((prompts, options)):
-            return self.state.launch(prompts, options)
+        return self.state.run(prompts, options)
 
     def run_part(self, work: Work) -> Sequence[Float32Array] | Tensor:
         """Run this process's part of some work; return what the leader gets: answers, or logits."""

@@ -198,8 +198,8 @@ class GroupMemory:
             return self._extend_beams(group, group.beams)
         table = first.block_ids
         is_full = first.num_computed == len(table) * blocks.block_size
-        # only samples of one prompt share a block that is not full, that of its last token
-        if not is_full and (first.generation.n == 1 or not blocks.is_shared(table[-1])):
+        # only the block of the last token is ever shared and not full
+        if not is_full and not blocks.is_shared(table[-1]):
             return True
         if not group.reserved and not blocks.available:
             return False
