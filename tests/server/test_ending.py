@@ -34,6 +34,8 @@ from .serving import (
     worker_processes,
 )
 
+pytestmark = pytest.mark.full
+
 # 32,000 tokens: about a second of work.
 BULK = {"input_ids": integers(np.ones((64, 500)))}
 SMALL = {"input_ids": integers([[2, 3]])}
@@ -77,7 +79,6 @@ def test_sigterm_with_a_full_queue_answers_all_that_it_holds(start_server, round
     assert server.stop() == 0
 
 
-@pytest.mark.full
 def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
     start_server, roundings
 ):
@@ -99,7 +100,6 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
     wait_until(lambda: not stubs(server.pid), "no process of the server is left")
 
 
-@pytest.mark.full
 def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path):
     """Server 2.51 keeps a stream that is cancelled before its end, and its model."""
     repository = tmp_path / "repository"
@@ -125,7 +125,6 @@ def test_streams_that_clients_leave_at_their_last_part_keep_no_model(tmp_path):
         assert not any(region.exists() for region in regions)
 
 
-@pytest.mark.full
 def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
     start_server, roundings
 ):
@@ -155,7 +154,6 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
     assert len(watchdogs(stub_of(server, "slow"))) == 1
 
 
-@pytest.mark.full
 def test_model_processes_end_themselves_when_the_server_is_killed(start_server):
     server, clients = start_server()
     sent = [client.start("slow", BULK) for client in clients]

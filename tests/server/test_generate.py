@@ -22,6 +22,7 @@ from .serving import (
     TIMEOUT_SECONDS,
     add_model,
     http_call,
+    load_all,
     metrics,
     outcomes,
     stub_of,
@@ -58,16 +59,23 @@ def with_defaults(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint, with_defaults, tmp_path_factory):
-    """A server: models that stream, answer once, or have defaults of a checkpoint."""
+    """A server of a model that streams; others wait for a test to load them."""
     folder = tmp_path_factory.mktemp("generating")
     add_model(folder, "greedy", with_defaults, task="generate")
     add_model(folder, "sampled", with_defaults, task="generate", generation_config="none")
     add_model(folder, "writer", checkpoint, task="generate", max_text_bytes="65536")
     once = "model_transaction_policy { decoupled: false }"
     add_model(folder, "once", checkpoint, text=once, task="generate")
-    with LocalServer(folder) as running:
+    with LocalServer(folder, arguments=["--load-model=writer"], is_managed=True) as running:
         running.wait_ready()
         yield running
+
+
+@pytest.fixture(scope="module")
+def server_of_all(server):
+    """The server with models that answer once, or have defaults of a checkpoint."""
+    load_all(server, ("greedy", "sampled", "once"))
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +251,10 @@ def test_a_chat_template_gets_its_variables(client, server):
         client.generate(messages, chat_template_kwargs={"think": True})
 
 
-def test_sampling_options_are_those_of_the_checkpoint(server):
+@pytest.mark.full
+def test_sampling_options_are_those_of_the_checkpoint(server_of_all):
     def answers(name: str, **options: Any) -> set[tuple[int, ...]]:
-        with Client(server.grpc_url, name) as client:
+        with Client(server_of_all.grpc_url, name) as client:
             return {
                 client.generate(
                     "hello", max_tokens=12, ignore_eos=True, seed=seed, **options
@@ -262,9 +271,10 @@ def test_sampling_options_are_those_of_the_checkpoint(server):
     assert len(answers("greedy", temperature=1)) == 4
 
 
-def test_a_request_chooses_one_of_the_templates_with_names(server):
+@pytest.mark.full
+def test_a_request_chooses_one_of_the_templates_with_names(server_of_all):
     messages = [{"role": "user", "content": "hello"}]
-    with Client(server.grpc_url, "greedy") as client:
+    with Client(server_of_all.grpc_url, "greedy") as client:
         chosen = client.generate(messages, chat_template_kwargs={"chat_template": "rag"})
 
         assert chosen.token_ids == client.generate("hello").token_ids
@@ -306,7 +316,8 @@ def test_the_generate_stream_endpoint_sends_an_event_per_part(server):
     assert reasons == ["None"] * (len(events) - 1) + ["length"]
 
 
-def test_a_model_that_is_not_decoupled_answers_plain_inference(server, in_process):
+@pytest.mark.full
+def test_a_model_that_is_not_decoupled_answers_plain_inference(server_of_all, in_process):
     [expected] = in_process.generate([prompt_of(12)], max_tokens=10, **GREEDY)
     inputs = []
     for name, array, datatype in (
@@ -320,16 +331,17 @@ def test_a_model_that_is_not_decoupled_answers_plain_inference(server, in_proces
     ):
         tensor = tritonclient.grpc.InferInput(name, list(array.shape), datatype)
         inputs.append(tensor.set_data_from_numpy(array))
-    with tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{server.grpc_port}") as plain:
+    with tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{server_of_all.grpc_port}") as plain:
         result = plain.infer("once", inputs)
 
     assert tuple(result.as_numpy("output_ids").tolist()) == expected.token_ids
     assert result.as_numpy("text_output").tolist() == [expected.text.encode()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_model_that_is_not_decoupled_refuses_to_stream(server, protocol):
-    url = server.grpc_url if protocol == "grpc" else server.http_url
+def test_a_model_that_is_not_decoupled_refuses_to_stream(server_of_all, protocol):
+    url = server_of_all.grpc_url if protocol == "grpc" else server_of_all.http_url
     with Client(url, "once") as client:
         assert len(client.generate("hello", max_tokens=3, **GREEDY).token_ids) == 3
         with pytest.raises(InvalidRequest, match="model_transaction_policy"):

@@ -17,6 +17,7 @@ from .serving import (
     TIMEOUT_SECONDS,
     add_model,
     http_call,
+    load_all,
     metrics,
     outcomes,
     stub_of,
@@ -29,7 +30,6 @@ POSITIONS = {"translator": "max_position_embeddings", "writer": "n_positions"}
 # Long enough that a test can interrupt an answer.
 LONGEST = 512
 TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789", "é", "the the the")
-REQUESTS = 1000
 CLIENTS = 8
 SHARED_SECONDS = 3.0
 # Roundings of a sum of a few dozen log probabilities, each of a few units.
@@ -50,13 +50,20 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoints, tmp_path_factory):
-    """A server with a model of each kind: it translates, continues texts, or embeds them."""
+    """A server of a model that translates; one that continues texts and an encoder wait for a test to load them."""
     folder = tmp_path_factory.mktemp("translating")
     for name, checkpoint in checkpoints.items():
         add_model(folder, name, checkpoint)
-    with LocalServer(folder) as running:
+    with LocalServer(folder, arguments=["--load-model=translator"], is_managed=True) as running:
         running.wait_ready()
         yield running
+
+
+@pytest.fixture(scope="module")
+def server_of_all(server):
+    """The server with all models."""
+    load_all(server, MODELS.keys() - {"translator"})
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +125,8 @@ def test_without_options_the_checkpoint_decides(url, translator):
     assert parts[-1].finish_reason == expected.finish_reason
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("server_of_all")
 def test_a_model_that_continues_text_searches_too(url, writer):
     options = {"num_beams": 4, "max_tokens": 12}
     expected = writer.generate(["the cat"], n=4, **options)
@@ -227,6 +236,8 @@ def test_a_bad_request_is_the_caller_s_fault_and_names_its_row(url, text, option
     assert caught.value.rows == (range(1, 2) if not options else range(1))
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("server_of_all")
 @pytest.mark.parametrize("model", ["writer", "encoder"])
 def test_a_model_of_another_task_does_not_translate(url, model):
     with (
@@ -270,7 +281,8 @@ def test_a_deadline_ends_a_search_and_frees_its_blocks(url, server):
     wait_until_free(server, "translator")
 
 
-def test_1000_requests_of_several_clients_are_each_ended_once(server, translator):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
+def test_requests_of_several_clients_are_each_ended_once(server, translator, count):
     """Each is translated, misses its deadline, or is cancelled by its client; none is lost."""
     stub, before = stub_of(server, "translator"), outcomes(server, "translator")
     chance = random.Random(1)
@@ -282,7 +294,7 @@ def test_1000_requests_of_several_clients_are_each_ended_once(server, translator
             "deadline_ms": 40.0 if index % 23 == 7 else None,
             "leaves": index % 19 == 5,
         }
-        for index in range(REQUESTS)
+        for index in range(count)
     ]
 
     async def ask(client: AsyncClient, plan: dict[str, Any]) -> Any:
@@ -330,13 +342,14 @@ def test_1000_requests_of_several_clients_are_each_ended_once(server, translator
     assert ended["failed"] == ended["invalid"] == 0
     whole = sum(not isinstance(end, str) for ends in by_client for end in ends)
     # what a client no longer waits for may have been complete, or have never reached the server
-    assert ended["ok"] >= whole >= REQUESTS * 0.8
-    assert whole <= sum(ended.values()) <= REQUESTS
+    assert ended["ok"] >= whole >= count * 0.8
+    assert whole <= sum(ended.values()) <= count
     assert stub_of(server, "translator") == stub
 
 
-def test_models_of_each_kind_in_one_server_all_make_progress_under_load(server):
-    before = {name: outcomes(server, name)["ok"] for name in MODELS}
+@pytest.mark.full
+def test_models_of_each_kind_in_one_server_all_make_progress_under_load(server_of_all):
+    before = {name: outcomes(server_of_all, name)["ok"] for name in MODELS}
 
     async def send_all_the_time(name: str, client: AsyncClient, until: float) -> int:
         answered = 0
@@ -353,7 +366,7 @@ def test_models_of_each_kind_in_one_server_all_make_progress_under_load(server):
 
     async def run() -> dict[str, int]:
         until = asyncio.get_running_loop().time() + SHARED_SECONDS
-        clients = {name: AsyncClient(server.grpc_url, name) for name in MODELS}
+        clients = {name: AsyncClient(server_of_all.grpc_url, name) for name in MODELS}
         try:
             calls = {
                 name: asyncio.gather(*(send_all_the_time(name, client, until) for _ in range(6)))
@@ -371,6 +384,6 @@ def test_models_of_each_kind_in_one_server_all_make_progress_under_load(server):
 
     assert all(count >= 6 for count in answered.values()), answered
     for name, count in answered.items():
-        assert outcomes(server, name)["ok"] - before[name] >= count
-    wait_until_free(server, "translator")
-    wait_until_free(server, "writer")
+        assert outcomes(server_of_all, name)["ok"] - before[name] >= count
+    wait_until_free(server_of_all, "translator")
+    wait_until_free(server_of_all, "writer")

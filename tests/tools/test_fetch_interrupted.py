@@ -113,6 +113,7 @@ def hub(checkpoint):
         thread.join()
 
 
+@pytest.mark.full
 def test_a_killed_download_goes_on(hub, checkpoint, tmp_path):
     repository = tmp_path / "served/models"
     environment = {

@@ -97,6 +97,7 @@ def test_the_command_makes_the_folder_of_the_backend(backends):
     assert (backends / "varlen/varlen_kernels").is_dir()
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_a_server_whose_python_does_not_know_varlen_serves_with_it(
     backends, encoder, kit, tmp_path

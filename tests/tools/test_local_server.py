@@ -14,6 +14,7 @@ import tritonclient.http as httpclient
 
 from varlen_tools.local_server import (
     LOOPBACK,
+    START_ATTEMPTS,
     LocalServer,
     ServerError,
     find_command,
@@ -58,6 +59,21 @@ def test_a_signal_while_it_starts_leaves_no_process(repository, tmp_path):
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
+def test_a_server_that_loses_a_lock_while_it_loads_is_started_again(repository, tmp_path):
+    command, starts = tmp_path / "tritonserver", tmp_path / "starts"
+    lines = (
+        f"echo x >> {starts}\necho 'what():  boost::interprocess::lock_exception'\nkill -ABRT $$\n"
+    )
+    command.write_text(f"#!/bin/sh\n{lines}")
+    command.chmod(0o755)
+
+    with LocalServer(repository, command=command) as server:
+        with pytest.raises(ServerError, match="exit code -6\n.*lock_exception"):
+            server.wait_ready(timeout=20)
+
+    assert starts.read_text() == "x\n" * START_ATTEMPTS
+
+
 def test_a_model_that_does_not_load_is_told_with_its_reason(repository, backends):
     (backends / "identity/model.py").write_text("raise RuntimeError('no luck today')\n")
 
@@ -76,6 +92,7 @@ def test_another_end_of_the_server_is_told_with_its_log(repository, backends):
             server.wait_ready()
 
 
+@pytest.mark.full
 def test_stop_ends_the_stub_of_a_server_that_was_killed(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready()
@@ -102,6 +119,7 @@ with LocalServer(sys.argv[1], arguments=["--backend-directory=" + sys.argv[2]]) 
 """
 
 
+@pytest.mark.full
 def test_a_program_that_is_told_to_end_ends_its_server(repository, backends):
     command = [sys.executable, "-c", _SERVES, str(repository), str(backends)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -114,6 +132,7 @@ def test_a_program_that_is_told_to_end_ends_its_server(repository, backends):
     assert not is_alive(pid)
 
 
+@pytest.mark.full
 def test_perf_analyzer_runs(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready()

@@ -23,6 +23,9 @@ from varlen_tools.server_log import load_failures
 LOOPBACK = "127.0.0.1"
 # The metrics port cannot be reserved: another process may take it before the server does.
 START_ATTEMPTS = 3
+# What the log of server 2.51 ends with if the process of a model has died inside the server's own code, with a lock in
+# its hands: about one load in thousands (server#8882).
+_LOST_LOCK = "boost::interprocess::lock_exception"
 # Below it are the ports of well-known services.
 _LOWEST_PORT = 10_000
 # Runs a command that gets SIGTERM once the thread that started it ends; 1 is PR_SET_PDEATHSIG. Its arguments are the id
@@ -222,6 +225,8 @@ class LocalServer:
     ) -> None:
         """Return when the server is ready, and serves its metrics, which it starts last.
 
+        A server that aborts because of a lock that it has lost is started again.
+
         Args:
             timeout: seconds.
             on_wait: function to call several times a second meanwhile.
@@ -230,9 +235,15 @@ class LocalServer:
             ServerError: it has ended, or is not ready after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
+        starts = 1
         while not (self.is_ready() and self._serves_metrics()):
             code = self._started().poll()
-            if code is not None:
+            if code == -signal.SIGABRT and starts < START_ATTEMPTS and _LOST_LOCK in self.log():
+                starts += 1
+                # its models too
+                self.stop()
+                self._start_once()
+            elif code is not None:
                 # it ends by itself if a model cannot be loaded
                 if failures := load_failures(self.log()):
                     raise ServerError("\n".join(failures))

@@ -154,7 +154,7 @@ class Checkpoint:
             config=config,
             ignored=ignored,
             architecture=architecture,
-            task=_task(sentence, family, architecture),
+            task=_task(sentence, family, config, architecture),
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
@@ -212,6 +212,7 @@ class Checkpoint:
             task
             for task in family.tasks
             if task != "token_embed"
+            and (task != "generate" or self.is_causal)
             and family.heads.get(task, self.architecture) == self.architecture
         ]
         return tuple(dict.fromkeys((self.task, *served)))
@@ -244,8 +245,13 @@ class Checkpoint:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its model is a decoder, whose tokens read only earlier ones."""
+        """Whether its model has the layers of a decoder."""
         return self.family.kind == "decoder"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the tokens of its decoder read only earlier ones."""
+        return self.family.is_causal(self.config)
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
@@ -269,6 +275,11 @@ class Checkpoint:
                 f"{_HOW_TO_RANK if could_rank else ''}"
             )
         if task == "generate":
+            if not self.is_causal:
+                raise CheckpointError(
+                    'task "generate" needs a model whose tokens read only earlier ones; config.json says these read'
+                    f" all: allowed are {', '.join(self.tasks)}"
+                )
             check_generation(self.folder)
         headers = read_headers(self.folder)
         family.check_tensors(headers, self.config, self.head)
@@ -319,7 +330,9 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     return config, IgnoredFields(unread, by_setting)
 
 
-def _task(sentence: SentenceSettings, family: Family[object], architecture: str) -> Task:
+def _task(
+    sentence: SentenceSettings, family: Family[object], config: Json, architecture: str
+) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
         return "sparse_embed"
@@ -329,7 +342,8 @@ def _task(sentence: SentenceSettings, family: Family[object], architecture: str)
         return "rerank"
     if sentence.has_pooling and "embed" in family.tasks:
         return "embed"
-    return family.architectures[architecture]
+    task = family.architectures[architecture]
+    return task if task != "generate" or family.is_causal(config) else "embed"
 
 
 def _labels(config: Json, sentence: SentenceSettings) -> Labels:

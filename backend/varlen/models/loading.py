@@ -23,9 +23,14 @@ from varlen.tasks import TASKS, Task
 
 @dataclass(frozen=True, slots=True)
 class OneStepDecoder:
-    """A decoder that reads whole sequences in one step."""
+    """A decoder that reads whole sequences in one step.
+
+    Attributes:
+        is_causal: whether its tokens read only earlier ones; else it is an encoder.
+    """
 
     decoder: DecoderModel
+    is_causal: bool
 
     @property
     def vocab_size(self) -> int:
@@ -49,7 +54,7 @@ class OneStepDecoder:
 
     def record(self, ops: Recorder) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
-        return self.decoder.record(ops, PackedAttention())
+        return self.decoder.record(ops, PackedAttention(self.is_causal))
 
 
 def load_encoder(
@@ -69,7 +74,8 @@ def load_encoder(
     """
     last_dtype = torch.float32 if checkpoint.num_labels else dtype
     if checkpoint.is_decoder:
-        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype, rank, stage))
+        decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage)
+        return OneStepDecoder(decoder, checkpoint.is_causal)
     model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank, stage)
     return model
 

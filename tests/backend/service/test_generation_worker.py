@@ -142,7 +142,7 @@ def answers_of(generator, kinds, *, max_tokens=24):
         pytest.param(False, id="no prefix cache", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param("reserve", marks=pytest.mark.full), "optimistic"])
 def test_answers_of_every_kind_are_the_same_though_the_worker_is_killed(
     decoder, policy, prefix_cache
 ):
@@ -227,6 +227,7 @@ def test_a_request_in_the_steps_of_two_killed_workers_fails_and_the_next_one_is_
         assert made.generate([SHARED], max_tokens=8, temperature=0.0) == expected
 
 
+@pytest.mark.full
 def test_after_too_many_restarts_the_model_stops(decoder, caplog):
     with generator_of(decoder, restarts=1) as made:
         killer = Killer(made, 1)
@@ -242,6 +243,7 @@ def test_after_too_many_restarts_the_model_stops(decoder, caplog):
     assert "ended with code -9, after" in caplog.text
 
 
+@pytest.mark.full
 def test_an_idle_worker_that_is_killed_is_replaced_at_the_next_request(decoder):
     with generator_of(decoder) as made:
         expected = made.generate([SHARED], max_tokens=8, temperature=0.0)
@@ -272,6 +274,7 @@ def test_a_step_that_fails_in_the_worker_fails_its_requests_and_no_worker_ends(
     assert "KeyError" in caplog.text
 
 
+@pytest.mark.full
 def test_closing_while_the_worker_starts_again_answers_what_is_open_and_leaves_no_process(decoder):
     config = EngineConfig(**SETTINGS)
     service = Service.load(GeneratorParts, decoder, config, Stats(), isolated=True)
@@ -320,6 +323,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 def test_the_death_of_the_engine_ends_the_worker(decoder):
     command = [sys.executable, "-c", SCRIPT, str(decoder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:

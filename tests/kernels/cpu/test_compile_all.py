@@ -94,6 +94,7 @@ def test_what_is_stored_is_not_compiled_again(folder):
     compile_missing(_OPS, lambda: pytest.fail("another process"))
 
 
+@pytest.mark.full
 def test_a_first_start_compiles_what_is_missing_in_other_processes(folder, tmp_path, monkeypatch):
     # the processes import the copy, and store beside it
     code = copy_kernels(tmp_path / "kernels")

@@ -30,9 +30,7 @@ MODEL_CLASSES = {
 MASKED_CLASSES = dict.fromkeys(("sparse_embed", "fill_mask"), "BertForMaskedLM")
 
 
-@pytest.fixture(
-    params=["embed", *(pytest.param(task, marks=pytest.mark.full) for task in [*MODEL_CLASSES][1:])]
-)
+@pytest.fixture(params=MODEL_CLASSES)
 def load(request, tmp_path):
     """Return a function that loads a small random BERT in fp32 on a device."""
     config = transformers.BertConfig(
@@ -72,6 +70,8 @@ def fused_runner(load, device, folder):
     return OneShot(CudaRunner(program, fused, arena, RepeatedWork()))
 
 
+# `make test` compares a smaller encoder in test_fake_cuda.py
+@pytest.mark.full
 def test_results_match_the_reference(load, device, tmp_path):
     numbers = np.random.default_rng(0)
     ours, fused_ones = load("cpu"), fused_runner(load, device, tmp_path)

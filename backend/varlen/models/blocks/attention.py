@@ -28,7 +28,7 @@ class Attention(Protocol):
         window: int = 0,
         bias: Tensor | None = None,
     ) -> Value:
-        """Record causal attention and return its context, `[tokens, heads.width]`.
+        """Record the attention of the layer and return its context, `[tokens, heads.width]`.
 
         Args:
             layer: number of the layer, from 0.
@@ -42,7 +42,13 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """Attention inside each sequence of a batch that runs once, without a KV cache."""
+    """Attention inside each sequence of a batch that runs once, without a KV cache.
+
+    Attributes:
+        is_causal: whether tokens read only earlier ones, and with a window those on one side.
+    """
+
+    is_causal: bool = True
 
     def record(
         self,
@@ -65,7 +71,7 @@ class PackedAttention:
             inputs.cu_seqlens(ops),
             heads,
             scale=_scale(scale, heads),
-            causal=True,
+            causal=self.is_causal,
             window=window,
             bias=bias,
         )

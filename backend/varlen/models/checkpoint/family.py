@@ -69,6 +69,7 @@ class Family(Generic[Model_co]):
         masked_lm: returns the head of its masked language models; None if it is not served.
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
+        is_causal: whether the tokens of a decoder read only earlier ones, given config.json.
     """
 
     architectures: Mapping[str, Task]
@@ -83,6 +84,7 @@ class Family(Generic[Model_co]):
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
     may_have_unattended_tokens: bool = True
     is_divisible: bool = False
+    is_causal: Callable[[Json], bool] = lambda _: True
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -1,6 +1,7 @@
 """Chat templates: the same prompts as with transformers, and no harm from bad ones."""
 
 from datetime import datetime
+from functools import cache
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -83,6 +84,12 @@ def template_of(source, **options):
     return new_template(source, TOKENS, **{"max_characters": 10_000, **options})
 
 
+@cache
+def shared_template(source):
+    """Return a template whose process all tests of this file use."""
+    return template_of(source)
+
+
 @pytest.mark.parametrize(
     "name, chat",
     [
@@ -97,7 +104,7 @@ def test_prompts_are_those_of_transformers(name, chat):
         chat, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
     )
 
-    assert template_of(TEMPLATES[name]).render(chat) == expected
+    assert shared_template(TEMPLATES[name]).render(chat) == expected
 
 
 def test_templates_have_the_filters_and_tests_that_transformers_gives_them():
@@ -138,12 +145,12 @@ def test_variables_are_read_as_transformers_reads_them(variables):
     reference = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **TOKENS)
     prompt = {"add_generation_prompt": True} | variables
 
-    text = template_of(QWEN).render(CHATS["one"], variables)
+    text = shared_template(QWEN).render(CHATS["one"], variables)
 
     assert text == reference.apply_chat_template(
         CHATS["one"], chat_template=QWEN, tokenize=False, **prompt
     )
-    assert text != template_of(QWEN).render(CHATS["one"])
+    assert text != shared_template(QWEN).render(CHATS["one"])
 
 
 @pytest.mark.parametrize(
@@ -154,16 +161,16 @@ def test_a_variable_that_a_template_does_not_read_or_a_request_may_not_set_is_re
         f"chat_template_kwargs has {name!r}; the chat template of this model reads:"
         " add_generation_prompt, documents, enable_thinking, note"
     ):
-        template_of("{{ bos_token }}" + QWEN).render(CHATS["one"], {name: 1})
+        shared_template("{{ bos_token }}" + QWEN).render(CHATS["one"], {name: 1})
     with refused("chat_template_kwargs has 'a'; the chat template of this model reads: none"):
-        template_of("{{ messages }}").render(CHATS["one"], {"a": 1})
+        shared_template("{{ messages }}").render(CHATS["one"], {"a": 1})
 
 
 def test_what_a_template_refuses_is_the_client_s_error():
     with refused(
         "the chat template of this model refuses the messages: roles must alternate: user, assistant, ..."
     ):
-        template_of(MISTRAL).render(CHATS["one"] * 2)
+        shared_template(MISTRAL).render(CHATS["one"] * 2)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +214,7 @@ def test_a_long_prompt_is_refused_before_it_is_complete():
 )
 def test_refuses_messages_by_number(messages, message):
     with refused(message):
-        template_of(CHATML).render(messages)
+        shared_template(CHATML).render(messages)
 
 
 def test_a_template_that_is_no_template_is_refused_at_load():
@@ -265,11 +272,11 @@ def test_a_template_may_refuse_a_short_conversation_at_load():
 def test_unread_variables_are_left_out_if_a_request_allows_it():
     unread = {"messages": [], "bos_token": "x", "range": 1, "other": True, "enable_thinking": False}
 
-    text = template_of(QWEN).render(CHATS["one"], {**unread, "ignore_unread": True})
+    text = shared_template(QWEN).render(CHATS["one"], {**unread, "ignore_unread": True})
 
-    assert text == template_of(QWEN).render(CHATS["one"], {"enable_thinking": False})
+    assert text == shared_template(QWEN).render(CHATS["one"], {"enable_thinking": False})
     with refused("chat_template_kwargs has "):
-        template_of(QWEN).render(CHATS["one"], {**unread, "ignore_unread": False})
+        shared_template(QWEN).render(CHATS["one"], {**unread, "ignore_unread": False})
 
 
 NAMED = {"rag": "RAG {{ messages[0].content }}", "tool_use": "TOOL {{ end }}"}

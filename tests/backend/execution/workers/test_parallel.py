@@ -126,8 +126,16 @@ def test_tokens_are_those_of_one_process(make, processes, name, blocks):
     assert preemptions > 0
 
 
-@pytest.mark.parametrize("processes", [RANKS, STAGES], ids=str)
-@pytest.mark.parametrize("name", ["marian", pytest.param("t5", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name, processes",
+    [
+        ("marian", RANKS),
+        pytest.param("marian", STAGES, marks=pytest.mark.full),
+        pytest.param("t5", RANKS, marks=pytest.mark.full),
+        pytest.param("t5", STAGES, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_translations_are_those_of_one_process(make, name, processes):
     def translations(model):
         requests = [
@@ -206,8 +214,16 @@ def test_the_stage_behind_one_that_stops_names_it(make, caplog):
     "settings, message",
     [
         ({"tensor_parallel": 3}, "4 query heads"),
-        ({"tensor_parallel": 2, "dtype": "int8"}, "allowed with ranks: auto, fp32, bf16"),
-        ({"pipeline_parallel": 4}, "this model has 3 layers .* allowed are 1 to 3"),
+        pytest.param(
+            {"tensor_parallel": 2, "dtype": "int8"},
+            "allowed with ranks: auto, fp32, bf16",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"pipeline_parallel": 4},
+            "this model has 3 layers .* allowed are 1 to 3",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(make, settings, message):

@@ -4,11 +4,14 @@ import time
 from pathlib import Path
 from threading import Thread
 
+import pytest
+
 from varlen.config import EngineConfig
 from varlen.execution.workers import process
 from varlen.execution.workers.process import ControlledProcess, ModelProcess
 
 
+@pytest.mark.full
 def test_the_next_model_runs_in_the_process_that_was_started_early(small_bert):
     config = EngineConfig(device="cpu", dtype="fp32", threads=1, warmup_seconds=0)
     with process.started_early(new_session=True):

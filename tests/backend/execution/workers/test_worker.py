@@ -90,6 +90,7 @@ def test_answers_are_those_of_a_runner_in_process(worker, host, small_bert):
     assert worker.use().reserved_bytes > 0
 
 
+@pytest.mark.full
 def test_a_batch_alone_has_the_same_answers_on_all_cores(tmp_path):
     # products with enough work to share from 32 tokens on
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
@@ -181,6 +182,7 @@ def test_an_error_in_a_worker_is_raised_with_its_traceback(worker, restarts):
     assert restarts == []
 
 
+@pytest.mark.full
 def test_the_model_is_loaded_again_if_its_host_was_killed(small_bert):
     host = host_of(small_bert)
     worker = WorkerProcess(host, lambda: None)
@@ -378,6 +380,7 @@ def test_a_worker_that_hangs_in_the_midst_of_an_answer_is_ended():
         assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_has_changed_is_not_loaded_again(small_bert, tmp_path):
     folder = tmp_path / "changing"
     shutil.copytree(small_bert, folder)
@@ -419,6 +422,7 @@ def test_signals_to_all_processes_of_a_server_end_no_worker(worker, host, restar
     assert restarts == []
 
 
+@pytest.mark.full
 def test_errors_of_a_load_are_raised_here(small_bert, tmp_path):
     with pytest.raises(ConfigError, match="arena_bytes allows 5 bytes for each of 2 workers"):
         host_of(small_bert, replace(CONFIG, arena_bytes=10))
