@@ -68,7 +68,7 @@ class SkippedStepError(Exception):
 
 
 class Launcher(Protocol):
-    """Starts batches that run one after another.
+    """Starts batches, which run one after another.
 
     Attributes:
         slots: batches that may be in flight.

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Protocol
 
 import numpy as np
 
-from varlen.execution.executor import Completed, Outputs, result_of
+from varlen.execution.executor import Completed, Launcher, Outputs, result_of
 from varlen.scheduling.batch import Batch, Cores
 
 # Once ops have taken this many seconds more than on one core, no op uses others for a pause; pauses become longer until
@@ -91,16 +90,6 @@ class LoneCores:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
-class BatchRunner(Protocol):
-    """Runs one batch at a time."""
-
-    def run_batch(self, batch: Batch) -> Outputs:
-        """Return the outputs of a batch, see `BatchResult`."""
-
-    def check(self) -> None:
-        """Run the smallest batch, after another one has failed; raise whatever it raises."""
-
-
 @dataclass(slots=True, eq=False)
 class _Started:
     """A batch in flight, and what it has used so far."""
@@ -119,7 +108,7 @@ class ThreadExecutor:
 
     def __init__(
         self,
-        runners: Sequence[BatchRunner],
+        runners: Sequence[Launcher],
         prepare: Callable[[], None] | None = None,
         share: CoreShare | None = None,
     ) -> None:
@@ -170,11 +159,11 @@ class ThreadExecutor:
             thread.join()
         return True
 
-    def _loop(self, runner: BatchRunner) -> None:
+    def _loop(self, runner: Launcher) -> None:
         if self._prepare is not None:
             self._prepare()
         while (work := self._queue.get()) is not None:
-            result = result_of(runner.check, work.batch, partial(runner.run_batch, work.batch))
+            result = result_of(runner.check, work.batch, partial(_run, runner, work.batch))
             self._end(work)
             work.completed(work.batch, replace(result, cores=work.cores))
             # this frame must not keep a batch alive until the next one comes
@@ -192,3 +181,7 @@ class ThreadExecutor:
             return False
         self._share.set_alone(len(self._in_flight) == 1)
         return self._share.is_alone
+
+
+def _run(runner: Launcher, batch: Batch) -> Outputs:
+    return runner.launch_batch(batch)()

@@ -74,7 +74,11 @@ def _changes(files):
     "task, folder, options",
     [
         ("embed", "minilm", None),
-        ("generate", "tiny_gpt2", {"max_tokens": 8, "temperature": 0.8, "ignore_eos": True, "seed": 1}),
+        (
+            "generate",
+            "tiny_gpt2",
+            {"max_tokens": 8, "temperature": 0.8, "ignore_eos": True, "seed": 1},
+        ),
         ("translate", "tiny_dates", {"num_beams": 4, "n": 2}),
     ],
     ids=["embed batch", "decode step", "translate step"],

@@ -215,10 +215,6 @@ class WorkerProcess:
         """Id of the process."""
         return self._worker.pid
 
-    def run_batch(self, batch: Batch) -> Sequence[Array]:
-        """Return the answer of each sequence of a batch; see `Runner.run`."""
-        return self.launch_batch(batch)()
-
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Array]]:
         """Send a batch; return a function that waits for its answers; see `launch`."""
         return self.launch(batch_message(batch.prompts, batch.options), seconds=batch.seconds)

@@ -18,7 +18,7 @@ from varlen.execution.executor import (
     OverlappingExecutor,
 )
 from varlen.execution.model_info import GraphUse, ModelInfo
-from varlen.execution.thread_executor import BatchRunner, CoreShare, ThreadExecutor
+from varlen.execution.thread_executor import CoreShare, ThreadExecutor
 from varlen.execution.workers.process import ModelProcess, excludes_gpu
 from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.memory_use import MemoryUse
@@ -26,7 +26,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 
-class Worker(BatchRunner, Protocol):
+class Worker(Launcher, Protocol):
     """A runner whose memory use can be read."""
 
     def use(self) -> MemoryUse:

@@ -38,6 +38,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count, islice
 from typing import cast
 
@@ -137,6 +138,13 @@ class StepInFlight:
 
 
 _log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=16)
+def _shape_of(*lengths: int) -> BatchShape:
+    """Return the shape of a step; most steps have the lengths of one before."""
+    return BatchShape.of(lengths)
+
 
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
@@ -389,7 +397,7 @@ class IterationScheduler:
         for chunk in chunks:
             lengths += [1] * chunk.beams or [len(chunk.token_ids)]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
-        shape = BatchShape.of(lengths + sources)
+        shape = _shape_of(*lengths, *sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
         sequences = tuple(chunk.sequence for chunk in chunks)
         seconds = self._cost.seconds(1, shape.tokens)
