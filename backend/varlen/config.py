@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypedDict, get_args
 
 from varlen.errors import ConfigError
 from varlen.parameter import FLAG, parameter_field, parameters_of, unknown_parameter
@@ -16,6 +16,7 @@ DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
+RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
@@ -36,6 +37,13 @@ SERVER_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSO
 
 _BYTES_OR_PERCENTAGE = r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%"
 _ALLOWED_BYTES = "whole numbers from 1, and from 1% to 100% of the device's memory"
+
+
+class CheckpointSettings(TypedDict):
+    """The settings that decide what a checkpoint is read as."""
+
+    ignore_config_fields: tuple[str, ...]
+    rerank_form: RerankForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +133,16 @@ class EngineConfig:
         when="Set it if a load refuses a field, and you know that the field changes no result.",
         pattern=r"[^\s,\"\\]+(, ?[^\s,\"\\]+)*",
         allowed_text="none, or names separated by commas",
+    )
+
+    rerank_form: RerankForm = parameter_field(
+        "auto",
+        "How a `…ForCausalLM` that answers in words ranks pairs, for copies whose files do not say it: texts around a"
+        " pair, and the tokens of both answers. `auto` reads the module LogitScore of modules.json, or a chat template"
+        " with the question of one of these forms. `qwen3` is Qwen3-Reranker, `mxbai` is mxbai-rerank-v2.",
+        when="Set it for a copy of such a model that `rerank` refuses.",
+        choices=get_args(RerankForm),
+        tasks=("rerank",),
     )
 
     # Batching
@@ -437,11 +455,13 @@ class EngineConfig:
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The names in `ignore_config_fields`."""
-        if self.ignore_config_fields == "none":
-            return ()
-        return tuple(name.strip() for name in self.ignore_config_fields.split(","))
+    def of_checkpoint(self) -> "CheckpointSettings":
+        """The settings that decide what a checkpoint is read as: arguments of `Checkpoint.open`."""
+        names = () if self.ignore_config_fields == "none" else self.ignore_config_fields.split(",")
+        return {
+            "ignore_config_fields": tuple(name.strip() for name in names),
+            "rerank_form": self.rerank_form,
+        }
 
     @property
     def short_slots(self) -> int:

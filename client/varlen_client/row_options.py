@@ -54,6 +54,8 @@ class EmbedOptions(RowOptions, total=False):
     normalize: scale each vector to length 1; by default the checkpoint decides.
     prompt_name: name of the checkpoint's prompt that is put before each text; by default its default one.
     input_type: purpose of the texts, which chooses the checkpoint's prompt of this meaning instead of `prompt_name`.
+    instruction: what the model has to find, in the place of the instruction in that prompt.
+    prompt: a text that is put before each text, instead of a prompt of the checkpoint.
     dimensions: return only the first features; by default all.
     output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with 8 features in a byte:
         see docs/reference/wire.md. By default fp32.
@@ -62,6 +64,8 @@ class EmbedOptions(RowOptions, total=False):
     normalize: bool | None
     prompt_name: str | None
     input_type: InputType | None
+    instruction: str | None
+    prompt: str | None
     dimensions: int | None
     output_dtype: OutputDType | None
 
@@ -87,6 +91,8 @@ class SparseOptions(RowOptions, total=False):
 
     prompt_name: str | None
     input_type: InputType | None
+    instruction: str | None
+    prompt: str | None
     max_active_dims: int | None
     with_terms: bool
 
@@ -104,9 +110,11 @@ class RerankOptions(RowOptions, total=False):
     """Options of scores.
 
     activation: makes scores of logits: "sigmoid", "softmax", "none", or "auto", which lets the checkpoint decide.
+    instruction: what a reranker has to find, if it reads instructions; by default the checkpoint decides.
     """
 
     activation: Activation | None
+    instruction: str | None
 
 
 class PredictOptions(RerankOptions, total=False):

@@ -261,10 +261,10 @@ _UNSERVED = [
         _VOYAGE,
     ),
     _row(
-        "an instruction of a reranker",
+        "an instruction of a reranker in two names",
         "/v1/rerank",
-        {"instruction": "rank"},
-        _refused("write it in the query"),
+        {"instruction": "rank", "instruct": "rank"},
+        _refused("the request has instruction and instruct"),
         "Qwen3-Reranker behind Alibaba's API",
     ),
     _row(

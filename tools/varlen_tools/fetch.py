@@ -105,7 +105,7 @@ def fetch(
             show("checking the checkpoint"),
             _refusing(CheckpointError, ConfigError, folder=version, shown=source),
         ):
-            checkpoint = Checkpoint.open(version, ignore_config_fields=config.ignored_fields)
+            checkpoint = Checkpoint.open(version, **config.of_checkpoint)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
             if on_found is not None:
                 on_found(find(checkpoint, config, facts))

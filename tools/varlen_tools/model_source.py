@@ -42,7 +42,7 @@ class ModelSource:
         Raises:
             CheckpointError: it is incomplete or of a kind that is not served.
         """
-        return Checkpoint.open(self.checkpoint, ignore_config_fields=self.config.ignored_fields)
+        return Checkpoint.open(self.checkpoint, **self.config.of_checkpoint)
 
 
 def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:

@@ -170,6 +170,9 @@ def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:
         error = float(np.square(np.maximum(floor / seconds, relative @ coefficients) - 1).sum())
         if error < least:
             least, best = error, (float(floor), coefficients)
+        if least < _EQUAL_ERRORS:
+            # an exact fit, as of assumed costs, which are a function of these terms
+            break
     return best
 
 

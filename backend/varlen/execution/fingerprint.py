@@ -8,7 +8,8 @@ costs, and hashing does not read the weights, which takes a second or more for 5
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def library_versions(device: torch.device) -> Mapping[str, str]:
     Our own version is a hash of the code: a backend that was copied into a server's folder has no package version, and
     one in development changes without a new version.
     """
-    versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
+    versions = {"varlen": _own_code_hash(), "torch": str(torch.__version__)}
     if device.type == "cuda":
         versions["triton"] = _version("triton")
     elif has_compiled_ops():
@@ -98,11 +99,17 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _code_hash() -> str:
+@cache
+def _own_code_hash() -> str:
+    """Return the hash of our own code. This process runs what it has imported, so it is read once."""
+    return code_hash([Path(folder) for package in _PACKAGES for folder in package.__path__])
+
+
+def code_hash(folders: Sequence[Path]) -> str:
+    """Return a hash of the code and the tables in some folders, 12 hexadecimal digits."""
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        (folder,) = package.__path__
-        for path in sorted(Path(folder).rglob("*")):
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
             if path.suffix in _CODE:
                 digest.update(path.name.encode())
                 digest.update(path.read_bytes())

@@ -135,23 +135,23 @@ def warm_up_draws(runner: Runner) -> None:
     rows = runner.arenas[0].largest["logit_rows"]
     beams = _searched(rows)[0].num_beams
     rules = SearchRules(beams, True, False, None, (), np.zeros(1, np.int32), 1.0, 1.0)
-    choices = {True: [DevicePlan(searches=[rules])]}
+    plans = {True: [DevicePlan(searches=[rules])]}
     draws = [Draws(limits, None), Draws(limits, np.zeros(1)), Draws(limits, None, _edits())]
-    choices[False] = [DevicePlan(each) for each in draws]
+    plans[False] = [DevicePlan(each) for each in draws]
     for options in _options(has_sources=runner.info.has_sources, rows=rows):
         prompt = _choosing(_chunk(runner, 1, 1, options))
-        for choice in choices[prompt.sequence.is_searched]:
+        for plan in plans[prompt.sequence.is_searched]:
             for chunk in (prompt, *_beams_after(runner, prompt)):
-                runner.decoder.run_packed(pack_step(_step([chunk]), runner.info.block_size, choice))
+                runner.decoder.run_packed(pack_step(_step([chunk]), runner.info.block_size, plan))
 
 
-def warm_up_choice(choice: Chooser, info: ModelInfo) -> None:
+def warm_up_chooser(chooser: Chooser, info: ModelInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
     Where the model runs in a process of its own, that process has warmed it up.
 
     Args:
-        choice: chooses them.
+        chooser: chooses them.
         info: model facts for the engine.
     """
     for options in _options(has_sources=info.has_sources, rows=info.max_logit_rows):
@@ -163,7 +163,7 @@ def warm_up_choice(choice: Chooser, info: ModelInfo) -> None:
         # what the process chooses otherwise
         nothing = DevicePlan(searches=[None])
         with torch.inference_mode():
-            choice.outputs(step, nothing, Chosen(), torch.zeros(1, info.vocab_size))
+            chooser.outputs(step, nothing, Chosen(), torch.zeros(1, info.vocab_size))
 
 
 def warm_up_kernels(runner: Runner, timeout: float = 0.0) -> None:

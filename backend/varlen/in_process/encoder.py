@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import ConfigError, RequestError, shorten
+from varlen.config import RerankForm
+from varlen.errors import ConfigError, RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.intake.tokenization import Text
 from varlen.parameter import check_count
 from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
+from varlen.request.row_parameters import NO_PREFIX, TextPrefix
 from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.service.one_shot import EncoderParts
@@ -37,6 +39,7 @@ class EncoderSettings(ModelSettings, total=False):
     """Settings of an `Encoder`; docs/reference/configuration.md describes them."""
 
     task: Task | None
+    rerank_form: RerankForm
     max_batch_tokens: int
     arena_bytes: int | str
     response_cache_bytes: int
@@ -98,6 +101,8 @@ class Encoder(InProcess):
         truncate: bool = False,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
+        instruction: str | None = None,
+        prompt: str | None = None,
         dimensions: int | None = None,
     ) -> Float32Array:
         """Return one vector per input, `[inputs, features]` fp32.
@@ -108,6 +113,8 @@ class Encoder(InProcess):
             truncate: cut texts that are too long.
             truncate_prompt_tokens: cut texts to this many tokens, special tokens included; no `truncate` is needed.
             prompt_name: name of the checkpoint's prompt to put before texts; None selects its default.
+            instruction: instruction in the place of the one in that prompt.
+            prompt: text to put before texts, instead of a prompt of the checkpoint.
             dimensions: number of first dimensions to keep, normalized again; None keeps all.
 
         Raises:
@@ -119,7 +126,8 @@ class Encoder(InProcess):
         form = VectorForm(dimensions, normalize)
         form.check(checkpoint.embedding_size)
         cut = _Cut(truncate, truncate_prompt_tokens)
-        vectors = self._run(("embed",), inputs, cut, normalize, prompt_name)
+        prefix = TextPrefix(prompt_name, None, instruction, prompt)
+        vectors = self._run(("embed",), inputs, cut, normalize, prefix)
         return form.of(np.stack(vectors))
 
     def token_embed(
@@ -142,7 +150,7 @@ class Encoder(InProcess):
         """
         normalize = self._service.checkpoint.normalize if normalize is None else normalize
         cut = _Cut(truncate, truncate_prompt_tokens)
-        return self._run(("token_embed",), inputs, cut, normalize, prompt_name)
+        return self._run(("token_embed",), inputs, cut, normalize, TextPrefix(prompt_name))
 
     def sparse_embed(
         self,
@@ -168,7 +176,7 @@ class Encoder(InProcess):
             check_count("max_active_dims", max_active_dims, checkpoint.vocab_size)
         most = max_active_dims or checkpoint.splade.max_active_dims
         cut = _Cut(truncate, truncate_prompt_tokens)
-        rows = self._run(("sparse_embed",), inputs, cut, prompt_name=prompt_name)
+        rows = self._run(("sparse_embed",), inputs, cut, prefix=TextPrefix(prompt_name))
         return [sparse_vector(row, most) for row in rows]
 
     def fill_mask(
@@ -208,11 +216,16 @@ class Encoder(InProcess):
         *,
         truncate: bool = False,
         truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
     ) -> Float32Array:
-        """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""
-        return np.stack(
-            self._run(("classify", "rerank"), inputs, _Cut(truncate, truncate_prompt_tokens))
-        )
+        """Return the logits of each text or pair of texts, `[inputs, labels]` fp32.
+
+        Args:
+            inputs, truncate, truncate_prompt_tokens: see `embed`.
+            instruction: task of a reranker that reads instructions; None takes the checkpoint's.
+        """
+        cut, prefix = _Cut(truncate, truncate_prompt_tokens), TextPrefix(instruction=instruction)
+        return np.stack(self._run(("classify", "rerank"), inputs, cut, prefix=prefix))
 
     def hidden(
         self,
@@ -240,11 +253,11 @@ class Encoder(InProcess):
         inputs: Inputs,
         cut: _Cut,
         normalize: bool = False,
-        prompt_name: str | None = None,
+        prefix: TextPrefix = NO_PREFIX,
     ) -> list[Float32Array]:
         if self.task not in tasks:
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
-        prompts = self._prompts(inputs, cut, prompt_name)
+        prompts = self._prompts(inputs, cut, prefix)
         # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))
@@ -256,7 +269,7 @@ class Encoder(InProcess):
             answers[index] = row if row.flags.writeable else row.copy()
         return answers
 
-    def _prompts(self, inputs: Inputs, cut: _Cut, prompt_name: str | None) -> tuple[Prompt, ...]:
+    def _prompts(self, inputs: Inputs, cut: _Cut, prefix: TextPrefix) -> tuple[Prompt, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
         if len(inputs) and _is_text(inputs[0]):
@@ -264,12 +277,9 @@ class Encoder(InProcess):
                 cast(Sequence[Text], inputs),
                 truncate=cut.truncate or cut.max_tokens is not None,
                 max_tokens=cut.max_tokens,
-                prompt_name=prompt_name,
+                prefix=prefix,
             )
-        if prompt_name is not None:
-            raise RequestError(
-                f"prompt_name is {shorten(repr(prompt_name))}; a prompt is put before texts: send texts"
-            )
+        prefix.check_has_texts()
         return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
 
 

@@ -19,7 +19,7 @@ from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.parameter import refuse
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
-from varlen.request.row_parameters import InputType, RowParameters, TruncationSide
+from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -36,12 +36,25 @@ class ChatTemplate(Protocol):
 
 
 class PairTemplate(Protocol):
-    """Makes the text of a prompt out of a pair of texts."""
+    """Makes the tokens of a prompt out of a pair of texts.
+
+    Attributes:
+        ending: `[tokens]` int32, the last tokens of every prompt.
+        takes_instruction: whether a request may have an instruction.
+    """
 
     ending: Int32Array
+    takes_instruction: bool
 
-    def render(self, query: str, document: str) -> str:
-        """Return the text, special tokens included, or raise RequestError."""
+    def tokens(
+        self, query: str, document: str, instruction: str | None, max_tokens: int | None, /
+    ) -> Tokenized:
+        """Return the tokens, special ones included, or raise RequestError.
+
+        Args:
+            instruction: task of the model in words; None is the checkpoint's.
+            max_tokens: length to which the pair is cut behind them; None cuts nothing.
+        """
 
 
 class Intake:
@@ -57,6 +70,7 @@ class Intake:
         target_start: int | None = None,
         mask_token: int | None = None,
         pair_template: PairTemplate | None = None,
+        pair_prefixes: tuple[str, str] | None = None,
     ) -> None:
         """Start the checks.
 
@@ -64,6 +78,7 @@ class Intake:
             roles: prompt names that a request may use.
             target_start: first token of each target of a translation model, whose inputs are sources.
             pair_template: pair template of a model that reads pairs as chat messages.
+            pair_prefixes: texts in front of the texts of a pair, for a model that reads a pair as one text.
         """
         self.tokenizer = tokenizer
         self.limits = limits
@@ -71,6 +86,7 @@ class Intake:
         self._chat_template = chat_template
         self._mask_token = mask_token
         self._pair_template = pair_template
+        self._pair_prefixes = pair_prefixes
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -80,8 +96,7 @@ class Intake:
         truncate: bool,
         side: TruncationSide | None = None,
         max_tokens: int | None = None,
-        prompt_name: str | None = None,
-        input_type: InputType | None = None,
+        prefix: TextPrefix = NO_PREFIX,
         special_tokens: bool = True,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of texts or pairs of texts.
@@ -91,16 +106,15 @@ class Intake:
             truncate: cut texts that are too long instead of refusing them.
             side: side on which they are cut; None is the checkpoint's.
             max_tokens: length to which they are cut, special tokens included; None is the longest of the role.
-            prompt_name: name of the role of the texts and of their prompt; None selects the default.
-            input_type: meaning of the role, instead of its name.
+            prefix: prompt or instruction before the texts.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
-            RequestError: a text has no tokens, too many, or half a surrogate pair; the message names the row. Or there
-                is no prompt of that name or meaning.
+            RequestError: a text has no tokens, too many, or half a surrogate pair; the message names the row. Or the
+                model has no such prefix.
         """
         self.limits.check_texts(texts, truncate=truncate)
-        role = self.roles.select(prompt_name, input_type)
+        role = self.role(prefix)
         self.check_length(texts, role, max_tokens)
         return self._tokenize(
             texts, truncate, special_tokens, role=role, side=side, max_tokens=max_tokens
@@ -113,8 +127,7 @@ class Intake:
         truncate: bool,
         side: TruncationSide | None = None,
         max_tokens: int | None = None,
-        prompt_name: str | None = None,
-        input_type: InputType | None = None,
+        prefix: TextPrefix = NO_PREFIX,
     ) -> tuple[TokenizationTask, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
 
@@ -122,7 +135,7 @@ class Intake:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
         sizes = self.limits.check_texts(texts, truncate=truncate)
-        role = self.roles.select(prompt_name, input_type)
+        role = self.role(prefix)
         self.check_length(texts, role, max_tokens)
 
         def tokenize(rows: range) -> tuple[Prompt, ...]:
@@ -202,6 +215,20 @@ class Intake:
         """
         return TokenizationTask(num_bytes, lambda: (self.chat(read(), variables),))
 
+    def role(self, prefix: TextPrefix) -> TextRole:
+        """Return the role of texts with what a request puts before them.
+
+        Raises:
+            RequestError: the model has no such prefix.
+        """
+        if self._pair_template is None:
+            return self.roles.select(prefix)
+        if prefix.instruction is not None and not self._pair_template.takes_instruction:
+            raise RequestError(
+                "the request has instruction, which the chat template of this model does not read; leave it out"
+            )
+        return TextRole(instruction=prefix.instruction)
+
     def cut_side(self, given: RowParameters) -> TruncationSide:
         """Return the side on which texts of a request are cut."""
         if self._pair_template is not None:
@@ -251,16 +278,21 @@ class Intake:
         most = max_tokens or role.max_tokens or self.limits.max_sequence_tokens
         if self._pair_template is not None:
             return tuple(
-                self._pair_prompt(self._pair_template, row, text, most if truncate else None, side)
+                self._pair_prompt(
+                    self._pair_template, row, text, role, most if truncate else None, side
+                )
                 for row, text in enumerate(texts, start=first_row)
             )
+        most_bytes = self.limits.max_text_bytes + len(role.prompt.encode())
+        if self._pair_prefixes is not None:
+            texts = [self._joined(row, text) for row, text in enumerate(texts, start=first_row)]
         found = self.tokenizer.encode(
             texts,
             truncate=truncate,
             side=side,
             special_tokens=special_tokens,
             max_tokens=most,
-            max_text_bytes=self.limits.max_text_bytes + len(role.prompt.encode()),
+            max_text_bytes=most_bytes,
         )
         prompts = []
         for row, (text, each) in enumerate(zip(texts, found, strict=True), start=first_row):
@@ -271,11 +303,22 @@ class Intake:
             prompts.append(self._prompt(row, each, role, num_unpooled))
         return tuple(prompts)
 
+    def _joined(self, row: int, text: Text) -> Text:
+        """Return a pair as the one text that the model reads, or a single text."""
+        if isinstance(text, str) or self._pair_prefixes is None:
+            return text
+        first, second = text
+        # what follows a part of the first text would be in the wrong place
+        self.limits.check_text_bytes(row, len(first.encode()))
+        before_first, before_second = self._pair_prefixes
+        return f"{before_first}{first}{before_second}{second}"
+
     def _pair_prompt(
         self,
         template: PairTemplate,
         row: int,
         text: Text,
+        role: TextRole,
         max_tokens: int | None,
         side: TruncationSide | None,
     ) -> Prompt:
@@ -286,8 +329,7 @@ class Intake:
             raise RequestError("truncation_side is left; allowed with this model: right")
         query, document = text
         self.limits.check_text_bytes(row, len(query.encode()))
-        rendered = template.render(query, document)
-        (found,) = self.tokenizer.encode([rendered], truncate=False, special_tokens=False)
+        found = template.tokens(query, document, role.instruction, max_tokens)
         # tokens of the beginning only are too many, whatever follows
         is_part = found.is_complete and len(document.encode()) > self.limits.max_text_bytes
         spare = len(found.token_ids) - self.tokenizer.spare_tokens

@@ -4,7 +4,8 @@ A role puts a prompt before texts. Models with a vector for each token have two 
 differ in length and in the tokens that have vectors.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,14 @@ from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Vectors
-from varlen.request.row_parameters import InputType
+from varlen.request.row_parameters import InputType, TextPrefix
 from varlen.tasks import PROMPTED_TASKS, Task
 
 # The mask of most tokenizers, where no file names it.
 _MASK_TOKENS = ("[MASK]", "<mask>")
+
+# A prompt with an instruction, and the texts around it: Qwen3-Embedding, E5-Mistral, gte-Qwen2.
+_INSTRUCTED = re.compile(r"(?s)(\s*Instruct(?:ion)?: ?).+?(\s*\n *Query: ?)")
 
 # Names of prompts by their meaning, in lower case with "_" between words. The first name that a checkpoint has counts.
 _QUERIES = ("query", "search_query", "retrieval_query", "s2p_query")
@@ -62,6 +66,7 @@ class TextRole:
 
     Attributes:
         prompt: put before single texts.
+        instruction: task in words, of a model that compares texts; None is the checkpoint's.
         num_unpooled: the number of its tokens, where pooling leaves them out.
         max_tokens: longest sequence; None is the limit of the model.
         expansion: expansion of short texts.
@@ -73,6 +78,7 @@ class TextRole:
     max_tokens: int | None = None
     expansion: Expansion | None = None
     skipped: Int32Array | None = None
+    instruction: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -105,22 +111,51 @@ class TextRoles:
     Attributes:
         named: roles by the names that requests give.
         default: default role of a request that names none.
+        prompted: returns the role with another prompt; None if there is none.
     """
 
     named: Mapping[str, TextRole]
     default: TextRole = TextRole()
+    prompted: Callable[[str], TextRole] | None = None
 
-    def select(self, name: str | None, input_type: InputType | None) -> TextRole:
-        """Return the role that a request names, or whose meaning it names.
+    def select(self, prefix: TextPrefix) -> TextRole:
+        """Return the role with what a request puts before its texts.
 
         Raises:
-            RequestError: there is none, or the request names both.
+            RequestError: the model has no such prefix, or the request has two.
         """
+        prefix.check()
+        if prefix.instruction is not None:
+            return self._select_instruction(prefix, prefix.instruction)
+        if prefix.prompt is not None:
+            # the parameter is for tasks that have it
+            assert self.prompted is not None
+            return self.prompted(prefix.prompt)
+        return self._select_stored(prefix.prompt_name, prefix.input_type)
+
+    def _select_instruction(self, prefix: TextPrefix, instruction: str) -> TextRole:
+        """Return the role whose prompt has this instruction instead of its own."""
+        if prefix.given == ("instruction",):
+            roles = [self.default, *self.named.values()]
+        else:
+            roles = [self._select_stored(prefix.prompt_name, prefix.input_type)]
+        for role in roles:
+            found = _INSTRUCTED.fullmatch(role.prompt)
+            if found is not None and self.prompted is not None:
+                return self.prompted(f"{found[1]}{instruction}{found[2]}")
+        if self.prompted is None:
+            raise RequestError(
+                "the request has instruction, which this model does not read: it compares texts as they are; leave"
+                " it out"
+            )
+        raise RequestError(
+            'the request has instruction, and the prompt of this model has not the form "Instruct: …\\nQuery:";'
+            " send the whole text before each text as prompt"
+        )
+
+    def _select_stored(self, name: str | None, input_type: InputType | None) -> TextRole:
+        """Return the role of this name or meaning; the default one without both."""
         if input_type is not None:
-            if name is not None:
-                raise RequestError(
-                    "the request has both prompt_name and input_type; send one or the other"
-                )
             return self._select_type(input_type)
         if name is None:
             return self.default
@@ -182,7 +217,7 @@ def roles_of(
             return TextRole(prompt, tokenizer.count_leading(prompt) if counts and prompt else 0)
 
         named = {name: prompted(prompt) for name, prompt in checkpoint.prompts.items()}
-        return TextRoles(named, prompted(checkpoint.default_prompt))
+        return TextRoles(named, prompted(checkpoint.default_prompt), prompted)
     skipped = _skipped_tokens(late, tokenizer)
 
     def role(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.checkpoint.config_fields import (
@@ -27,7 +28,12 @@ from varlen.models.checkpoint.generation_config import check_generation, read_en
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
-from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
+from varlen.models.checkpoint.logit_score import (
+    PAIR_FORMS,
+    LogitScore,
+    check_score_tokens,
+    find_logit_score,
+)
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
@@ -45,8 +51,9 @@ _LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
 
 _SEQUENCES = "ForSequenceClassification"
 _HOW_TO_RANK = (
-    ", which ranks if modules.json has the module LogitScore: sentence-transformers adds it with"
-    " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+    ", whose files do not say how it ranks: name the form of its pairs with the setting rerank_form"
+    f" ({', '.join(PAIR_FORMS)}), or take a copy whose modules.json has the module LogitScore,"
+    " such as sentence-transformers writes with CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
 )
 
 
@@ -66,7 +73,7 @@ class Checkpoint:
         default_prompt: the one that it takes if a request names none.
         pools_prompt: whether `embed` pools the tokens of these texts too.
         splade: settings of `sparse_embed` for a vector of terms.
-        logit_score: settings of `rerank` for a score of two logits, if its modules say so.
+        logit_score: settings of `rerank` for a score of two logits, if it answers in words.
         late: settings of `token_embed` for the tokens of texts, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
         vocab_size: token ids of texts are below this.
@@ -119,12 +126,17 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, folder: str | Path, *, ignore_config_fields: Collection[str] = ()
+        cls,
+        folder: str | Path,
+        *,
+        ignore_config_fields: Collection[str] = (),
+        rerank_form: RerankForm = "auto",
     ) -> "Checkpoint":
         """Return the checkpoint in a folder, once its files are checked.
 
         Args:
             ignore_config_fields: fields of config.json that the owner leaves out.
+            rerank_form: form of the pairs of a language model that ranks.
 
         Raises:
             CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.
@@ -136,8 +148,19 @@ class Checkpoint:
         family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
-        sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
+        sentence = read_sentence_settings(
+            folder, pooling=family.read_pooling(config) or _default_pooling(architecture)
+        )
         tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
+        if sentence.logit_score is None:
+            template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
+            found = find_logit_score(folder, rerank_form, architecture, template)
+            sentence = replace(sentence, logit_score=found)
+        elif rerank_form != "auto":
+            raise CheckpointError(
+                f"rerank_form is {rerank_form}, and modules.json has the module LogitScore, which says how the"
+                " checkpoint ranks; leave rerank_form out"
+            )
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
         if late is not None:
@@ -252,6 +275,15 @@ class Checkpoint:
     def is_causal(self) -> bool:
         """Whether the tokens of its decoder read only earlier ones."""
         return self.family.is_causal(self.config)
+
+    @property
+    def pair_prefixes(self) -> tuple[str, str] | None:
+        """Texts in front of both texts of a pair that is read as one.
+
+        None where a pair stays two texts. Only `first_releases` sets this field of config.json.
+        """
+        prefixes = self.config.get("pair_prefixes")
+        return None if prefixes is None else tuple(prefixes)
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.

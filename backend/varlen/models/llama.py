@@ -1,6 +1,6 @@
 """The Llama family: rotary positions, grouped heads, gated feed-forward parts, RMS norms.
 
-Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options.
+Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options, and encoders where `is_causal` is false.
 Source: Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825 (windows); Yang et al. 2024,
 arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys); tensor names as Hugging
 Face transformers saves them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
@@ -22,9 +22,11 @@ from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
+    read_choice,
     read_flag,
     read_int,
     read_layers,
+    read_number,
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
@@ -64,6 +66,10 @@ class Options:
     window: int | None = None
 
 
+# Fields that only `first_releases` sets.
+_OF_FIRST_RELEASES = frozenset(
+    {"pair_prefixes", "projection_size", "score_temperature", "sequence_pooling"}
+)
 OPTIONS: Mapping[str, Options] = {
     "llama": Options(frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Options(frozenset({"sliding_window"}), window=4096),
@@ -72,6 +78,19 @@ OPTIONS: Mapping[str, Options] = {
         _WINDOW_FIELDS | {"attention_bias"}, has_head_norms=True, head_dim=128, window=4096
     ),
 }
+# Poolings that config.json names.
+_POOLINGS: Mapping[str, Literal["cls", "mean", "last"]] = {
+    "avg": "mean",
+    "cls": "cls",
+    "last": "last",
+}
+
+
+def _read_pooling(config: Json) -> Literal["cls", "mean", "last"] | None:
+    """Return the pooling of a sequence in config.json, None if it has none."""
+    if config.get("sequence_pooling") is None:
+        return None
+    return read_choice(config, "sequence_pooling", _POOLINGS, default="avg")
 
 
 def _read_flag(config: Json, name: str) -> bool:
@@ -109,6 +128,9 @@ def _read_windows(config: Json) -> tuple[int, ...]:
     options, positions = OPTIONS[config["model_type"]], read_rotary(config).positions
     layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
+    if window is not None and not kind_fields.is_causal(config):
+        # the masks of transformers then include the distance itself
+        window += 1
     size = 0 if window is None or window >= positions else window
     if "layer_types" not in options.fields:
         return (size,) * layers
@@ -145,11 +167,15 @@ class LlamaConfig(declare.ConfigFields):
 
     Attributes:
         heads: head layout of each layer.
+        width: features of a token in the layers.
+        hidden: features of a token behind the projection, or `width` without one.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
         has_qkv_bias, has_output_bias: whether linear layers before and after the attention have a bias.
         has_mlp_bias: whether linear layers of the feed-forward part have one.
         has_head_norms: whether queries and keys are normed.
         has_tied_output: whether the output layer is the embedding table.
+        score_pooling: pooling of a sequence into the row that a classifier of sequences reads.
+        temperature: divides the outputs of a classifier.
     """
 
     heads: AttentionHeads = declare.computed(
@@ -160,7 +186,12 @@ class LlamaConfig(declare.ConfigFields):
     )
     positions: int = declare.computed(lambda config: read_rotary(config).positions)
     vocab_size: int = declare.size("vocab_size")
-    hidden: int = declare.size("hidden_size")
+    width: int = declare.size("hidden_size")
+    hidden: int = declare.computed(
+        lambda config: read_int(
+            config, "hidden_size" if config.get("projection_size") is None else "projection_size"
+        )
+    )
     inner: int = declare.size("intermediate_size")
     windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
     norm_eps: float = declare.epsilon("rms_norm_eps", 1e-6)
@@ -175,6 +206,12 @@ class LlamaConfig(declare.ConfigFields):
         lambda config: OPTIONS[config["model_type"]].has_head_norms
     )
     has_tied_output: bool = declare.flag("tie_word_embeddings")
+    score_pooling: Literal["cls", "mean", "last"] = declare.computed(
+        lambda config: _read_pooling(config) or "last"
+    )
+    temperature: float = declare.computed(
+        lambda config: read_number(config, "score_temperature", default=1.0)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +242,7 @@ class Llama:
 
     Attributes:
         cos_sin: `[positions, head_dim]` fp32, see `varlen_kernels.reference.rotary`.
+        projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
     """
@@ -213,6 +251,7 @@ class Llama:
     cos_sin: Tensor
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
+    projection: Linear | None
     output: Linear | None
     attention_heads: AttentionHeads
     norm_eps: float
@@ -229,7 +268,7 @@ class Llama:
         return self.token_table.vocab_size
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
         residual = self.token_table.record(ops, inputs.token_ids(ops))
         # the norm before each layer, and the final one
@@ -241,7 +280,7 @@ class Llama:
             inner = ops.activate_gate(layer.gate_up.record(ops, x), kind="silu")
             x = layer.down.record(ops, inner)
             residual, x = ops.residual_rms_norm(x, residual, norms[number + 1], eps=eps)
-        return x
+        return x if self.projection is None else self.projection.record(ops, x)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
@@ -264,7 +303,7 @@ class Llama:
 def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint; see `Family`."""
     config = LlamaConfig.read(fields)
-    shape, attention_heads = (config.vocab_size, config.hidden), read.heads(config.heads)
+    shape, attention_heads = (config.vocab_size, config.width), read.heads(config.heads)
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
     table = read.token_table(table_name, *shape)
@@ -274,11 +313,16 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
             reader, config, f"{prefix}layers.{index}", config.windows[index]
         ),
     )
-    final_norm = read.last.tensor(f"{prefix}norm.weight", config.hidden)
+    final_norm = read.last.tensor(f"{prefix}norm.weight", config.width)
+    projection = None
+    if fields.get("projection_size") is not None:
+        projection = read.last.linear(["linear"], config.width, [config.hidden], bias=False)
     output = None
     if head.architecture.endswith("ForCausalLM"):
         output = read_output(read, table, *shape, is_tied=config.has_tied_output)
-    heads = read_score(read, head, config.hidden)
+    heads = read_score(
+        read, head, config.width, pooling=config.score_pooling, temperature=config.temperature
+    )
     if head.logit_score is not None:
         name = table_name if config.has_tied_output else "lm_head.weight"
         heads = read_logit_score(read, head.logit_score, name, *shape)
@@ -287,6 +331,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
         cos_sin=read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device)),
         layers=layers,
         final_norm=final_norm,
+        projection=projection,
         output=output,
         attention_heads=attention_heads,
         norm_eps=config.norm_eps,
@@ -295,7 +340,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
 
 
 def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) -> LlamaLayer:
-    hidden, inner, heads = config.hidden, config.inner, config.heads
+    hidden, inner, heads = config.width, config.inner, config.heads
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     key_width = heads.keys * heads.dim
     return LlamaLayer(
@@ -354,7 +399,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
             "token_classify": f"{name}ForTokenClassification",
         },
         fields=kind_fields.DECODER.plus(
-            LlamaConfig.names() | options.fields,
+            LlamaConfig.names() | options.fields | _OF_FIRST_RELEASES,
             # another order of the same sums
             ("pretraining_tp",),
             {"hidden_act": "silu", "partial_rotary_factor": 1.0},
@@ -366,6 +411,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
         tokenizer_class=tokenizer_class,
         kind="decoder",
         is_divisible=True,
+        read_pooling=_read_pooling,
     )
 
 

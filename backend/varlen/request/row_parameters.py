@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
@@ -42,8 +42,53 @@ InputType: TypeAlias = Literal[
     "clustering",
 ]
 
+# Tasks of models that may read an instruction, and of those that take any text before a text.
+_INSTRUCTED_TASKS: tuple[Task, ...] = ("embed", "sparse_embed", "rerank")
+_ANY_PROMPT_TASKS: tuple[Task, ...] = ("embed", "sparse_embed")
+MAX_PROMPT_CHARACTERS = 4096
+
 # Parameters whose largest value is the width of the model's output.
 _UP_TO_WIDTH = ("dimensions", "max_active_dims", "top_k")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrefix:
+    """What a request puts before its texts.
+
+    Attributes:
+        prompt_name: name of a prompt of the checkpoint; None selects its default one.
+        input_type: meaning of the prompt, instead of its name.
+        instruction: instruction in the place of the prompt's own.
+        prompt: the prompt itself.
+    """
+
+    prompt_name: str | None = None
+    input_type: InputType | None = None
+    instruction: str | None = None
+    prompt: str | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of those that the request has."""
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) is not None)
+
+    def check_has_texts(self) -> None:
+        """Raise RequestError if there is one: the request has token ids."""
+        if self.given:
+            raise RequestError(
+                f"the request has {self.given[0]} and input_ids; a prompt is put before texts: send text"
+            )
+
+    def check(self) -> None:
+        """Raise RequestError if two of them contradict each other."""
+        names = [name for name in self.given if self.prompt is not None or name != "instruction"]
+        if len(names) > 1:
+            raise RequestError(
+                f"the request has both {names[0]} and {names[1]}; send one or the other"
+            )
+
+
+NO_PREFIX = TextPrefix()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +136,23 @@ class RowParameters:
         "what the texts are for, in the names of Cohere and NVIDIA NIM: chooses the checkpoint's prompt"
         " [of this meaning](../tasks/embeddings.md#input-types). Not with `prompt_name` or `input_ids`",
         tasks=PROMPTED_TASKS,
+    )
+    instruction: str | None = parameter_field(
+        None,
+        "what the model has to find, of a model [trained to read it](../tasks/reranking.md#instructions), such"
+        " as Qwen3-Reranker and Qwen3-Embedding; default: the checkpoint's. `embed` replaces the instruction of a"
+        " prompt with `Instruct: … Query:`: the one of `prompt_name` or `input_type`, else the first",
+        pattern=rf"(?s).{{1,{MAX_PROMPT_CHARACTERS}}}",
+        allowed_text=f"a string of 1 to {MAX_PROMPT_CHARACTERS} characters",
+        tasks=_INSTRUCTED_TASKS,
+    )
+    prompt: str | None = parameter_field(
+        None,
+        "this text is put before each text, as `prompt` of `encode` in sentence-transformers. Not with `prompt_name`,"
+        " `input_type`, `instruction` or `input_ids`",
+        pattern=rf"(?s).{{0,{MAX_PROMPT_CHARACTERS}}}",
+        allowed_text=f"a string of at most {MAX_PROMPT_CHARACTERS} characters",
+        tasks=_ANY_PROMPT_TASKS,
     )
     dimensions: int | None = parameter_field(
         None,
@@ -209,6 +271,11 @@ class RowParameters:
                 refuse(name, value, parameter.allowed)
             parameter.check(name, value)
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
+
+    @property
+    def prefix(self) -> TextPrefix:
+        """What is put before texts."""
+        return TextPrefix(self.prompt_name, self.input_type, self.instruction, self.prompt)
 
     @property
     def is_cut(self) -> bool:

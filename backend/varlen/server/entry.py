@@ -267,7 +267,7 @@ def _load_service(
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:
-    return Checkpoint.open(pb_utils.get_model_dir(), ignore_config_fields=config.ignored_fields)
+    return Checkpoint.open(pb_utils.get_model_dir(), **config.of_checkpoint)
 
 
 def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:

@@ -86,8 +86,8 @@ class GeneratorParts:
         bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
         device = choose_device(config.device, gpu)
         limits = edit_limits(checkpoint, config)
-        choice = TokenChooser(checkpoint, grammars, bad_words, device, limits)
-        runner = load_step_model(checkpoint, config, choice, stats, gpu=gpu, isolated=isolated)
+        chooser = TokenChooser(checkpoint, grammars, bad_words, device, limits)
+        runner = load_step_model(checkpoint, config, chooser, stats, gpu=gpu, isolated=isolated)
         opened.callback(runner.close)
         longest = runner.info.max_sequence_tokens
         intake = _new_intake(checkpoint, tokenizer, config, longest, template)

@@ -10,17 +10,17 @@ from varlen.cache.flights import JoinLimits
 from varlen.cache.response_cache import CacheUse, ResponseCache
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.decoding.text.chat import ChatTemplate
-from varlen.decoding.text.pair_template import PairTemplate
+from varlen.decoding.text.pair_template import ChatPairTemplate, FormPairTemplate
 from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
 from varlen.execution.workers.workers import Workers, load_workers
-from varlen.intake.checks import Intake
+from varlen.intake.checks import Intake, PairTemplate
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import mask_token, roles_of
-from varlen.intake.tokenization import Tokenizer
+from varlen.intake.tokenization import Tokenized, Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Int32Array, Reply, Request
+from varlen.request.request import Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
@@ -77,6 +77,7 @@ class EncoderParts:
             roles=roles_of(checkpoint, info.task, tokenizer, most),
             mask_token=_filled_token(checkpoint, tokenizer, info.task),
             pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
+            pair_prefixes=checkpoint.pair_prefixes,
         )
         warm_up(info, executor, config)
         costs = costs_for(info, executor, checkpoint, config)
@@ -181,14 +182,17 @@ def _pair_template(
     checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task, template: ChatTemplate | None
 ) -> PairTemplate | None:
     """Return what makes prompts of pairs, for a model that answers whether they fit."""
-    if checkpoint.logit_score is None or task != "rerank":
+    score = checkpoint.logit_score
+    if score is None or task != "rerank":
         return None
+
+    def tokenize(text: str) -> Tokenized:
+        (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)
+        return found
+
+    if score.form is not None:
+        return FormPairTemplate(score.form, tokenize)
     if template is None:
         raise CheckpointError("the checkpoint has no chat template, which pairs of texts need")
     template.check()
-
-    def tokenize(text: str) -> Int32Array:
-        (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)
-        return found.token_ids
-
-    return PairTemplate(template, checkpoint.logit_score, tokenize)
+    return ChatPairTemplate(template, score, tokenize)

@@ -110,7 +110,7 @@ class Service(Generic[_Kind]):
             ConfigError: a setting does not fit the checkpoint.
         """
         began = time.monotonic()
-        checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
+        checkpoint = Checkpoint.open(folder, **config.of_checkpoint)
         with ExitStack() as opened:
             service = kind.load(checkpoint, config, stats, opened, gpu=gpu, isolated=isolated)
             # nothing fails from here on

@@ -26,8 +26,7 @@ from varlen.request.generation import OPTION_NAMES, PARAMETER_NAMES, GenerationO
 from varlen.request.request import GeneratedPart, Output, Request, TokenLogprobs
 from varlen.request.row_parameters import COMMON_PARAMETERS, ROW_PARAMETERS, RowParameters
 from varlen.tasks import TASKS
-from varlen.wire.parameters import deadline_seconds, read_parameters
-from varlen.wire.rows import Tensors
+from varlen.wire.rows import Tensors, deadline_seconds, read_parameters
 from varlen.wire.tokenizer import (
     ChatText,
     TokenizerAnswer,

@@ -30,6 +30,8 @@ _PARAMETERS: Mapping[Operation, Collection[str]] = {
         "truncation_side",
         "prompt_name",
         "input_type",
+        "instruction",
+        "prompt",
     ),
     "detokenize": (*_EVERY, "skip_special_tokens"),
 }
@@ -101,7 +103,7 @@ def tokenizer_draft(
         RequestError: a text cannot be read, or there is no such prompt. A step raises it for token ids.
     """
     sizes = intake.limits.check_texts(texts, truncate=given.is_cut)
-    role = intake.roles.select(given.prompt_name, given.input_type)
+    role = intake.role(given.prefix)
     intake.check_length(texts, role, given.truncate_prompt_tokens)
 
     def run(rows: range) -> tuple[Prompt, ...]:

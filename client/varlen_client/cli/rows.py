@@ -39,6 +39,9 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.
 Normalize = Annotated[
     bool | None, typer.Option(help="Scale vectors to length 1; default: the model decides.")
 ]
+Instruction = Annotated[
+    str | None, typer.Option(help="What the model has to find, if it reads instructions.")
+]
 PromptName = Annotated[
     str | None, typer.Option(help="Prompt of the checkpoint that is put before texts.")
 ]
@@ -217,6 +220,7 @@ def rerank(
         Path | None, typer.Option(help="Rank the lines of this UTF-8 file; - is stdin.")
     ] = None,
     activation: _Activation = "auto",
+    instruction: Instruction = None,
     top_k: _TopK = None,
     as_json: _Json = False,
     options: RowOptions,
@@ -228,7 +232,8 @@ def rerank(
     rows = texts_or_full_lines(documents, file)
     with options.connect() as client:
         pairs = query_and_documents(query, rows)
-        ranking, _ = client.counted(RANK, pairs, activation=activation, **options.arguments)
+        given = {"activation": activation, "instruction": instruction}
+        ranking, _ = client.counted(RANK, pairs, **given, **options.arguments)
     scores, best = ranking.scores.tolist(), ranking.best_first[:top_k].tolist()
     for row in best:
         if as_json:
@@ -372,6 +377,7 @@ def embed(
     as_json: JsonOfValues = False,
     normalize: Normalize = None,
     prompt_name: PromptName = None,
+    instruction: Instruction = None,
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="Keep only the first N dimensions; default: all.")
     ] = None,
@@ -389,7 +395,12 @@ def embed(
         check_output(output, force=force)
     start = time.monotonic()
     connection = {"rows_per_request": rows_per_request, "concurrency": concurrency}
-    given = {"normalize": normalize, "prompt_name": prompt_name, "dimensions": dimensions}
+    given = {
+        "normalize": normalize,
+        "prompt_name": prompt_name,
+        "instruction": instruction,
+        "dimensions": dimensions,
+    }
     with options.connect(**connection) as client:
         vectors = _EMBED.ask(client, rows, file, **options.arguments, **given)
     seconds = time.monotonic() - start

@@ -278,6 +278,25 @@ class TextFields(Fields):
         return next(iter(sides.values()), None)
 
 
+class InstructionFields(TextFields):
+    """What the model has to find, in two names."""
+
+    instruction: StrictStr | None = None
+    """What the model has to find, of models that read it; empty is none."""
+    instruct: StrictStr | None = None
+    """SGLang's and Alibaba's name of `instruction`."""
+
+    def instruction_option(self) -> dict[str, Any]:
+        """Return the client's argument.
+
+        Raises:
+            InvalidRequest: the request has both names.
+        """
+        if self.instruction and self.instruct:
+            raise InvalidRequest("the request has instruction and instruct; send one of them")
+        return given_options(instruction=self.instruction or self.instruct or None)
+
+
 def checked(form: type[_Fields], body: Any, ignore: Ignore | None) -> _Fields:
     """Return a body in this form.
 

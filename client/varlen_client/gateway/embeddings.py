@@ -20,6 +20,7 @@ from varlen_client.gateway.bodies import (
     MAX_INPUTS,
     CutEnd,
     Fields,
+    InstructionFields,
     ListOf,
     OpenAIBody,
     RequestBody,
@@ -56,7 +57,7 @@ def encoded(array: Floats, name: VectorType) -> Any:
     return array.tolist()
 
 
-class VectorFields(TextFields):
+class VectorFields(InstructionFields):
     """Options of vectors."""
 
     unserved = EMBEDDINGS
@@ -65,12 +66,15 @@ class VectorFields(TextFields):
     normalize: bool | None = None
     prompt_name: StrictStr | None = None
     input_type: InputType | None = None
+    prompt: StrictStr | None = None
+    """The name of sentence-transformers: a text that is put before each text."""
     cache_salt: StrictStr | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments, without truncation."""
-        own = VectorFields.model_fields.keys() - TextFields.model_fields.keys()
-        return given_options(**{name: getattr(self, name) for name in own})
+        own = VectorFields.model_fields.keys() - InstructionFields.model_fields.keys()
+        named = {name: getattr(self, name) for name in own}
+        return given_options(**named) | self.instruction_option()
 
 
 class EmbeddingsBody(OpenAIBody, VectorFields):

@@ -15,10 +15,10 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
     MAX_INPUTS,
     Fields,
+    InstructionFields,
     ListOf,
     OpenAIBody,
     RequestBody,
-    TextFields,
     check_repeated,
     given_options,
 )
@@ -44,7 +44,7 @@ class Document(Fields):
 _Documents: TypeAlias = ListOf[StrictStr | Document]
 
 
-class RankBody(RequestBody, TextFields):
+class RankBody(RequestBody, InstructionFields):
     """What all requests for ranks have."""
 
     unserved = RANKS
@@ -61,13 +61,16 @@ class RankBody(RequestBody, TextFields):
     ) -> tuple[str, list[tuple[int, float, str]], int | None]:
         """Return the model's name, the first `top_n` texts with numbers and scores, and the tokens."""
         texts = [each if isinstance(each, str) else each.text for each in documents]
-        check_repeated("query", self.query, len(texts))
+        instruction = self.instruction_option()
+        asked = "".join([self.query, *instruction.values()])
+        check_repeated("query", asked, len(texts))
         name, ranking, tokens = await gateway.answer(
             self.model,
             RANK,
             query_and_documents(self.query, texts),
             text_fields=self,
             activation="sigmoid" if self.use_activation and not self.raw_scores else "none",
+            **instruction,
         )
         best_first = ranking.best_first[: self.top_n or None].tolist()
         found = [(index, float(ranking.scores[index]), texts[index]) for index in best_first]
@@ -167,7 +170,7 @@ async def _results(
     return json_response(answer | usage_of(tokens))
 
 
-class ScoreBody(OpenAIBody, TextFields):
+class ScoreBody(OpenAIBody, InstructionFields):
     """A request to `/v1/score`: a text with one or several, or lists of equal length."""
 
     unserved = RANKS
@@ -215,12 +218,18 @@ async def score(gateway: Gateway, body: ScoreBody) -> Response:
     first, second = body.sides()
     info = await gateway.info(body.model)
     salt = given_options(cache_salt=body.cache_salt)
+    instruction = body.instruction_option()
     scores: npt.NDArray[np.floating[Any]]
     if "sentence_embedding" in info.outputs:
         if body.use_activation is not None:
             raise InvalidRequest(
                 f"model {info.name!r} gives embeddings, whose cosine has no activation;"
                 " leave use_activation out"
+            )
+        if instruction:
+            raise InvalidRequest(
+                f"model {info.name!r} gives embeddings, whose documents have no instruction; write to /v1/embeddings"
+                " for the queries"
             )
         rows = {text: row for row, text in enumerate(dict.fromkeys([*first, *second]))}
         name, vectors, tokens = await gateway.answer(
@@ -231,7 +240,13 @@ async def score(gateway: Gateway, body: ScoreBody) -> Response:
         pairs = list(zip(first, second, strict=True))
         activation = None if body.use_activation is False else "sigmoid"
         name, scores, tokens = await gateway.answer(
-            body.model, RERANK, pairs, text_fields=body, activation=activation, **salt
+            body.model,
+            RERANK,
+            pairs,
+            text_fields=body,
+            activation=activation,
+            **salt,
+            **instruction,
         )
     data = (
         {"index": index, "object": "score", "score": value}

@@ -116,8 +116,7 @@ COHERE: UnservedFields = {
 }
 RANKS: UnservedFields = {
     **TEXTS,
-    "instruct": Unserved("write it in the query"),
-    "instruction": Unserved("write it in the query"),
+    "chat_template_kwargs": Unserved("write instruction, the only variable of a pair"),
     "max_tokens_per_doc": Unserved("write truncate_prompt_tokens, for query and document", (0,)),
     "max_tokens_per_query": Unserved("write truncate_prompt_tokens, for query and document", (0,)),
     "rank_fields": Unserved("the field text of a document is ranked", (["text"],)),

@@ -157,7 +157,7 @@ COMMON = [
     ("quantization_config", {"bits": 4}, "quantized weights are not served"),
     ("is_encoder_decoder", True, "has is_encoder_decoder true; allowed: false"),
     ("add_cross_attention", True, "has add_cross_attention true; allowed: false"),
-    ("is_causal", False, "has is_causal false; allowed: true"),
+    ("is_causal", None, "has is_causal null; allowed: true, false"),
     ("suppress_tokens", [3], "has suppress_tokens [3]; allowed: null"),
     ("tie_word_embeddings", "no", "has tie_word_embeddings 'no'; allowed: true, false"),
     ("vocab_size", 0, "has vocab_size 0; allowed: whole numbers from 1"),

@@ -90,6 +90,10 @@ def rows_of(rng, config, lengths=(7, 30)):
 def encoded(model, rows, task):
     """Return logits of transformers, or its last hidden states."""
     inputs = [torch.tensor([row]) for row in rows]
+    if task == "classify" and getattr(model.config, "sequence_pooling", None) == "avg":
+        # Llama Bidirectional, whose classifier reads the mean; transformers knows the last token only
+        means = [model.model(row).last_hidden_state[0].mean(dim=0) for row in inputs]
+        return [model.score(mean) / model.config.score_temperature for mean in means]
     if task in ("classify", "token_classify"):
         return [model(row).logits[0] for row in inputs]
     return [model.base_model(row).last_hidden_state[0] for row in inputs]

@@ -26,6 +26,7 @@ from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
+from varlen.request.row_parameters import TextPrefix
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
@@ -187,7 +188,7 @@ def test_texts_of_all_roles_share_a_batch(saved, execution):
     service = Service.load(EncoderParts, saved, config, Stats())
     text = "the river? a cat?"
     prompts = [
-        service.intake.texts([text], truncate=False, prompt_name=role)[0]
+        service.intake.texts([text], truncate=False, prefix=TextPrefix(role))[0]
         for role in (*ROLES, *ROLES)
     ]
     service.close()

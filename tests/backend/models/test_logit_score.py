@@ -104,6 +104,29 @@ def test_a_long_document_keeps_the_end_of_the_template(save):
     assert_close(actual, scores(model, pairs), roundings=2 * encoder_roundings(folder))
 
 
+def test_an_instruction_is_the_prompt_of_sentence_transformers(save):
+    folder, model = save(prompts={"web": "find the page"})
+
+    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
+        actual = encoder.classify(PAIRS, instruction="find a river")
+        without = encoder.classify(PAIRS)
+
+    logits = model.predict(
+        PAIRS, prompt="find a river", activation_fn=torch.nn.Identity(), batch_size=1
+    )
+    expected = np.asarray(logits, dtype=np.float32)[:, None]
+    assert_close(actual, expected, roundings=2 * encoder_roundings(folder))
+    assert not np.allclose(actual, without)
+
+
+def test_an_instruction_that_the_template_does_not_read_is_refused(save):
+    folder, _ = save(template=TEMPLATE.split("endfor -%}")[1])
+
+    with Encoder.from_pretrained(folder) as encoder:
+        with pytest.raises(RequestError, match="instruction, which the chat template of this"):
+            encoder.classify(PAIRS, instruction="find a river")
+
+
 def test_a_single_text_is_refused(save):
     folder, _ = save()
 
@@ -137,7 +160,8 @@ def test_the_refusal_of_a_checkpoint_without_the_module_names_the_command_that_a
 
     with refused(
         'task "rerank" needs a Qwen3ForSequenceClassification checkpoint; this one is a Qwen3ForCausalLM,'
-        " which ranks if modules.json has the module LogitScore: sentence-transformers adds it with"
+        " whose files do not say how it ranks: name the form of its pairs with the setting rerank_form (qwen3, mxbai),"
+        " or take a copy whose modules.json has the module LogitScore, such as sentence-transformers writes with"
         " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
     ):
         Checkpoint.open(folder).check_task("rerank")

@@ -10,9 +10,11 @@ from tests.checkpoints import END_OF_TEXT, set_fields
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
+from varlen.errors import RequestError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import RequestOptions
+from varlen.request.row_parameters import TextPrefix
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
@@ -22,6 +24,7 @@ from ..refusals import refused_checkpoint as refused
 MODES = modules.Pooling.POOLING_MODES
 # The tokens "ri" of a prompt are one with the start of "ver" behind it, so it has more tokens by itself.
 PROMPTS = {"query": "the cat is: ", "document": "the river ", "none": "", "part": "a ri"}
+INSTRUCTED = {"document": "", "web": "Instruct: the river\nQuery:", "other": "Instruct: a\nQuery: "}
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "ver", "vers 0123 the cat, the river"]
 POOLING = "1_Pooling/config.json"
 BYTE_TOKENIZER = {
@@ -31,13 +34,13 @@ BYTE_TOKENIZER = {
 }
 
 
-def save(folder, target, *, pooling, more=(), **tokenizer):
+def save(folder, target, *, pooling, more=(), prompts=PROMPTS, **tokenizer):
     """Save a checkpoint whose pooling leaves prompts out, and return it in sentence-transformers."""
     transformer = modules.Transformer(str(folder), processor_kwargs=tokenizer or None)
     pool = modules.Pooling(
         transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=False
     )
-    made = SentenceTransformer(modules=[transformer, pool, *more], prompts=PROMPTS, device="cpu")
+    made = SentenceTransformer(modules=[transformer, pool, *more], prompts=prompts, device="cpu")
     made.save_pretrained(str(target), create_model_card=False)
     return SentenceTransformer(str(target), device="cpu")
 
@@ -170,7 +173,8 @@ def test_texts_of_all_prompts_share_a_batch(saved, execution):
     service = Service.load(EncoderParts, saved, config, Stats())
     wanted = [(text, name) for text in TEXTS for name in PROMPTS]
     prompts = [
-        service.intake.texts([text], truncate=False, prompt_name=name)[0] for text, name in wanted
+        service.intake.texts([text], truncate=False, prefix=TextPrefix(name))[0]
+        for text, name in wanted
     ]
     service.close()
 
@@ -215,3 +219,32 @@ def test_include_prompt_is_true_or_false(saved, value):
 
     with refused(f"{POOLING} has include_prompt"):
         Checkpoint.open(saved)
+
+
+def test_prompts_and_instructions_of_requests_give_the_vectors_of_sentence_transformers(
+    small_bert, tmp_path
+):
+    folder = tmp_path / "saved"
+    made = save(small_bert, folder, pooling="mean", prompts=INSTRUCTED)
+
+    with Encoder.from_pretrained(folder, dtype="fp32", threads=1) as encoder:
+        for options, prompt in (
+            ({"prompt": "the cat: "}, "the cat: "),
+            ({"prompt": ""}, ""),
+            # the first prompt of the form
+            ({"instruction": "find 42"}, "Instruct: find 42\nQuery:"),
+            ({"instruction": "find 42", "prompt_name": "other"}, "Instruct: find 42\nQuery: "),
+        ):
+            expected = made.encode(TEXTS, prompt=prompt)
+            actual = encoder.embed(TEXTS, **options)
+
+            assert_close(actual, expected, roundings=roundings_of(folder))
+        for options, message in (
+            ({"instruction": "a", "prompt_name": "document"}, "has not the form"),
+            ({"instruction": "a", "prompt": "b"}, "both instruction and prompt; send one"),
+            ({"prompt": "a", "prompt_name": "web"}, "both prompt_name and prompt; send one"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                encoder.embed(TEXTS, **options)
+        with pytest.raises(RequestError, match="the request has instruction and input_ids"):
+            encoder.embed([[2, 5, 3]], instruction="a")

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+import varlen
+import varlen_kernels
 from tests.backend.fakes.engine_parts import Clock
 from varlen.config import EngineConfig
 from varlen.costs import store as cost_store
@@ -23,6 +25,7 @@ from varlen.errors import EngineError
 from varlen.execution import fingerprint
 from varlen.execution.fingerprint import (
     checkpoint_hash,
+    code_hash,
     cost_fields,
     device_name,
     library_versions,
@@ -441,17 +444,18 @@ def test_a_cpu_without_a_name_is_called_by_its_kind(monkeypatch, tmp_path):
     assert device_name(torch.device("cpu")).startswith("aarch64, ")
 
 
-def test_code_that_changes_is_another_version(monkeypatch, tmp_path):
-    package = SimpleNamespace(__path__=[str(tmp_path)])
-    monkeypatch.setattr(fingerprint, "_PACKAGES", (package,))
+def test_code_that_changes_is_another_version(tmp_path):
     (tmp_path / "kernel.py").write_text("x = 1")
-    before = library_versions(torch.device("cpu"))
+    before = code_hash([tmp_path])
 
-    assert library_versions(torch.device("cpu")) == before
+    assert code_hash([tmp_path]) == before
     (tmp_path / "notes.txt").write_text("no code")
-    assert library_versions(torch.device("cpu")) == before
+    assert code_hash([tmp_path]) == before
     (tmp_path / "kernel.py").write_text("x = 2")
-    assert library_versions(torch.device("cpu")) != before
+    assert code_hash([tmp_path]) != before
+    ours = [Path(varlen.__path__[0], name) for name in ("models", "program", "execution", "memory")]
+    whole = code_hash([*ours, Path(varlen_kernels.__path__[0])])
+    assert library_versions(torch.device("cpu"))["varlen"] == whole
 
 
 @pytest.mark.parametrize(

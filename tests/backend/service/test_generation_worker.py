@@ -18,7 +18,7 @@ from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.packing import pack_step
 from varlen.execution.runner import Runner
 from varlen.execution.workers import steps
-from varlen.execution.workers.limits import RestartLimit
+from varlen.execution.workers.process import RestartLimit
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.service.generation import GeneratorParts

@@ -175,6 +175,27 @@ def test_a_named_prompt_is_put_before_texts(small_bert):
         read(intake, '{"prompt_name": "query"}', input_ids=ids(IDS))
 
 
+def test_a_request_may_have_a_prompt_of_its_own(small_bert):
+    roles = TextRoles({}, TextRole("a "), TextRole)
+    intake = Intake(Tokenizer(small_bert, 12), input_limits(), roles=roles)
+
+    def ids_of(**parameters):
+        return rows_of(read(intake, json.dumps(parameters), text=text("cat")))
+
+    assert ids_of(prompt="the ") == [[2, 5, 6, 3]]
+    assert ids_of(prompt="") == [[2, 6, 3]]
+    with refused("input_type and prompt; send one"):
+        ids_of(prompt="", input_type="query")
+    with refused("prompt is 3; allowed: a string of at most 4096 characters"):
+        ids_of(prompt=3)
+    with refused("allowed: a string of at most 4096 characters"):
+        ids_of(prompt="a" * 4097)
+    with refused("allowed: a string of 1 to 4096 characters"):
+        ids_of(instruction="")
+    with refused("the request has prompt and input_ids; a prompt is put before texts"):
+        read(intake, '{"prompt": "the "}', input_ids=ids(IDS))
+
+
 def test_an_input_type_chooses_a_prompt(small_bert):
     roles = TextRoles({"Query": TextRole("the ")}, TextRole("a "))
     intake = Intake(Tokenizer(small_bert, 12), input_limits(), roles=roles)

@@ -71,6 +71,9 @@ def test_dimensions_are_the_servers_work(post, calls):
         ({"truncate": "START"}, {"truncate": True, "truncation_side": "left"}),
         ({"truncate": "END"}, {"truncate": True, "truncation_side": "right"}),
         ({"prompt_name": "query"}, {"prompt_name": "query"}),
+        ({"prompt": "find: "}, {"prompt": "find: "}),
+        ({"instruct": "find"}, {"instruction": "find"}),
+        ({"instruction": "find", "instruct": ""}, {"instruction": "find"}),
         ({"cache_salt": "a"}, {"cache_salt": "a"}),
         ({"input_type": "passage", "modality": "text"}, {"input_type": "passage"}),
         ({"normalize": False, "output_dimension": 2}, {"normalize": False, "dimensions": 2}),
@@ -82,8 +85,8 @@ def test_dimensions_are_the_servers_work(post, calls):
         ),
     ],
     ids=(
-        "truncate vllm tokens tokens-left side uncut none start end prompt salt nim infinity voyage"
-        " uncut-voyage jina"
+        "truncate vllm tokens tokens-left side uncut none start end prompt own-prompt instruct instruction salt nim infinity"
+        " voyage uncut-voyage jina"
     ).split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):

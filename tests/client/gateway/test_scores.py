@@ -62,6 +62,31 @@ def test_the_two_forms_of_rerank_are_not_mixed(refusal, calls, options, message)
     assert calls.received == []
 
 
+@pytest.mark.parametrize("name", ["instruction", "instruct"])
+def test_an_instruction_goes_to_the_model(post, calls, name):
+    post("/v1/rerank", **RANKED, **{name: "find"})
+    post("/v1/score", model="ranker", text_1="query", text_2=TEXTS, **{name: "find"})
+
+    assert [call[3] for call in calls.received] == [
+        {"activation": "sigmoid", "instruction": "find"},
+        {"activation": "sigmoid", "instruction": "find"},
+    ]
+
+
+def test_an_instruction_has_one_name_and_no_embeddings(refusal, calls):
+    status, error = refusal("/v1/rerank", **RANKED, instruction="a", instruct="b")
+    assert (status, error["message"]) == (
+        400,
+        "the request has instruction and instruct; send one of them",
+    )
+
+    _, error = refusal(
+        "/v1/score", model="embedder", text_1="query", text_2=TEXTS, instruction="find"
+    )
+    assert "gives embeddings, whose documents have no instruction" in error["message"]
+    assert calls.received == []
+
+
 def test_the_best_texts_only(post):
     ranks = post("/rerank", model="ranker", query="query", texts=TEXTS, top_n=1)
 

@@ -180,7 +180,7 @@ def test_a_field_that_is_true_by_default_may_be_true(send, value, is_refused):
 
 
 def test_of_several_refused_fields_the_first_is_named(refusal):
-    fields = {"instruct": "a", "rank_fields": ["b"], "top_k": 1}
+    fields = {"return_embeddings": "a", "rank_fields": ["b"], "top_k": 1}
     for names in (list(fields), list(fields)[::-1]):
         body = {name: fields[name] for name in names}
 
@@ -189,7 +189,7 @@ def test_of_several_refused_fields_the_first_is_named(refusal):
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}, "false"])
 def test_empty_values_of_unserved_fields_ask_for_nothing(post, value):
-    assert post("/v1/rerank", **BODIES["/v1/rerank"], instruction=value)
+    assert post("/v1/rerank", **BODIES["/v1/rerank"], rank_fields=value)
 
 
 TABLES = {

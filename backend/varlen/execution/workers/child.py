@@ -42,7 +42,6 @@ from varlen.execution.workers.messages import (
     send_answers,
     send_control,
 )
-from varlen.execution.workers.orders import Orders, ReadAhead
 from varlen.execution.workers.process import MEMBER, Setup
 from varlen.memory.heap import return_large_memory, trim_heap
 from varlen.processes import end_with_parent, freeze_objects, log_by, set_log_level
@@ -187,6 +186,8 @@ def answer_orders(
         work: runs them.
         leader: sends them to the other stages as they arrive, if there are any.
     """
+    from varlen.execution.workers.work import Orders, ReadAhead
+
     # later lines have no engine that reads them
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(logging.Formatter("varlen: worker %(process)d: %(message)s"))

@@ -10,7 +10,8 @@ import logging
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -23,7 +24,6 @@ from varlen.config import Device, EngineConfig
 from varlen.errors import EngineError, ModelFaultError, VarlenError
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.thread_executor import CoreShare
-from varlen.execution.workers.limits import RestartLimit
 from varlen.execution.workers.messages import receive_control, send_control
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import start_module
@@ -40,6 +40,8 @@ _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Seconds for a process to finish a batch, and then to end.
 _END_SECONDS = 10.0
+# Seconds that a stage waits beyond the time of the stages before it: the first that waits in vain reports.
+_LATER_SECONDS = 0.5
 # Seconds after each attempt to load the model again.
 _PAUSES = (1.0, 5.0, 0.0)
 ENDED = "the process that loads the model ended; the server's log says why"
@@ -63,8 +65,7 @@ class Setup:
 
     def open_checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
-        ignored = self.config.ignored_fields
-        return Checkpoint.open(self.fields["folder"], ignore_config_fields=ignored)
+        return Checkpoint.open(self.fields["folder"], **self.config.of_checkpoint)
 
     @property
     def generates(self) -> bool:
@@ -202,6 +203,38 @@ class Connected(NamedTuple):
     connection: Connection
     pid: int
     descriptors: Sequence[int] = ()
+
+
+class RestartLimit:
+    """Allows few restarts in any period."""
+
+    def __init__(
+        self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start without a restart.
+
+        Args:
+            most: number of restarts that are allowed in a period.
+            seconds: length of the period.
+            clock: returns the time in seconds.
+        """
+        self._most = most
+        self._seconds = seconds
+        self._clock = clock
+        self._times: deque[float] = deque()
+
+    def __str__(self) -> str:
+        return f"{self._most} others within {self._seconds:.0f} s"
+
+    def allow(self) -> bool:
+        """Count a restart and return True, unless there were too many."""
+        now = self._clock()
+        while self._times and self._times[0] <= now - self._seconds:
+            self._times.popleft()
+        if len(self._times) >= self._most:
+            return False
+        self._times.append(now)
+        return True
 
 
 class ModelProcess:
@@ -352,6 +385,14 @@ class ModelProcess:
             self._process.end()
             raise EngineError("the cores or the memory have changed; reload the model")
         raise EngineError(ENDED)
+
+
+def longest_wait(config: EngineConfig, before: int) -> float:
+    """Return the longest wait of a stage for a batch, in seconds.
+
+    All stages get a batch at once, so it waits for all `before` stages before it.
+    """
+    return before * (config.rank_timeout_seconds + _LATER_SECONDS)
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:

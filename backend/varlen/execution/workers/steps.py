@@ -23,10 +23,9 @@ from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import Chooser
-from varlen.execution.warm_up import warm_up, warm_up_choice
-from varlen.execution.workers.limits import RestartLimit
+from varlen.execution.warm_up import warm_up, warm_up_chooser
 from varlen.execution.workers.messages import Array, step_message
-from varlen.execution.workers.process import ModelProcess
+from varlen.execution.workers.process import ModelProcess, RestartLimit
 from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.arena import memory_errors
 from varlen.memory.memory_use import MemoryUse
@@ -71,7 +70,7 @@ class StepModel(WaitingLauncher, Protocol):
 def load_step_model(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    choice: Chooser,
+    chooser: Chooser,
     stats: Stats,
     *,
     gpu: int,
@@ -82,7 +81,7 @@ def load_step_model(
     Args:
         checkpoint: checkpoint to load.
         config: the settings.
-        choice: chooses tokens from logits on the device of the settings.
+        chooser: chooses tokens from logits on the device of the settings.
         stats: counts processes that had to be started again.
         gpu: number of the GPU, if the model runs on one.
         isolated: whether a model on a CPU has a process of its own.
@@ -98,17 +97,17 @@ def load_step_model(
         host = ModelProcess(
             checkpoint.folder, replace(config, device="cpu"), generates=True, restarts=limit
         )
-        model = ProcessSteps(host, choice, stats)
+        model = ProcessSteps(host, chooser, stats)
         try:
-            warm_up_choice(choice, host.info)
+            warm_up_chooser(chooser, host.info)
         except BaseException:
             model.close()
             raise
         return model
-    runner = Runner(checkpoint, config, choice, gpu=gpu)
+    runner = Runner(checkpoint, config, chooser, gpu=gpu)
     warm_up(runner, config.device_timeout_seconds)
     # sequences of the warm-up, which never end
-    choice.forget()
+    chooser.forget()
     return runner
 
 
@@ -125,19 +124,19 @@ class ProcessSteps:
         graph_use: cost of CUDA graphs, which it has none of.
     """
 
-    def __init__(self, host: ModelProcess, choice: Chooser, stats: Stats) -> None:
+    def __init__(self, host: ModelProcess, chooser: Chooser, stats: Stats) -> None:
         """Connect to the process.
 
         Args:
             host: the process.
-            choice: chooses tokens from logits on a CPU, and says what the process chooses.
+            chooser: chooses tokens from logits on a CPU, and says what the process chooses.
             stats: counts the processes that replace it.
 
         Raises:
             EngineError: the process failed.
         """
         self.host = host
-        self._choice = choice
+        self._chooser = chooser
         self._stats = stats
         stages = host.config.pipeline_parallel
         # whether steps in flight have different sequences, as in a pipeline
@@ -145,7 +144,7 @@ class ProcessSteps:
         self.slots = stages if self._runs_apart else MAX_STEPS
         # places of logits in the process, and the place of the last step
         self._places, self._place = stages, 0
-        self._launcher = StepLauncher(self, choice, runs_apart=self._runs_apart)
+        self._launcher = StepLauncher(self, chooser, runs_apart=self._runs_apart)
         # a token for each row of logits of the last step, if the engine took part in the choice
         self._chosen: Int32Array | None = None
         self.graph_use = GraphUse()
@@ -185,9 +184,9 @@ class ProcessSteps:
             return True
         return self._worker.wait(max(0.0, timeout))
 
-    def pack(self, step: Batch, choice: DevicePlan) -> PackedStep:
+    def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
         """Return a step as the process takes it; see `StepDevice`."""
-        return pack_step(step, self.info.block_size, choice)
+        return pack_step(step, self.info.block_size, plan)
 
     def may_queue(self, packed: PackedStep) -> bool:
         """Return whether a step can be sent while the process runs another one."""
@@ -203,7 +202,7 @@ class ProcessSteps:
         What the process has not chosen it does not know.
         """
         if packed.beams:
-            packed.beams["given"][:] = self._choice.given(step)
+            packed.beams["given"][:] = self._chooser.given(step)
         if self._chosen is not None:
             packed.take_tokens(self._chosen)
             packed = replace(packed, follows=np.empty((2, 0), np.int32))
@@ -214,12 +213,12 @@ class ProcessSteps:
         return lambda: _chosen_of(*answers())
 
     def choose(
-        self, step: Batch, packed: PackedStep, choice: DevicePlan, chosen: Chosen
+        self, step: Batch, packed: PackedStep, plan: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
             logits = self._logits[packed.place, : step.num_logit_rows]
-            outputs = self._choice.outputs(step, choice, chosen, logits)
+            outputs = self._chooser.outputs(step, plan, chosen, logits)
         self._chosen = tokens_of_rows(step, outputs)
         return outputs
 
@@ -241,7 +240,7 @@ class ProcessSteps:
     def _restarted(self) -> None:
         """Go on with the next process, whose KV caches are empty."""
         self._map_logits()
-        self._choice.forget()
+        self._chooser.forget()
         self._stats.count(CountedMetric.WORKER_RESTARTS)
 
     def _map_logits(self) -> None:

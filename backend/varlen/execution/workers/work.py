@@ -1,4 +1,4 @@
-"""The work of a process of a model: batches, or steps of generation.
+"""The work of a process of a model: batches, or steps of generation, and how it arrives.
 
 This process draws the tokens of samples, and advances the searches that need only the logits; the next step continues
 from them. The engine chooses the other tokens, from logits in memory that both processes map.
@@ -6,15 +6,20 @@ from them. The engine chooses the other tokens, from logits in memory that both 
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from varlen.execution.cpu.runner import CpuSteps
 from varlen.execution.device import cores_of_rank, usable_cores
-from varlen.execution.executor import StepOrder
+from varlen.execution.executor import StepOrder, outcome_of
 from varlen.execution.packing import PackedStep, part_of_step
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.runner import Runner
@@ -45,7 +50,8 @@ class Work(Protocol[_Order, _Part]):
         """Run the first batch or steps, in all processes of the model."""
 
     def share(self) -> Sequence[int]:
-        """Return file descriptors of memory that the engine maps."""
+        """Return file descriptors of memory that the engine maps: none, if all answers are sent."""
+        return ()
 
     def read(self, message: bytes, /) -> _Order:
         """Return the work of a message."""
@@ -62,7 +68,7 @@ class Work(Protocol[_Order, _Part]):
         """
 
 
-class BatchWork:
+class BatchWork(Work[_Batch, _Batch]):
     """Batches of a model of one step, which all of its processes run."""
 
     read = staticmethod(batch_of)
@@ -87,10 +93,6 @@ class BatchWork:
         """Run the smallest batch."""
         self.runner.check()
 
-    def share(self) -> Sequence[int]:
-        """Return no file descriptor: answers are sent."""
-        return ()
-
     def prepare(self, batch: _Batch) -> _Batch:
         """Return the batch."""
         return batch
@@ -100,8 +102,8 @@ class BatchWork:
         return self.runner.run(*part())
 
 
-class StepWork:
-    """Steps of a model that generates: `Work`. A step that is None is a check."""
+class StepWork(Work[PackedStep | None, PackedStep | None]):
+    """Steps of a model that generates. A step that is None is a check."""
 
     is_forked = False
     read = staticmethod(step_of)
@@ -153,3 +155,79 @@ class StepWork:
             found = self._decoder.run_prepared(step, prepared)
         self._chosen = np.array(found.token_ids, np.int32)
         return (self._chosen, *(found.searches or ()))
+
+
+class Orders(Generic[_Order, _Part]):
+    """Work that is read when it runs."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        read: Callable[[bytes], _Order],
+        prepare: Callable[[_Order], _Part],
+    ) -> None:
+        """Read from a connection to the engine.
+
+        Args:
+            connection: connection to the engine.
+            read: returns the work of a message.
+            prepare: returns the part of it that ranks or stages run.
+        """
+        self._connection = connection
+        self._read = read
+        self._prepare = prepare
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+
+    def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
+        """Return the next work and a function that prepares it; None after the timeout.
+
+        Args:
+            timeout: seconds; None is no limit.
+
+        Raises:
+            EOFError, OSError: the engine has closed the connection.
+        """
+        if not self._arrivals.poll(None if timeout is None else 1000 * timeout):
+            return None
+        order = self._read(self._connection.recv_bytes())
+        return order, partial(self._prepare, order)
+
+
+class ReadAhead(Orders[_Order, _Part]):
+    """Work that a thread reads and prepares as it arrives.
+
+    Its function returns the result of `prepare`, or raises its error.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        read: Callable[[bytes], _Order],
+        prepare: Callable[[_Order], _Part],
+    ) -> None:
+        """Start to read, see `Orders`."""
+        super().__init__(connection, read, prepare)
+        self._arrived: SimpleQueue[tuple[_Order, Callable[[], _Part]] | BaseException] = (
+            SimpleQueue()
+        )
+        Thread(target=self._loop, name="varlen-orders", daemon=True).start()
+
+    def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
+        """Return the next work, see `Orders.next`."""
+        try:
+            arrived = self._arrived.get(timeout=timeout)
+        except Empty:
+            return None
+        if isinstance(arrived, BaseException):
+            raise arrived
+        return arrived
+
+    def _loop(self) -> None:
+        try:
+            while (found := super().next(None)) is not None:
+                order, prepare = found
+                self._arrived.put((order, outcome_of(prepare)))
+        except BaseException as error:
+            # also too little memory to read: the process must not wait for ever
+            self._arrived.put(error)

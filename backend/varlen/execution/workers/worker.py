@@ -20,11 +20,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock
 
+from varlen.config import EngineConfig
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError, WorkerEndedError, raising
-from varlen.execution.workers.limits import HungAfter, hung_after
 from varlen.execution.workers.messages import Array, batch_message, receive_answers
-from varlen.execution.workers.process import ENDED, ModelProcess
+from varlen.execution.workers.process import ENDED, ModelProcess, longest_wait
 from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import DEFAULT_OPTIONS, SHORTEST_PROMPT
 from varlen.scheduling.batch import Batch
@@ -33,6 +33,30 @@ _log = logging.getLogger(__name__)
 
 # A batch that has ended two workers is likely to end the next one too.
 _ATTEMPTS = 2
+# Ranks of a model wait for each other, so a lost one has to be noticed soon.
+_RANK_SECONDS, _RANK_FACTOR = 2.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class HungAfter:
+    """When a worker counts as hung: it takes longer than both.
+
+    Attributes:
+        seconds: seconds for a batch.
+        factor: times what is expected.
+    """
+
+    seconds: float = 300.0
+    factor: float = 20.0
+
+
+def hung_after(config: EngineConfig) -> HungAfter:
+    """Return when a worker of a model counts as hung."""
+    if config.num_processes == 1:
+        return HungAfter()
+    # a process that waits notices which one is late; this limit is for the leader
+    before = max(1, config.pipeline_parallel - 1)
+    return HungAfter(longest_wait(config, before) + _RANK_SECONDS, _RANK_FACTOR)
 
 
 class WorkerConnection:

@@ -3,19 +3,36 @@
 Source of the names: decoders as saved by Hugging Face transformers.
 """
 
+from dataclasses import replace
+from typing import Literal
+
 from varlen.models.blocks.heads import Heads
 from varlen.models.checkpoint.family import HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.logit_score import LogitScore
 
 
-def read_score(read: LayerReader, head: HeadConfig, hidden: int) -> Heads:
-    """Return the classifier of a checkpoint in fp32, none if its architecture has none."""
+def read_score(
+    read: LayerReader,
+    head: HeadConfig,
+    hidden: int,
+    *,
+    pooling: Literal["cls", "mean", "last"] = "last",
+    temperature: float = 1.0,
+) -> Heads:
+    """Return the classifier of a checkpoint in fp32, none if its architecture has none.
+
+    Args:
+        pooling: pooling of a sequence into the row that it reads.
+        temperature: divides its outputs.
+    """
     if head.task not in ("classify", "token_classify"):
         return Heads()
     has_bias = head.task == "token_classify"
     layer = read.fp32.linear(["score"], hidden, [head.num_labels], bias=has_bias)
-    return Heads(pooling="last", classifier=layer)
+    if temperature != 1.0:
+        layer = read.computed(lambda: replace(layer, weight=layer.weight / temperature))
+    return Heads(pooling=pooling, classifier=layer)
 
 
 def read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: int) -> Heads:

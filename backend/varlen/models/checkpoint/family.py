@@ -7,11 +7,13 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.header_reader import HeaderReader
+from varlen.models.checkpoint.kind_fields import is_causal
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import LogitScore
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.weights import TensorHeader
 from varlen.tasks import Task
+from varlen_kernels import Pooling
 
 # A decoder generates text after its input; a model with both parts generates from the encoder's result.
 Kind: TypeAlias = Literal["encoder", "decoder", "encoder_decoder"]
@@ -69,6 +71,7 @@ class Family(Generic[Model_co]):
         masked_lm: returns the head of its masked language models; None if it is not served.
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
+        read_pooling: returns the pooling that config.json names for `embed`; None if it names none.
         is_causal: whether the tokens of a decoder read only earlier ones, given config.json.
     """
 
@@ -84,7 +87,8 @@ class Family(Generic[Model_co]):
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
     may_have_unattended_tokens: bool = True
     is_divisible: bool = False
-    is_causal: Callable[[Json], bool] = lambda _: True
+    read_pooling: Callable[[Json], Pooling | None] = lambda _: None
+    is_causal: Callable[[Json], bool] = is_causal
 
     @property
     def tasks(self) -> tuple[Task, ...]:

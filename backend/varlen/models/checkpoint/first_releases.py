@@ -1,8 +1,11 @@
-"""config.json of the first releases of NomicBERT and GTE, in the fields of transformers 5.
+"""config.json of models with code of their own, in the fields of transformers 5.
 
-Those releases came with code of their own, named by `auto_map`, and with fields of their own. No code of a checkpoint
-runs: the fields that it read are translated, and those that change its results in another way are refused.
-Source: nomic-ai/nomic-bert-2048 and Alibaba-NLP/new-impl on the Hugging Face hub.
+They are the first releases of NomicBERT and GTE, and decoders whose tokens read later ones too: NVIDIA's Llama
+Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a checkpoint runs: the
+fields that it read are translated, and those that change its results in another way are refused.
+Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the
+text of a pair from its model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and
+perplexity-ai/pplx-embed-v1-0.6b on the Hugging Face hub.
 """
 
 import re
@@ -15,6 +18,7 @@ from varlen.models.checkpoint.config_file import (
     check_fields,
     read_choice,
     read_int,
+    read_num_labels,
     read_number,
     show,
 )
@@ -87,6 +91,10 @@ _GTE_HARMLESS = frozenset(
     "logn_attention_clip1 matryoshka_dimensions unpad_inputs use_memory_efficient_attention".split()
 )
 
+_BIDIRECTIONAL = "use_bidirectional_attention"
+# What the model card of NVIDIA's reranker puts in front of a query and of a document.
+_QUESTION_AND_PASSAGE = ("question:", " \n \n passage:")
+
 
 def to_native(config: Json) -> Json:
     """Return a config.json in the fields of transformers 5, unchanged if it has them.
@@ -99,6 +107,13 @@ def to_native(config: Json) -> Json:
         return _nomic(config)
     if kind == "new" or (kind == "gte" and fields & {"auto_map", "layer_norm_type", "pack_qkv"}):
         return _gte(config)
+    if kind == "llama_bidirec":
+        return _llama(config)
+    if kind == "bidirectional_pplx_qwen3" or (kind == "qwen3" and config.get(_BIDIRECTIONAL)):
+        return _qwen3(config)
+    if kind == "qwen2" and config.get("auto_map") and config.get("is_causal") is not None:
+        _check(config, {}, "Qwen2")
+        return _without(config, {"auto_map"})
     return config
 
 
@@ -131,9 +146,7 @@ def _gte(config: Json) -> Json:
     _check(given, _GTE_FIXED, "New", "Gte")
     native = _without(given, {*_GTE_FIXED, *_GTE_HARMLESS, "auto_map"})
     native["model_type"] = "gte"
-    names = config.get("architectures")
-    if isinstance(names, list):
-        native["architectures"] = [re.sub("^New", "Gte", str(name)) for name in names]
+    _rename(native, "New", "Gte")
     if not native.get("rope_parameters"):
         native.setdefault("rope_theta", 10_000.0)
     scaling = native.get("rope_scaling")
@@ -141,6 +154,47 @@ def _gte(config: Json) -> Json:
         native["rope_scaling"] = _linear_form(native, scaling)
         del native["rope_theta"]
     return native
+
+
+def _llama(config: Json) -> Json:
+    _check(config, {}, "LlamaBidirectional")
+    native = _without(config, {"auto_map", "pooling", "temperature"})
+    native["model_type"] = "llama"
+    _rename(native, "LlamaBidirectional", "Llama")
+    _set_bidirectional(native, config, "model_type")
+    native["sequence_pooling"] = config.get("pooling") or "avg"
+    native["score_temperature"] = config.get("temperature")
+    native["pair_prefixes"] = _QUESTION_AND_PASSAGE
+    return native
+
+
+def _qwen3(config: Json) -> Json:
+    _check(config, {_BIDIRECTIONAL: True}, "Qwen3Bidirectional", "PPLXQwen3")
+    native = _without(config, {"auto_map", _BIDIRECTIONAL})
+    native["model_type"] = "qwen3"
+    _rename(native, "PPLXQwen3", "Qwen3")
+    _set_bidirectional(native, config, _BIDIRECTIONAL)
+    if "Qwen3Bidirectional" in str(config.get("auto_map")):
+        # its code has a layer in place of the logits
+        native["architectures"] = ["Qwen3Model"]
+        native["projection_size"] = read_num_labels(config)
+    return native
+
+
+def _set_bidirectional(native: Json, config: Json, field: str) -> None:
+    """Set `is_causal`, given the field that says that tokens read later ones."""
+    if native.get("is_causal"):
+        raise CheckpointError(
+            f"{_FILE} has {field} {show(config.get(field))} and is_causal true; make them agree"
+        )
+    native["is_causal"] = False
+
+
+def _rename(config: Json, old: str, new: str) -> None:
+    """Give the classes in `architectures` their names in transformers."""
+    names = config.get("architectures")
+    if isinstance(names, list):
+        config["architectures"] = [re.sub(f"^{old}", new, str(name)) for name in names]
 
 
 def _linear_form(config: Json, scaling: Json) -> Json:

@@ -1,8 +1,9 @@
 """The fields of config.json that all encoders share, all decoders, or all models with both."""
 
+from varlen.errors import CheckpointError
 from varlen.models.checkpoint import generation_config, translate_config
 from varlen.models.checkpoint.config_fields import FieldRules
-from varlen.models.checkpoint.config_file import HARMLESS_FIELDS
+from varlen.models.checkpoint.config_file import HARMLESS_FIELDS, Json, show
 
 _READ = frozenset(("architectures", "model_type"))
 
@@ -12,7 +13,7 @@ ENCODER = FieldRules(
 )
 # See docs/decisions/0017-decoder-checkpoints.md. Releases before 5 also kept the fields of generation_config.json here.
 DECODER = FieldRules(
-    _READ,
+    _READ | {"is_causal"},
     HARMLESS_FIELDS
     | generation_config.REQUEST_FIELDS
     | generation_config.HARMLESS_FIELDS
@@ -21,7 +22,6 @@ DECODER = FieldRules(
     {
         **generation_config.FIXED_FIELDS,
         "add_cross_attention": False,
-        "is_causal": True,
         "is_encoder_decoder": False,
         "pruned_heads": {},
     },
@@ -37,3 +37,17 @@ ENCODER_DECODER = FieldRules(
         "pruned_heads": {},
     },
 )
+
+
+def is_causal(config: Json) -> bool:
+    """Return whether the tokens of a decoder read only earlier ones.
+
+    The masks of transformers 5 follow this field. Other forms of a config.json get it from `first_releases`.
+
+    Raises:
+        CheckpointError: it is neither true nor false.
+    """
+    given = config.get("is_causal", True)
+    if not isinstance(given, bool):
+        raise CheckpointError(f"config.json has is_causal {show(given)}; allowed: true, false")
+    return given

@@ -7,7 +7,7 @@ import pytest
 
 from varlen.config import EngineConfig
 from varlen.errors import EngineError
-from varlen.execution.workers import group, links
+from varlen.execution.workers import group
 from varlen.execution.workers.group import Member
 from varlen.execution.workers.process import Setup
 from varlen.memory.shared import new_shared
@@ -18,7 +18,7 @@ LIMIT = 0.05
 @pytest.fixture
 def stage(monkeypatch):
     """Return the second of three stages, and the stages before and behind it."""
-    monkeypatch.setattr(links, "longest_wait", lambda config, before: before * LIMIT)
+    monkeypatch.setattr(group, "longest_wait", lambda config, before: before * LIMIT)
     # this thread may end before the process
     monkeypatch.setattr(group, "end_with_parent", lambda: None)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from varlen.execution.workers.orders import ReadAhead
+from varlen.execution.workers.work import ReadAhead
 
 
 @pytest.fixture
