@@ -79,13 +79,6 @@ class Launcher(Protocol):
     def launch_batch(self, batch: Batch) -> Callable[[], Outputs]:
         """Start a batch and return a function that waits for its outputs, see `BatchResult`."""
 
-    def check(self) -> None:
-        """Run the smallest batch, after another one has failed; raise whatever it raises."""
-
-
-class WaitingLauncher(Launcher, Protocol):
-    """Starts batches, and tells whether the first one has ended."""
-
     @property
     def wait(self) -> Callable[[float | None], bool] | None:
         """Waits until the first batch in flight has ended, or nothing is known of it.
@@ -93,6 +86,9 @@ class WaitingLauncher(Launcher, Protocol):
         It gets the longest time in seconds, or None for no limit, and returns False after it. None if nothing is known
         of a batch before its outputs are asked for.
         """
+
+    def check(self) -> None:
+        """Run the smallest batch, after another one has failed; raise whatever it raises."""
 
 
 class ModelExecutor(Executor, Protocol):
@@ -112,10 +108,7 @@ class _Launched:
     outputs: Callable[[], Outputs]
 
 
-_Launcher = TypeVar("_Launcher", bound=Launcher)
-
-
-class _LaunchingExecutor(Generic[_Launcher]):
+class _LaunchingExecutor:
     """Launches batches early, which run one after another, and keeps their times.
 
     Attributes:
@@ -124,7 +117,7 @@ class _LaunchingExecutor(Generic[_Launcher]):
 
     def __init__(
         self,
-        launcher: _Launcher,
+        launcher: Launcher,
         clock: Callable[[], float] = time.monotonic,
         *,
         is_pipeline: bool = False,
@@ -148,7 +141,10 @@ class _LaunchingExecutor(Generic[_Launcher]):
         self._runs_since = 0.0
 
     def start(self, batch: Batch, completed: Completed) -> None:
-        """Launch a batch; `completed` is called once with its result, or with what the launch has raised."""
+        """Launch a batch; `completed` is called once with its result.
+
+        The result says what the launch has raised, too.
+        """
         began = self._clock()
         try:
             outputs = self._launcher.launch_batch(batch)
@@ -180,7 +176,7 @@ class _LaunchingExecutor(Generic[_Launcher]):
         launched.completed(launched.batch, replace(result, seconds=seconds))
 
 
-class InlineExecutor(_LaunchingExecutor[WaitingLauncher]):
+class InlineExecutor(_LaunchingExecutor):
     """Launches batches and waits for them in the engine's thread, so none wakes up.
 
     It is for batches that are short, since that thread does nothing else while it waits.
@@ -200,7 +196,7 @@ class InlineExecutor(_LaunchingExecutor[WaitingLauncher]):
         return True
 
 
-class OverlappingExecutor(_LaunchingExecutor[Launcher]):
+class OverlappingExecutor(_LaunchingExecutor):
     """Launches batches, and waits for them in a thread of its own."""
 
     def __init__(
@@ -371,9 +367,9 @@ class StepLauncher(Generic[_Packed]):
         self._lock = Lock()
 
     def launch(self, step: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Plan, pack and start a step, once it may; return a function that waits for its outputs.
+        """Plan and pack a step, and start it once it may.
 
-        `Runner.launch_batch` says what the function raises.
+        Returns a function that waits for its outputs; `Runner.launch_batch` says what it raises.
         """
         launched = _LaunchedStep[_Packed](step)
         try:
@@ -387,7 +383,10 @@ class StepLauncher(Generic[_Packed]):
         return partial(self._outputs, launched)
 
     def _start_ahead(self) -> None:
-        """Start steps in their order, up to one whose tokens the host has to choose before the next one starts."""
+        """Start steps in their order.
+
+        The one after a step whose tokens the host has to choose starts when they are known.
+        """
         for place, launched in enumerate(self._in_flight):
             if not launched.is_started and launched.error is None:
                 packed = cast(_Packed, launched.packed)
@@ -403,7 +402,7 @@ class StepLauncher(Generic[_Packed]):
                 return
 
     def _outputs(self, launched: _LaunchedStep[_Packed]) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of the first step in flight, and start those that had to wait for it."""
+        """Return the outputs of the first step in flight; start steps that waited for it."""
         step, plan = launched.step, launched.plan
         try:
             # until then the device uses the inputs of a step that is skipped

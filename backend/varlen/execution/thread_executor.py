@@ -1,4 +1,7 @@
-"""Runs batches in threads, each with a runner of its own; a batch that runs alone may use the cores of all."""
+"""Runs batches in threads, each with a runner of its own.
+
+A batch that runs alone may use the cores of all.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class CompiledProgram:
         self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
         self._sizes = tuple(dict.fromkeys(_sizes_of(self._calls)))
         self._table = self._new_table(self._calls)
-        # sizes and work of the last run, by its cores and dimensions: most steps have those of the one before
+        # sizes and work of the last run, by its cores and dimensions, which most steps share with the one before
         self._last: tuple[int, Dims] = 0, {}
         self._last_sizes = self._last_work = np.empty(0, np.int64)
 

@@ -18,7 +18,7 @@ import torch
 from varlen.config import EngineConfig
 from varlen.execution.cpu.runner import map_logits
 from varlen.execution.device import check_ranks, choose_device
-from varlen.execution.executor import StepLauncher, WaitingLauncher
+from varlen.execution.executor import Launcher, StepLauncher
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.runner import Runner
@@ -47,7 +47,7 @@ _QUEUED_BYTES = 1 << 16
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
-class StepModel(WaitingLauncher, Protocol):
+class StepModel(Launcher, Protocol):
     """A loaded model that generates.
 
     Attributes:
@@ -178,7 +178,7 @@ class ProcessSteps:
         return self._launcher.launch(batch)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the process has run the first step in flight; see `WaitingLauncher.wait`."""
+        """Wait until the process has run the first step in flight; see `Launcher.wait`."""
         # without a limit, the outputs wait, and find out whether the process hangs
         if timeout is None or not self._launcher.awaits_device:
             return True

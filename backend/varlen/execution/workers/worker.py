@@ -98,7 +98,7 @@ class WorkerConnection:
             self._connection.close()
             raise
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait for the next answers; return False after this many seconds."""
         try:
             return self._connection.poll(timeout)
@@ -263,7 +263,7 @@ class WorkerProcess:
             self._in_flight.append(sent)
         return partial(self._answers, sent)
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait for the next answers; return False after this many seconds."""
         return self._worker.wait(timeout)
 

@@ -1,4 +1,4 @@
-"""Runs compiled functions: those of one op, or of a table, one after another, on one thread or several.
+"""Runs the compiled functions of an op or a table, on one thread or several.
 
 Each function gets the address of its arguments and the range of units that it works on. Threads go through the same
 list. They take parts of a function's units until none is left, and go on when all parts are done. A thread waits only
