@@ -68,7 +68,8 @@ def fields_read(sources: Path) -> dict[str, set[str]]:
             shared |= _fields_of(path)
     found = {"shared": shared}
     for family in FAMILIES:
-        folder = sources / "models" / family.replace("-", "_")
+        # the text part of a multimodal model is in its folder
+        folder = sources / "models" / family.replace("-", "_").removesuffix("_text")
         paths = [*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")]
         found[family] = set[str]().union(*map(_fields_of, paths)) - shared
     return found

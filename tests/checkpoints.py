@@ -77,6 +77,17 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
         "pos_att_type": "p2c|c2p",
         "position_biased_input": False,
     },
+    "EuroBert": {
+        **SMALL,
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "mask_token_id": 4,
+    },
 }
 _SMALL_LLAMA = {
     "hidden_size": 36,
@@ -87,6 +98,13 @@ _SMALL_LLAMA = {
     "max_position_embeddings": 320,
     "head_dim": 6,
 }
+_SMALL_GEMMA2 = {
+    **_SMALL_LLAMA,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 7,
+}
+_LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 # By the beginning of the class's name, the fields of a small decoder.
 SMALL_DECODERS: Mapping[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 36, "n_layer": 3, "n_head": 3, "n_inner": 52, "n_positions": 320},
@@ -94,6 +112,10 @@ SMALL_DECODERS: Mapping[str, dict[str, Any]] = {
     "Mistral": {**_SMALL_LLAMA, "sliding_window": None},
     "Qwen2": _SMALL_LLAMA,
     "Qwen3": {**_SMALL_LLAMA, "head_dim": 10},
+    # the longest names first
+    "Gemma3": {**_SMALL_GEMMA2, "num_hidden_layers": 4, "layer_types": _LAYER_TYPES},
+    "Gemma2": _SMALL_GEMMA2,
+    "Gemma": {**_SMALL_LLAMA, "num_key_value_heads": 1, "head_dim": 8},
 }
 _SMALL_BART = {
     "d_model": 36,
@@ -172,7 +194,7 @@ def save_checkpoint(
     if family in SMALL_DECODERS:
         settings = {"bos_token_id": 0, "eos_token_id": 0, **settings}
     torch.manual_seed(0)
-    config_class = getattr(transformers, f"{family}Config")
+    config_class = config_class_of(family)
     made = getattr(transformers, kind)(config_class(**settings), **(model or {}))
     # transformers initializes biases to zero and norms to one, which would hide mistakes
     with torch.no_grad():
@@ -186,6 +208,12 @@ def save_checkpoint(
     for name, content in (files or {}).items():
         write_file(folder, name, content)
     return folder
+
+
+def config_class_of(family: str) -> Any:
+    """Return the configuration of texts of a family, such as Gemma3TextConfig."""
+    of_text = getattr(transformers, f"{family}TextConfig", None)
+    return of_text or getattr(transformers, f"{family}Config")
 
 
 def pooling_files(**pooling: Any) -> dict[str, Any]:

@@ -272,6 +272,13 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
                     ("rows", "tokens"),
                     "tokens of the row as the tokenizer writes them, such as `##ing`",
                 ),
+                Tensor(
+                    "entities",
+                    "BYTES",
+                    ("rows", "1"),
+                    "JSON: the [entities](../tasks/tokens.md#entities) of the text, if the request has"
+                    " `aggregation_strategy`; else empty",
+                ),
                 _NUM_TOKENS,
             ),
             answers="logits",

@@ -33,10 +33,18 @@ from varlen_client.generation import (
     Translation,
     search_options,
 )
-from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel, Vectors
+from varlen_client.row_answers import (
+    Entity,
+    FilledToken,
+    LabelScore,
+    SparseVector,
+    TokenLabel,
+    Vectors,
+)
 from varlen_client.row_options import (
     DetokenizeOptions,
     EmbedOptions,
+    EntityOptions,
     MaskOptions,
     PredictOptions,
     RerankOptions,
@@ -59,6 +67,7 @@ from varlen_client.wire import (
     query_and_documents,
     read_inputs,
 )
+from varlen_client.zero_shot import DEFAULT_TEMPLATE, hypotheses, label_scores, parse_labels
 
 _Answer = TypeVar("_Answer")
 
@@ -199,6 +208,39 @@ class AsyncClient:
         For models of `token_classify`. Inputs are the same as in `classify`, errors as in `embed`; see `RerankOptions`.
         """
         return await self._answer(tasks.PREDICT_TOKENS, inputs, options)
+
+    async def predict_entities(
+        self, texts: Sequence[str], **options: Unpack[EntityOptions]
+    ) -> list[list[Entity]]:
+        """Return the entities of each text, with character offsets.
+
+        For models of `token_classify`. Errors are the same as in `embed`; see `EntityOptions`.
+        """
+        options["aggregation_strategy"] = options.get("aggregation_strategy") or "simple"
+        return await self._answer(tasks.PREDICT_ENTITIES, texts, options)
+
+    async def zero_shot(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[str],
+        *,
+        hypothesis_template: str = DEFAULT_TEMPLATE,
+        multi_label: bool = False,
+        **options: Unpack[RowOptions],
+    ) -> list[list[LabelScore]]:
+        """Return these labels with their scores for each text, the best first.
+
+        For models of natural language inference, which serve `classify`. Errors are the same as in `embed`.
+
+        Args:
+            labels: candidate labels, at most 512.
+            hypothesis_template: sentence about the text with {} where the label stands.
+            multi_label: whether several labels may hold; otherwise the scores of a text add up to 1.
+        """
+        labels = parse_labels(labels)
+        pairs = hypotheses(texts, labels, hypothesis_template)
+        found = await self._answer(tasks.ENTAILMENT, pairs, options)
+        return label_scores(found, labels, multi_label=multi_label) if pairs else []
 
     async def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return the last hidden states, one [tokens, hidden] fp32 per row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -165,6 +166,44 @@ class TokenLabel:
     token: str
     label: str
     score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """A span of a text with a label.
+
+    Attributes:
+        label: name of the label; without aggregation also its B- or I-.
+        score: probability of the label.
+        word: text as the tokenizer joins its tokens.
+        start, end: first character of the text in the span, and the first one behind it.
+        index: number of the token, without aggregation; else None.
+    """
+
+    label: str
+    score: float
+    word: str
+    start: int
+    end: int
+    index: int | None = None
+
+
+def read_entities(answers: RowAnswers) -> list[list[Entity]]:
+    """Return the entities of each row."""
+    return [
+        [
+            Entity(
+                each.get("entity_group") or each["entity"],
+                each["score"],
+                each["word"],
+                each["start"],
+                each["end"],
+                each.get("index"),
+            )
+            for each in json.loads(row)
+        ]
+        for row in answers.joined(answers.outputs[0])[:, 0]
+    ]
 
 
 def read_matrix(answers: RowAnswers) -> Output:

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 OutputDType: TypeAlias = Literal["float32", "float16", "int8", "binary", "ubinary"]
 Activation: TypeAlias = Literal["auto", "softmax", "sigmoid", "none"]
+AggregationStrategy: TypeAlias = Literal["none", "simple", "first", "average", "max"]
 TruncationSide: TypeAlias = Literal["right", "left"]
 InputType: TypeAlias = Literal[
     "query",
@@ -115,6 +116,15 @@ class RerankOptions(RowOptions, total=False):
 
     activation: Activation | None
     instruction: str | None
+
+
+class EntityOptions(RowOptions, total=False):
+    """Options of entities.
+
+    aggregation_strategy: how tokens become entities, as in the pipeline of transformers; by default "simple".
+    """
+
+    aggregation_strategy: AggregationStrategy | None
 
 
 class PredictOptions(RerankOptions, total=False):

@@ -110,6 +110,8 @@ class Client:
     rerank = _sync(AsyncClient.rerank)
     token_classify = _sync(AsyncClient.token_classify)
     predict_tokens = _sync(AsyncClient.predict_tokens)
+    predict_entities = _sync(AsyncClient.predict_entities)
+    zero_shot = _sync(AsyncClient.zero_shot)
     hidden = _sync(AsyncClient.hidden)
     token_embed = _sync(AsyncClient.token_embed)
     counted = _sync(AsyncClient.counted)

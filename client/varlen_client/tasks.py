@@ -12,6 +12,7 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.row_answers import (
     ANY_WIDTH,
     TOKEN_COUNTS,
+    Entity,
     FilledToken,
     LabelScore,
     Ranking,
@@ -22,6 +23,7 @@ from varlen_client.row_answers import (
     Vectors,
     read_arrays,
     read_column,
+    read_entities,
     read_filled_masks,
     read_labels,
     read_matrix,
@@ -31,6 +33,7 @@ from varlen_client.row_answers import (
 )
 from varlen_client.row_options import (
     EmbedOptions,
+    EntityOptions,
     MaskOptions,
     PredictOptions,
     RerankOptions,
@@ -39,6 +42,7 @@ from varlen_client.row_options import (
     TokenEmbedOptions,
 )
 from varlen_client.wire import Floats, ModelInfo, Parameters
+from varlen_client.zero_shot import Entailment, read_entailment
 
 _Answer = TypeVar("_Answer")
 
@@ -179,6 +183,14 @@ FILL_MASK: RowTask[list[list[list[FilledToken]]]] = RowTask(
     ),
     read_filled_masks,
 )
+# Its rows are pairs of a text and a hypothesis; see zero_shot.py.
+ENTAILMENT: RowTask[Entailment] = RowTask(
+    "zero_shot",
+    RowOptions,
+    (RowOutput("logits"), RowOutput("labels", dtype=np.object_)),
+    read_entailment,
+    takes_pairs=True,
+)
 CLASSIFY: RowTask[Floats] = RowTask(
     "classify", RowOptions, (RowOutput("logits"),), read_matrix, takes_pairs=True
 )
@@ -211,6 +223,12 @@ PREDICT_TOKENS: RowTask[list[list[TokenLabel]]] = RowTask(
     ),
     read_token_labels,
     takes_pairs=True,
+)
+PREDICT_ENTITIES: RowTask[list[list[Entity]]] = RowTask(
+    "predict_entities",
+    EntityOptions,
+    (RowOutput("entities", dtype=np.object_),),
+    read_entities,
 )
 TOKEN_CLASSIFY: RowTask[list[Floats]] = RowTask(
     "token_classify",

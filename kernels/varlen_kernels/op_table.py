@@ -142,7 +142,7 @@ _ATTEND_TOKENS, _ATTEND_CHUNKS = (
         name,
         "queries:matrix keys:cache values:cache cu_seqlens:ids context_lens:ids blocks:ids"
         " cu_blocks:ids bias:bias out=matrix num_heads:whole num_kv_heads:whole block_size:whole"
-        " head_dim:whole scale:real window:whole",
+        " head_dim:whole scale:real window:whole soft_cap:real",
         _heads_of_contexts,
     )
     for name in ("attend_tokens", "attend_chunks")
@@ -150,7 +150,7 @@ _ATTEND_TOKENS, _ATTEND_CHUNKS = (
 _ATTEND = Function(
     "attend",
     "qkv:matrix cu_seqlens:ids bias:bias key_lengths:ids out=matrix num_heads:whole"
-    " num_kv_heads:whole scale:real is_causal:flag window:whole",
+    " num_kv_heads:whole scale:real is_causal:flag window:whole soft_cap:real",
     _heads_of_sequences(1),
 )
 _ATTEND_DISTANCES = Function(

@@ -11,7 +11,16 @@ from varlen.errors import RequestError
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 
-KINDS = [*(f"{name}ForCausalLM" for name in SMALL_DECODERS if name != "GPT2"), "GPT2LMHeadModel"]
+KINDS = [
+    *(
+        pytest.param(
+            f"{name}ForCausalLM", marks=pytest.mark.full if name in ("Gemma", "Gemma2") else ()
+        )
+        for name in SMALL_DECODERS
+        if name != "GPT2"
+    ),
+    "GPT2LMHeadModel",
+]
 VOCABULARY = 263
 # small, so that prompts run in chunks, sequences wait for others, and a table has several blocks
 SETTINGS = {

@@ -27,6 +27,7 @@ OUTPUTS = {
         "scores": [-1, 2],
         "labels": [2],
         "tokens": [-1],
+        "entities": [1],
         "num_tokens": [1],
     },
     "hidden": {"last_hidden_state": [-1, 3]},

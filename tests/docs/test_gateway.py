@@ -49,7 +49,7 @@ def test_the_table_of_fields_has_those_of_completions_and_chats():
 def test_the_page_names_every_field_that_is_not_served():
     names = {
         name
-        for table in "TEXTS COHERE RANKS LABELS COMPLETIONS CHATS MESSAGES PARTS TOKENIZATION".split()
+        for table in "TEXTS COHERE RANKS COMPLETIONS CHATS MESSAGES PARTS TOKENIZATION".split()
         for name in getattr(unserved_fields, table)
     }
 

@@ -1,7 +1,7 @@
 """Fixtures: one server with several models, clients of both protocols, and oracles in process."""
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,13 +125,28 @@ def task_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 
 
 @pytest.fixture(scope="session")
-def task_server(
+def load_task_models(
     server: LocalServer, repository: Path, task_checkpoints: dict[str, Path]
+) -> Callable[[Collection[str]], None]:
+    """Return a function that loads some of `TASK_MODELS`, which stay loaded."""
+    loaded = set()
+
+    def load(names: Collection[str]) -> None:
+        missing = [name for name in names if name not in loaded]
+        for name in missing:
+            fetch_task_model(task_checkpoints[name], repository, name, TASK_MODELS[name])
+        load_all(server, missing)
+        loaded.update(missing)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def task_server(
+    server: LocalServer, load_task_models: Callable[[Collection[str]], None]
 ) -> LocalServer:
-    """The server with `TASK_MODELS`, which stay loaded."""
-    for name, task in TASK_MODELS.items():
-        fetch_task_model(task_checkpoints[name], repository, name, task)
-    load_all(server, TASK_MODELS)
+    """The server with all of `TASK_MODELS`: ten, so only tests in `make test-all` use it."""
+    load_task_models(TASK_MODELS)
     return server
 
 

@@ -1,6 +1,7 @@
 """Commands, requests and Python of the pages run against a real server."""
 
 import json
+import re
 import shlex
 import urllib.request
 from pathlib import Path
@@ -15,6 +16,7 @@ from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway
 from .serving import TIMEOUT_SECONDS
+from .task_models import TASK_MODELS
 
 TASK_PAGES = (
     "embeddings",
@@ -35,6 +37,14 @@ PAGES = (
     "docs/start/install.md",
     "docs/start/migration.md",
     *(f"docs/tasks/{name}.md" for name in TASK_PAGES),
+)
+# The models of the other pages are loaded for their tests alone.
+PAGES_OF_MAKE_TEST = (
+    *("README.md", "docs/index.md", "docs/start/migration.md"),
+    *(
+        f"docs/tasks/{name}.md"
+        for name in ("embeddings", "reranking", "tokenizer", "sparse", "late_interaction", "masks")
+    ),
 )
 # Models of the pages that the shared server has under other names.
 STAND_INS = {
@@ -58,15 +68,36 @@ OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
 
 @pytest.fixture(scope="module")
-def gateway(task_server):
+def gateway(server):
     """The address of a gateway before the server."""
-    with local_gateway(GatewaySettings(url=task_server.grpc_url)) as address:
+    with local_gateway(GatewaySettings(url=server.grpc_url)) as address:
         yield address
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def blocks_of(language):
+    """Return the blocks of all pages."""
+    return [
+        pytest.param(
+            block,
+            id=str(block),
+            marks=() if block.page in PAGES_OF_MAKE_TEST else pytest.mark.full,
+        )
+        for block in blocks(language, pages=PAGES)
+    ]
+
+
+@pytest.fixture
+def models_of_the_block(block, load_task_models):
+    """Load the models that a block names, or asks without a name."""
+    names = {*re.findall(r"\w[\w-]*", block.code)}
+    names |= {STAND_INS[name] for name in names & STAND_INS.keys()}
+    names |= {model for path, model in MODEL_OF_PATH.items() if path in block.code}
+    load_task_models(names & TASK_MODELS.keys())
 
 
 def at(server: LocalServer, gateway: str, text: str) -> str:
@@ -81,16 +112,17 @@ def at(server: LocalServer, gateway: str, text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("block", blocks("sh", pages=PAGES), ids=str)
-def test_commands_and_requests_are_answered(block, task_server, gateway):
+@pytest.mark.usefixtures("models_of_the_block")
+@pytest.mark.parametrize("block", blocks_of("sh"))
+def test_commands_and_requests_are_answered(block, server, gateway):
     done = 0
     for command in commands(block):
-        words = shlex.split(at(task_server, gateway, shlex.join(command)))
+        words = shlex.split(at(server, gateway, shlex.join(command)))
         name = Path(words[0]).name
         if name == "printf":
             Path(words[3]).write_text(words[1].encode().decode("unicode_escape"))
         elif name == "varlen" and words[1] in RUN_OF_VARLEN:
-            run = CliRunner().invoke(app, [*words[1:], "--url", task_server.grpc_url])
+            run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
             assert run.exit_code == 0, run.output
             # a random model may end its answer at once
             assert run.output
@@ -102,12 +134,13 @@ def test_commands_and_requests_are_answered(block, task_server, gateway):
     assert done
 
 
-@pytest.mark.parametrize("block", blocks("python", pages=PAGES), ids=str)
-def test_python_runs(block, task_server, gateway, repository):
+@pytest.mark.usefixtures("models_of_the_block")
+@pytest.mark.parametrize("block", blocks_of("python"))
+def test_python_runs(block, server, gateway, repository):
     for package in OPTIONAL_PACKAGES:
         if package in block.code:
             pytest.importorskip(package)
-    code = at(task_server, gateway, block.code).replace("model_repository/", f"{repository}/")
+    code = at(server, gateway, block.code).replace("model_repository/", f"{repository}/")
 
     exec(compile(code, str(block), "exec"), {})
 

@@ -22,25 +22,26 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 MODELS = {
     "embedder": "minilm",
     "ranker": "reranker",
-    "classifier": "sentiment",
+    "classifier": "classifier",
     "sparse": "splade",
     "tokens": "colbert",
-    "states": "states",
-    "tagger": "entities",
+    "states": "encoder",
+    "tagger": "tagger",
     "writer": "edge_writer",
 }
 
 
 @pytest.fixture(scope="module")
-def ask(task_server, repository, tmp_path_factory):
+def ask(server, repository, load_task_models, tmp_path_factory):
     """Return a function that sends a body to the gateway."""
     writer = tmp_path_factory.mktemp("edges") / "writer"
     shutil.copytree(ROOT / "model_repository/tiny_gpt2/1", writer)
     set_fields(writer, "tokenizer_config.json", chat_template=TEMPLATE)
     add_model(repository, MODELS["writer"], writer, task="generate")
-    assert load(task_server, MODELS["writer"]) is None
+    load_task_models([MODELS[role] for role in ("ranker", "sparse", "tokens")])
+    assert load(server, MODELS["writer"]) is None
     with (
-        local_gateway(GatewaySettings(url=task_server.grpc_url)) as address,
+        local_gateway(GatewaySettings(url=server.grpc_url)) as address,
         httpx2.Client(base_url=f"http://{address}", timeout=TIMEOUT_SECONDS) as client,
     ):
 
@@ -53,7 +54,7 @@ def ask(task_server, repository, tmp_path_factory):
             return Answer(response.status_code, response.text)
 
         yield ask
-    unload(task_server, MODELS["writer"])
+    unload(server, MODELS["writer"])
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)

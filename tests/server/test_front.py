@@ -10,6 +10,8 @@ from varlen_client.gateway import GatewaySettings
 from .local_gateway import local_gateway
 from .task_models import TASK_MODELS
 
+pytestmark = pytest.mark.full
+
 # What a form shows, by the task of its model.
 SHOWN = {
     "embed": "cosine similarity",

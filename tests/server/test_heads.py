@@ -13,9 +13,12 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import add_mask, save_checkpoint
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
+from tests.rerank_forms import PAIRS, expected_scores, save_reranker
 from varlen_client import Client, InvalidRequest, ServerError
 
 from .serving import add_model, load, unload
+
+pytestmark = pytest.mark.full
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?"]
 
@@ -71,7 +74,6 @@ def test_a_wrong_number_of_terms_is_refused(splade, url):
             client.embed(TEXTS)
 
 
-@pytest.mark.full
 def test_vectors_of_tokens_are_those_of_sentence_transformers(server, repository, tmp_path, url):
     folder, name = tmp_path / "saved", f"colbert-{url[:4]}"
     made = save_checkpoint(tmp_path / "plain")
@@ -102,7 +104,6 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(server, repository
     assert_rows_close(documents, expected, roundings=roundings)
 
 
-@pytest.mark.full
 def test_masks_are_filled_as_by_transformers(server, repository, masked_lm, tmp_path, url):
     folder = shutil.copytree(masked_lm, tmp_path / "filling")
     add_mask(folder)
@@ -126,3 +127,89 @@ def test_masks_are_filled_as_by_transformers(server, repository, masked_lm, tmp_
     assert [token.text for token in single] == [tokenizer.decode([i]) for i in best.indices]
     np.testing.assert_allclose([token.score for token in single], best.values, rtol=1e-3)
     assert [len(mask) for mask in masks] == [3, 3]
+
+
+def test_instructions_reach_a_reranker_of_a_named_form(server, repository, tmp_path, url):
+    name = f"named_form_{url.partition(':')[0]}"
+    folder = save_reranker(tmp_path / "reranker", "Qwen2ForCausalLM")
+    add_model(repository, name, folder, rerank_form="mxbai", response_cache_bytes="1000000")
+    query, documents = PAIRS[0][0], [document for _, document in PAIRS]
+    pairs = [(query, document) for document in documents]
+    assert load(server, name) is None
+
+    with Client(url, name) as client:
+        plain = client.rerank(query, documents)
+        told = client.rerank(query, documents, instruction="find the river?")
+        # out of the cache
+        again = client.rerank(query, documents)
+        with pytest.raises(InvalidRequest, match="instruction is .*; allowed: a string of 1 to"):
+            client.rerank(query, documents, instruction="a" * 4097)
+    unload(server, name)
+
+    roundings = 4 * encoder_roundings(folder)
+    assert_close(plain[:, None], expected_scores(folder, "mxbai", pairs), roundings=roundings)
+    expected = expected_scores(folder, "mxbai", pairs, "find the river?")
+    assert_close(told[:, None], expected, roundings=roundings)
+    np.testing.assert_array_equal(again, plain)
+
+
+def test_entities_are_those_of_the_pipeline(server, repository, tmp_path, url):
+    name = f"spans_{url.partition(':')[0]}"
+    labels = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+    named = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {each: at for at, each in enumerate(labels)},
+    }
+    folder = save_checkpoint(tmp_path / "entities", "BertForTokenClassification", **named)
+    add_model(repository, name, folder)
+    tokenizer = transformers.BertTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    model = transformers.BertForTokenClassification.from_pretrained(folder)
+    assert load(server, name) is None
+
+    with Client(url, name) as client:
+        for strategy in ("none", "simple", "first", "average", "max"):
+            pipeline = transformers.TokenClassificationPipeline(
+                model=model, tokenizer=tokenizer, aggregation_strategy=strategy
+            )
+            expected = pipeline(TEXTS)
+            actual = client.predict_entities(TEXTS, aggregation_strategy=strategy)
+
+            assert [[(e.word, e.start, e.end) for e in row] for row in actual] == [
+                [(e["word"], e["start"], e["end"]) for e in row] for row in expected
+            ]
+            field = "entity" if strategy == "none" else "entity_group"
+            assert [[e.label for e in row] for row in actual] == [
+                [e[field] for e in row] for row in expected
+            ]
+            scores = [[e.score for e in row] for row in actual]
+            assert scores == [
+                pytest.approx([float(e["score"]) for e in row], rel=1e-3) for row in expected
+            ]
+    unload(server, name)
+
+
+def test_labels_of_a_request_are_those_of_the_pipeline(server, repository, tmp_path, url):
+    name = f"nli_{url.partition(':')[0]}"
+    labels = ["contradiction", "neutral", "entailment"]
+    named = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {each: at for at, each in enumerate(labels)},
+    }
+    folder = save_checkpoint(tmp_path / "nli", "BertForSequenceClassification", **named)
+    add_model(repository, name, folder)
+    pipeline = transformers.ZeroShotClassificationPipeline(
+        model=transformers.BertForSequenceClassification.from_pretrained(folder),
+        tokenizer=transformers.BertTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
+    )
+    asked = {"hypothesis_template": "it is the {}", "multi_label": True}
+    assert load(server, name) is None
+
+    with Client(url, name) as client:
+        for options in ({}, asked):
+            actual = client.zero_shot(TEXTS, ["sea", "cat", "river"], **options)
+            for row, expected in zip(
+                actual, pipeline(TEXTS, ["sea", "cat", "river"], **options), strict=True
+            ):
+                assert [each.label for each in row] == expected["labels"]
+                assert [each.score for each in row] == pytest.approx(expected["scores"], rel=1e-3)
+    unload(server, name)

@@ -62,14 +62,30 @@ def test_a_config_of_one_line_is_completed(server, grpc_client):
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        (_with_parameters(task="classify"), "classify"),
-        (_with_parameters(max_queued_tokens="-1"), "max_queued_tokens"),
-        (_spare(model_transaction_policy={"decoupled": True}), "decoupled"),
-        (_spare(sequence_batching={}), "sequence_batching"),
-        (_spare(instance_group=[{"count": 2, "kind": "KIND_CPU"}]), "2 instances"),
-        (_spare(instance_group=[{"count": 1, "kind": "KIND_CPU", "passive": True}]), "passive"),
-        (_spare(input=[{**TEXT, "reshape": {"shape": []}}]), "reshape"),
-        (_spare(input=[TEXT, IDS]), "required"),
+        pytest.param(_with_parameters(task="classify"), "classify", marks=pytest.mark.full),
+        pytest.param(
+            _with_parameters(max_queued_tokens="-1"), "max_queued_tokens", marks=pytest.mark.full
+        ),
+        pytest.param(
+            _spare(model_transaction_policy={"decoupled": True}),
+            "decoupled",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(_spare(sequence_batching={}), "sequence_batching", marks=pytest.mark.full),
+        pytest.param(
+            _spare(instance_group=[{"count": 2, "kind": "KIND_CPU"}]),
+            "2 instances",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            _spare(instance_group=[{"count": 1, "kind": "KIND_CPU", "passive": True}]),
+            "passive",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            _spare(input=[{**TEXT, "reshape": {"shape": []}}]), "reshape", marks=pytest.mark.full
+        ),
+        pytest.param(_spare(input=[TEXT, IDS]), "required", marks=pytest.mark.full),
         (
             _spare(sequence_batching={}, input=[{**TEXT, "name": "TEXT"}], parameters=UNKNOWN),
             "3 problems: (1) sequence_batching is set; its state per client has no meaning here, and requests of"
@@ -88,6 +104,7 @@ def test_a_config_that_cannot_be_served_is_refused_with_the_reason(server, confi
     assert model_state(server, "spare") == "UNAVAILABLE"
 
 
+@pytest.mark.full
 def test_the_reason_of_a_refusal_is_shown_as_it_was_worded(server):
     reason = load(server, "spare", _with_parameters(max_batch_token="512"))
 
@@ -146,6 +163,7 @@ def test_fields_of_a_checkpoint_are_ignored_where_nothing_reads_them_or_the_owne
         unload(server, "spare")
 
 
+@pytest.mark.full
 def test_a_model_may_ignore_the_timeout_of_requests(server, grpc_client):
     try:
         assert load(server, "spare", _with_parameters(ignore_request_timeout="true")) is None
@@ -155,6 +173,7 @@ def test_a_model_may_ignore_the_timeout_of_requests(server, grpc_client):
         unload(server, "spare")
 
 
+@pytest.mark.full
 def test_a_connection_that_was_open_during_a_load_is_closed_for_its_client(server):
     request = "GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\n\r\n"
     with socket.create_connection((LOOPBACK, server.http_port), timeout=30) as connection:

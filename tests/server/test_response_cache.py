@@ -157,6 +157,7 @@ def test_equal_requests_in_flight_run_once(cached, server, grpc_client, http_cli
     assert grown["joined"] + grown["hits"] == 15 * 20
 
 
+@pytest.mark.full
 def test_the_cache_stays_within_its_bytes(small_cache, server, grpc_client):
     watch = Watch(server, small_cache)
     for first in range(0, 190, 10):

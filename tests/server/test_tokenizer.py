@@ -57,6 +57,7 @@ def test_what_cannot_be_tokenized_is_named(client):
         client.tokenize(["a"], prompt_name="q")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_models_of_every_task_have_their_tokenizer(task_server, task_checkpoints, protocol):
     url = task_server.grpc_url if protocol == "grpc" else task_server.http_url
@@ -73,6 +74,7 @@ def test_models_of_every_task_have_their_tokenizer(task_server, task_checkpoints
         assert back == [library.decode(ids, skip_special_tokens=False) for ids in expected], name
 
 
+@pytest.mark.full
 def test_other_clients_read_the_tokens_as_json(task_server):
     for name, task in TASK_MODELS.items():
         if task in ITERATIVE_TASKS:

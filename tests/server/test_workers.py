@@ -37,7 +37,13 @@ def model(server, repository, checkpoints, request):
     unload(server, name)
 
 
-@pytest.mark.parametrize("kills_host", [False, True], ids=["workers", "host_and_workers"])
+@pytest.mark.parametrize(
+    "kills_host",
+    [
+        pytest.param(False, id="workers"),
+        pytest.param(True, id="host_and_workers", marks=pytest.mark.full),
+    ],
+)
 def test_requests_of_killed_workers_are_answered_by_others(
     model, server, grpc_client, roundings, *, kills_host
 ):
@@ -70,6 +76,7 @@ def test_requests_of_killed_workers_are_answered_by_others(
     assert not set(workers) & set(now_workers)
 
 
+@pytest.mark.full
 def test_unloading_ends_host_and_workers(model, server):
     host, workers = worker_processes(stub_of(server, model))
 

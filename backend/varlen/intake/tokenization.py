@@ -11,7 +11,7 @@ safe boundary. Which of two parts is longer is not known: if an odd number of to
 may be the last of the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -28,6 +28,9 @@ from varlen.request.request import Int32Array
 from varlen.request.row_parameters import TruncationSide
 
 Text: TypeAlias = str | tuple[str, str]
+
+# The token of unknown words where the model of the tokenizer does not name it.
+_UNKNOWN_TOKENS = ("<unk>", "[UNK]")
 
 
 # Characters of the first part of a long text, per token of the limit: most texts have fewer per token.
@@ -69,6 +72,22 @@ class TextTokens:
     tokens: list[str]
     is_special: list[bool]
     offsets: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WordRules:
+    """How tokens become words.
+
+    Attributes:
+        has_word_pieces: whether the vocabulary marks tokens that continue a word. Otherwise a token without white space
+            in front of it does.
+        unknown: token of unknown words, which continues no word; None without one.
+        join: returns the text of tokens.
+    """
+
+    has_word_pieces: bool
+    unknown: int | None
+    join: Callable[[list[str]], str]
 
 
 class Tokenizer:
@@ -176,6 +195,17 @@ class Tokenizer:
         limit, cut = max_tokens or self._max_tokens, (side or self.side) if truncate else None
         most_bytes = max_text_bytes if truncate else None
         return [self._tokens_of(text, cut, special_tokens, limit, most_bytes) for text in texts]
+
+    @property
+    def word_rules(self) -> WordRules:
+        """How tokens become words, as in transformers."""
+        model, decoder = self._whole.model, self._whole.decoder
+        name = getattr(model, "unk_token", None)
+        return WordRules(
+            bool(getattr(model, "continuing_subword_prefix", None)),
+            self.find_token([name] if name else _UNKNOWN_TOKENS),
+            " ".join if decoder is None else decoder.decode,
+        )
 
     def num_special_tokens(self, *, is_pair: bool) -> int:
         """Return the number of tokens that are added to a text or a pair."""

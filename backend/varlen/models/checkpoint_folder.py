@@ -41,7 +41,7 @@ from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, read_toke
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.checkpoint.weights import read_headers
-from varlen.models.registry import family_of, first_name
+from varlen.models.registry import family_of, first_name, text_part
 from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task
 from varlen_kernels import Pooling
@@ -350,7 +350,7 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     given = read_object(folder, "config.json")
     check_unquantized(given)
     by_setting = tuple(name for name in ignore if name in given)
-    kept = without(given, by_setting)
+    kept = text_part(without(given, by_setting))
     config = to_native(kept)
     rules = family_of(config).fields
     check_ignored(by_setting, rules)

@@ -26,6 +26,7 @@ from varlen.models.checkpoint.config_file import (
     read_flag,
     read_int,
     read_layers,
+    read_norm_eps,
     read_number,
     show,
 )
@@ -33,6 +34,7 @@ from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
+from varlen_kernels import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +59,7 @@ class Options:
         has_head_norms: whether queries and keys are normed.
         head_dim: features of a head where config.json does not say them; None derives them.
         window: last tokens that a token reads where config.json does not say it; None is all.
+        norm_eps: added to the mean square of norms where config.json does not say it.
     """
 
     fields: frozenset[str] = frozenset()
@@ -64,14 +67,17 @@ class Options:
     has_head_norms: bool = False
     head_dim: int | None = None
     window: int | None = None
+    norm_eps: float = 1e-6
 
 
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
 # Fields that only `first_releases` sets.
 _OF_FIRST_RELEASES = frozenset(
     {"pair_prefixes", "projection_size", "score_temperature", "sequence_pooling"}
 )
 OPTIONS: Mapping[str, Options] = {
-    "llama": Options(frozenset({"attention_bias", "mlp_bias"})),
+    "llama": Options(_BIASES),
+    "eurobert": Options(_BIASES | {"classifier_pooling"}, norm_eps=1e-5),
     "mistral": Options(frozenset({"sliding_window"}), window=4096),
     "qwen2": Options(_WINDOW_FIELDS, has_qkv_bias=True, window=4096),
     "qwen3": Options(
@@ -100,7 +106,18 @@ def _read_flag(config: Json, name: str) -> bool:
 
 def _read_heads(config: Json) -> AttentionHeads:
     """Return the heads of a layer."""
-    options = OPTIONS[config["model_type"]]
+    return read_heads(config, OPTIONS[config["model_type"]].head_dim)
+
+
+def read_heads(config: Json, default_dim: int | None) -> AttentionHeads:
+    """Return the heads of a layer with rotary positions.
+
+    Args:
+        default_dim: features of a head where config.json does not say them; None derives them.
+
+    Raises:
+        CheckpointError: the sizes do not fit each other.
+    """
     queries = read_int(config, "num_attention_heads")
     # absent in the first Llama models, which have as many key heads as query heads
     has_keys = config.get("num_key_value_heads") is not None
@@ -111,8 +128,8 @@ def _read_heads(config: Json) -> AttentionHeads:
         )
     if config.get("head_dim") is not None:
         dim = read_int(config, "head_dim")
-    elif options.head_dim is not None:
-        dim = options.head_dim
+    elif default_dim is not None:
+        dim = default_dim
     else:
         check_multiple(config, "hidden_size", "num_attention_heads")
         dim = config["hidden_size"] // queries
@@ -194,7 +211,12 @@ class LlamaConfig(declare.ConfigFields):
     )
     inner: int = declare.size("intermediate_size")
     windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
-    norm_eps: float = declare.epsilon("rms_norm_eps", 1e-6)
+    norm_eps: float = declare.computed(
+        lambda config: read_norm_eps(
+            config, "rms_norm_eps", default=OPTIONS[config["model_type"]].norm_eps
+        ),
+        "rms_norm_eps",
+    )
     has_qkv_bias: bool = declare.computed(
         lambda config: (
             OPTIONS[config["model_type"]].has_qkv_bias or _read_flag(config, "attention_bias")
@@ -220,6 +242,7 @@ class LlamaLayer:
 
     Attributes:
         attention_norm, mlp_norm: `[hidden]`, weights of the norms before the two parts.
+        attention_post_norm, mlp_post_norm: `[hidden]`, weights of the norms of their results, if these are normed.
         qkv: query, key and value, side by side.
         head_norms: `[head_dim]` of queries and of keys, if they are normed.
         gate_up: gate and up, side by side.
@@ -234,6 +257,8 @@ class LlamaLayer:
     gate_up: Linear
     down: Linear
     window: int
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +266,18 @@ class Llama:
     """A decoder of the Llama family in one dtype.
 
     Attributes:
-        cos_sin: `[positions, head_dim]` fp32, see `varlen_kernels.reference.rotary`.
+        cos_sin: `[positions, head_dim]` fp32 of each layer, see `varlen_kernels.reference.rotary`.
         projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
+        activation: activation of gates.
+        embedding_scale: factor of embeddings.
+        score_scale: factor of the scores of attention; None is head_dim ** -0.5.
+        score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
     """
 
     token_table: TokenTable
-    cos_sin: Tensor
+    cos_sin: tuple[Tensor, ...]
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
     projection: Linear | None
@@ -256,6 +285,11 @@ class Llama:
     attention_heads: AttentionHeads
     norm_eps: float
     heads: Heads
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    score_scale: float | None = None
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -270,15 +304,19 @@ class Llama:
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
-        residual = self.token_table.record(ops, inputs.token_ids(ops))
+        residual = self.token_table.record(ops, inputs.token_ids(ops), scale=self.embedding_scale)
         # the norm before each layer, and the final one
         norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x = ops.rms_norm(residual, norms[0], eps=eps)
         for number, layer in enumerate(self.layers):
             attended = self._record_attention(ops, attention, number, x)
+            if layer.attention_post_norm is not None:
+                attended = ops.rms_norm(attended, layer.attention_post_norm, eps=eps)
             residual, x = ops.residual_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
-            inner = ops.activate_gate(layer.gate_up.record(ops, x), kind="silu")
+            inner = ops.activate_gate(layer.gate_up.record(ops, x), kind=self.activation)
             x = layer.down.record(ops, inner)
+            if layer.mlp_post_norm is not None:
+                x = ops.rms_norm(x, layer.mlp_post_norm, eps=eps)
             residual, x = ops.residual_rms_norm(x, residual, norms[number + 1], eps=eps)
         return x if self.projection is None else self.projection.record(ops, x)
 
@@ -286,16 +324,23 @@ class Llama:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
-        return record_output(ops, self.output, hidden, self.vocab_size)
+        logits = record_output(ops, self.output, hidden, self.vocab_size)
+        return ops.tanh(logits, limit=self.logit_cap) if self.logit_cap else logits
 
     def _record_attention(
         self, ops: Recorder, attention: Attention, number: int, x: Value
     ) -> Value:
         layer, heads = self.layers[number], self.attention_heads
         qkv = layer.qkv.record(ops, x)
-        positions = RotaryPositions(self.cos_sin, layer.head_norms, self.norm_eps)
         context = attention.record(
-            ops, number, qkv, heads, positions=positions, window=layer.window
+            ops,
+            number,
+            qkv,
+            heads,
+            positions=RotaryPositions(self.cos_sin[number], layer.head_norms, self.norm_eps),
+            scale=self.score_scale,
+            window=layer.window,
+            soft_cap=self.score_cap,
         )
         return layer.attention_output.record(ops, context)
 
@@ -326,9 +371,10 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     if head.logit_score is not None:
         name = table_name if config.has_tied_output else "lm_head.weight"
         heads = read_logit_score(read, head.logit_score, name, *shape)
+    cos_sin = read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device))
     return Llama(
         token_table=table,
-        cos_sin=read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device)),
+        cos_sin=(cos_sin,) * len(layers),
         layers=layers,
         final_norm=final_norm,
         projection=projection,

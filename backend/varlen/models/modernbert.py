@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
@@ -21,14 +21,12 @@ from varlen.models.checkpoint.config_file import (
     check_multiple,
     read_flag,
     read_int,
-    read_layers,
-    read_number,
-    show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
+from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
-from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.rotary_config import RotaryConfig
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
-
-LayerKind: TypeAlias = Literal["full_attention", "sliding_attention"]
 
 # The theta of each kind of layer: its field in older files, and its default.
 _THETAS: Mapping[LayerKind, tuple[str, float]] = {
@@ -59,39 +55,8 @@ def _read_heads(config: Json) -> int:
 
 
 def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
-    layers = read_layers(config, "num_hidden_layers")
-    given = config.get("layer_types")
-    if given is None:
-        every = read_int(config, "global_attn_every_n_layers", default=3)
-        return tuple(
-            "sliding_attention" if index % every else "full_attention" for index in range(layers)
-        )
-    # a value of another type may have no hash
-    is_known = isinstance(given, list) and all(each in tuple(_THETAS) for each in given)
-    if not is_known or len(given) != layers:
-        raise CheckpointError(
-            f"config.json has layer_types {show(given)}; allowed: {layers} names, each of {', '.join(_THETAS)}"
-        )
-    return tuple(given)
-
-
-def _read_rotary(config: Json) -> dict[LayerKind, RotaryConfig]:
-    given = config.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not set(given) <= set(_THETAS):
-        raise CheckpointError(
-            f"config.json has rope_parameters {show(given)}; allowed: an object with {', '.join(_THETAS)}"
-        )
-    return {
-        kind: read_rotary(
-            {
-                "rope_parameters": given.get(kind),
-                "max_position_embeddings": config.get("max_position_embeddings"),
-            },
-            # null is not the default: releases of transformers differ in what it means
-            default_theta=read_number(config, field, default=None if field in config else default),
-        )
-        for kind, (field, default) in _THETAS.items()
-    }
+    every = read_int(config, "global_attn_every_n_layers", default=3)
+    return read_kinds(config, lambda number: number % every == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +80,10 @@ class ModernBertConfig(declare.ConfigFields):
         lambda config: read_int(config, "local_attention", default=128) // 2 + 1, "local_attention"
     )
     rotary: Mapping[LayerKind, RotaryConfig] = declare.computed(
-        _read_rotary, "rope_parameters", "global_rope_theta", "local_rope_theta"
+        lambda config: read_rotary_of_kinds(config, _THETAS),
+        "rope_parameters",
+        "global_rope_theta",
+        "local_rope_theta",
     )
     positions: int = declare.size("max_position_embeddings")
     activation: Activation = declare.activation("hidden_activation")

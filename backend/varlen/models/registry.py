@@ -1,6 +1,6 @@
 """The families that are served, by the `model_type` of config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from varlen.errors import CheckpointError
 from varlen.models import (
@@ -10,6 +10,8 @@ from varlen.models import (
     deberta,
     distilbert,
     electra,
+    eurobert,
+    gemma,
     gpt2,
     gte,
     llama,
@@ -41,12 +43,32 @@ ENCODERS: Mapping[str, Family[EncoderModel]] = {
     "modernbert": modernbert.FAMILY,
     "deberta-v2": deberta.FAMILY,
 }
-DECODERS: Mapping[str, Family[DecoderModel]] = {"gpt2": gpt2.FAMILY, **llama.FAMILIES}
+DECODERS: Mapping[str, Family[DecoderModel]] = {
+    "gpt2": gpt2.FAMILY,
+    **llama.FAMILIES,
+    **gemma.FAMILIES,
+    "eurobert": eurobert.FAMILY,
+}
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
 # Their encoders, which are models too, by their architecture.
 ENCODERS_OF_PAIRS: Mapping[str, Family[EncoderModel]] = t5.ENCODERS
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
+
+
+# What makes config.json of the text part of a multimodal model, by its `model_type`.
+TEXT_PARTS: Mapping[str, Callable[[Json], Json]] = {"gemma3": gemma.text_part}
+
+
+def text_part(config: Json) -> Json:
+    """Return config.json of the text part of a multimodal model, else unchanged.
+
+    Raises:
+        CheckpointError: its text part is not served.
+    """
+    name = config.get("model_type")
+    part = TEXT_PARTS.get(name) if isinstance(name, str) else None
+    return config if part is None else part(config)
 
 
 def family_of(config: Json) -> Family[object]:
@@ -55,11 +77,11 @@ def family_of(config: Json) -> Family[object]:
     if name is None:
         raise CheckpointError(
             "config.json has no model_type, which names the architecture in a checkpoint of transformers; copy"
-            f" config.json of the model that it was made of. This version serves: {', '.join(FAMILIES)}"
+            f" config.json of the model that it was made of. This version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"config.json has model_type {show(name)}; this version serves: {', '.join(FAMILIES)}"
+            f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
     return ENCODERS_OF_PAIRS.get(str(first_name(architectures)), FAMILIES[name])
 

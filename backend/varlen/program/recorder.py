@@ -119,8 +119,8 @@ class Recorder(Recording):
             return self.activate(self.linear(x, weight, bias), kind=kind)
         return self.record("linear_activate", x, weight, bias, kind=kind)
 
-    def tanh(self, x: Value) -> Value:
-        return self.record("tanh", x)
+    def tanh(self, x: Value, *, limit: float = 1.0) -> Value:
+        return self.record("tanh", x, limit=limit)
 
     def add_layer_norm(
         self, x: Value, residual: Value, weight: Tensor, bias: Tensor | None, *, eps: float
@@ -198,6 +198,7 @@ class Recorder(Recording):
         scale: float,
         causal: bool = False,
         window: int = 0,
+        soft_cap: float = 0.0,
     ) -> Value:
         tiles = key_lengths = None
         if self._has_key_lengths:
@@ -212,7 +213,7 @@ class Recorder(Recording):
             )
         operands = (qkv, cu_seqlens, bias, tiles, distances, key_lengths)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
-        return self.record("attention_varlen", *operands, **attributes)
+        return self.record("attention_varlen", *operands, **attributes, soft_cap=soft_cap)
 
     def attention_paged(
         self,
@@ -225,6 +226,7 @@ class Recorder(Recording):
         *,
         scale: float,
         window: int = 0,
+        soft_cap: float = 0.0,
     ) -> Value:
         operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables, bias)
         if self._for_gpu:
@@ -237,7 +239,7 @@ class Recorder(Recording):
                 window=window,
             )
             operands += (tiles,)
-        attributes = {**heads.counts, "scale": scale, "window": window}
+        attributes = {**heads.counts, "scale": scale, "window": window, "soft_cap": soft_cap}
         return self.record("attention_paged", *operands, **attributes)
 
     def _tiles(

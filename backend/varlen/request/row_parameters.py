@@ -31,6 +31,7 @@ MAX_SALT_CHARACTERS = 256
 Operation: TypeAlias = Literal["infer", "tokenize", "detokenize"]
 
 TruncationSide: TypeAlias = Literal["right", "left"]
+AggregationStrategy: TypeAlias = Literal["none", "simple", "first", "average", "max"]
 Activation: TypeAlias = Literal["auto"] | ScoreFunction
 InputType: TypeAlias = Literal[
     "query",
@@ -173,6 +174,13 @@ class RowParameters:
         "makes `scores` of logits. `auto` is what the original library does: the activation that a CrossEncoder has"
         " stored in config.json, else by `problem_type`, else sigmoid for one label and softmax for several",
         tasks=LABEL_TASKS,
+    )
+    aggregation_strategy: AggregationStrategy | None = word_field(
+        None,
+        get_args(AggregationStrategy),
+        "how tokens become [entities](../tasks/tokens.md#entities), as in the pipeline of transformers; only with"
+        " single texts",
+        tasks=("token_classify",),
     )
     max_active_dims: int | None = parameter_field(
         None,

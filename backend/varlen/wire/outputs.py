@@ -20,6 +20,7 @@ from varlen.request.scores import ScoreFunction, scores_of
 from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.tasks import TASKS, Task, TaskFacts, Width
+from varlen.wire.entities import EntityReader
 from varlen.wire.specs import TensorSpec, output_specs
 
 
@@ -86,6 +87,7 @@ class AnswerOptions:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
         top_k: tokens that fill a mask.
+        entities: reader of the entities of texts; None leaves them empty.
     """
 
     names: frozenset[str]
@@ -93,6 +95,7 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
+    entities: EntityReader | None = None
 
     @classmethod
     def of(
@@ -164,6 +167,7 @@ class ArrayAnswer:
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
             "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
             "num_tokens": 4 * rows,
+            "entities": self._num_entity_bytes(),
         }
         return sum(sizes.get(name, numbers) for name in self._names)
 
@@ -190,14 +194,39 @@ class ArrayAnswer:
                 return self.options.vectors.of(main)
             case "scores":
                 return self._scores(main)
-            case "labels":
-                names = [label.encode() for label in self.outputs.labels.names]
-                return np.array([names] * len(main), dtype=np.object_)
-            case "tokens":
-                return self._token_texts(longest=main.shape[1])
+            case "labels" | "tokens" | "entities":
+                return self._texts(name, main)
             case "num_tokens" | "num_vectors":
                 return _column(self.num_tokens if name == "num_tokens" else self.num_vectors)
         return main
+
+    def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
+        """Return an output of texts."""
+        if name == "entities":
+            return self._entities(main)
+        if name == "tokens":
+            return self._token_texts(longest=main.shape[1])
+        names = [label.encode() for label in self.outputs.labels.names]
+        return np.array([names] * len(main), dtype=np.object_)
+
+    def _num_entity_bytes(self) -> int:
+        reader = self.options.entities
+        if reader is None:
+            return 4 * len(self.num_tokens)
+        longest = max(len(name.encode()) for name in self.outputs.labels.names)
+        return sum(
+            reader.num_bytes(row, tokens, longest) for row, tokens in enumerate(self.num_tokens)
+        )
+
+    def _entities(self, logits: Float32Array) -> npt.NDArray[np.object_]:
+        """Return the entities of each row as JSON, `[rows, 1]`."""
+        found = np.full((len(logits), 1), b"", dtype=np.object_)
+        reader = self.options.entities
+        if reader is not None:
+            scores = scores_of(logits, "softmax")
+            for row, tokens in enumerate(self.num_tokens):
+                found[row, 0] = reader.json_of(row, scores[row, :tokens], self.outputs.labels.names)
+        return found
 
     def _token_texts(self, *, longest: int) -> npt.NDArray[np.object_]:
         """Return the texts of the tokens, `[rows, longest]`, padded with empty ones."""

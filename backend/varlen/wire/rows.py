@@ -5,8 +5,9 @@ classes.
 """
 
 from collections.abc import Collection, Container, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from varlen.request.draft import Draft
 from varlen.request.request import Prompt
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide
 from varlen.tasks import Task
+from varlen.wire.entities import EntityReader
 from varlen.wire.outputs import AnswerOptions, ModelOutputs
 from varlen.wire.tokenizer import TokenizerAnswer, check_operation, tokenizer_draft
 
@@ -71,6 +73,8 @@ def read_request(
         texts = _only_texts(tensors, given, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
+    if given.aggregation_strategy is not None:
+        answer = replace(answer, entities=_entity_reader(tensors, given, intake))
     checked = given.options(deadline, normalize=answer.vectors.normalize)
     if "text" in tensors:
         steps = intake.text_steps(
@@ -129,6 +133,36 @@ def deadline_seconds(deadline_ms: float | None, timeout_microseconds: int) -> fl
     if deadline_ms is not None:
         deadlines.append(deadline_ms / 1e3)
     return min(deadlines, default=None)
+
+
+def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> EntityReader:
+    """Return what makes the entities of the texts of a request.
+
+    Raises:
+        RequestError: it has no single texts, or its scores are no probabilities.
+    """
+    strategy = given.aggregation_strategy
+    assert strategy is not None
+    if tensors.keys() != {"text"}:
+        raise RequestError(
+            f"the request has aggregation_strategy and {shorten(', '.join(tensors)) or 'no inputs'}; entities are parts"
+            " of single texts: send text alone"
+        )
+    if given.activation not in ("auto", "softmax"):
+        raise RequestError(
+            f"the request has aggregation_strategy and activation {given.activation}; the scores of entities are of"
+            " softmax: leave activation out"
+        )
+    side = intake.cut_side(given) if given.is_cut else None
+    tokens_of = partial(
+        intake.tokenizer.tokens_of,
+        truncate=given.is_cut,
+        side=side,
+        max_tokens=given.truncate_prompt_tokens or intake.limits.max_sequence_tokens,
+        max_text_bytes=intake.limits.max_text_bytes,
+    )
+    texts = _strings("text", tensors["text"], intake, side)
+    return EntityReader(strategy, texts, tokens_of, intake.tokenizer.word_rules)
 
 
 def _names_of(task: Task) -> tuple[str, ...]:

@@ -180,6 +180,19 @@ class TextPart(Object):
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
+    source_lang_code: str | None = None
+    """Language of the text, which the templates of translators such as TranslateGemma read."""
+    target_lang_code: str | None = None
+    """Language of the translation."""
+
+    @property
+    def languages(self) -> dict[str, str]:
+        """The languages that it names, by field."""
+        given = {
+            "source_lang_code": self.source_lang_code,
+            "target_lang_code": self.target_lang_code,
+        }
+        return {name: code for name, code in given.items() if code is not None}
 
     @model_validator(mode="before")
     @classmethod
@@ -237,6 +250,12 @@ class Message(Object):
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 yield function["arguments"]
 
+    def _content(self) -> str | list[dict[str, str]]:
+        """Return the text, or its parts where one names languages."""
+        if any(part.languages for part in self.content):
+            return [{"type": "text", **part.languages, "text": part.text} for part in self.content]
+        return "".join(part.text for part in self.content)
+
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read, which is vLLM's."""
         calls = [_call(each) for each in self.tool_calls or ()]
@@ -252,7 +271,7 @@ class Message(Object):
         }
         return {
             "role": "tool" if self.role == "function" else self.role,
-            "content": "".join(part.text for part in self.content),
+            "content": self._content(),
             **{name: value for name, value in others.items() if value},
         }
 

@@ -83,6 +83,7 @@ ROUTES: Sequence[Route] = (
     Route("/score", ranks.score, _SCORED, _VLLM),
     Route("/v1/score", ranks.score, _SCORED, _VLLM),
     Route("/classify", pooling.classify, {"input": _TEXTS}, _VLLM),
+    Route("/v1/classify", pooling.classify, {"input": _TEXTS}, ["Dynamo"]),
     Route("/pooling", pooling.pooling, {"input": _TEXTS}, _VLLM),
     Route("/embed", tei.embed, {"inputs": _TEXTS}, _TEI),
     Route("/embed_sparse", tei.embed_sparse, {"inputs": _TEXTS}, _TEI),

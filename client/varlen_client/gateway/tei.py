@@ -20,6 +20,7 @@ from varlen_client.gateway.bodies import (
     RequestBody,
     TextFields,
     Texts,
+    check_repeated,
     checked,
     given_options,
     rows_of,
@@ -28,9 +29,20 @@ from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.ranks import RerankBody, cosines, rerank
-from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS
-from varlen_client.tasks import EMBED, HIDDEN, PREDICT, SPARSE_EMBED, TOKEN_EMBED, RowTask
+from varlen_client.gateway.unserved_fields import EMBEDDINGS, TEXTS
+from varlen_client.row_options import AggregationStrategy
+from varlen_client.tasks import (
+    EMBED,
+    ENTAILMENT,
+    HIDDEN,
+    PREDICT,
+    PREDICT_ENTITIES,
+    SPARSE_EMBED,
+    TOKEN_EMBED,
+    RowTask,
+)
 from varlen_client.wire import Floats, ModelInfo, Pairs
+from varlen_client.zero_shot import DEFAULT_TEMPLATE, hypotheses, label_scores, parse_labels
 
 _Body = TypeVar("_Body", bound="_InputsBody")
 _Row: TypeAlias = ListOf[StrictStr]
@@ -129,12 +141,18 @@ class AnyBody(RequestBody):
 class PredictFields(TextFields):
     """Options of `/predict`; `top_k` and `function_to_apply` have the names of pipelines of transformers."""
 
-    unserved = LABELS
+    unserved = TEXTS
     is_cut_by_default = True
 
     raw_scores: bool = False
     top_k: int | None = Field(default=None, ge=1)
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    candidate_labels: StrictStr | ListOf[StrictStr] | None = None
+    """Labels of zero-shot classification, by a model of natural language inference; a text has commas between them."""
+    hypothesis_template: StrictStr | None = None
+    multi_label: bool | None = None
+    aggregation_strategy: AggregationStrategy | None = None
+    """For a model that labels tokens; by default `simple`."""
 
 
 class PredictBody(_InputsBody, PredictFields):
@@ -216,8 +234,20 @@ async def similarity(gateway: Gateway, body: SimilarityBody) -> Response:
 
 
 async def predict(gateway: Gateway, body: PredictBody) -> Response:
-    """Classify texts; the answer has labels with their scores, the best first."""
+    """Classify texts, or find their entities; labels come with their scores, the best first."""
     body = _merged(body)
+    if body.candidate_labels is not None:
+        return await _zero_shot(gateway, body, body.candidate_labels)
+    wrong = [name for name in ("hypothesis_template", "multi_label") if getattr(body, name)]
+    if wrong:
+        raise InvalidRequest(f"the request has {wrong[0]} and no candidate_labels; send both")
+    info = await gateway.info(body.model)
+    if info.known_task == "token_classify":
+        return await _entities(gateway, body)
+    if body.aggregation_strategy is not None:
+        raise InvalidRequest(
+            f"model {info.name!r} labels whole texts, which have no entities; leave aggregation_strategy out"
+        )
     rows, is_batch = _texts_or_pairs(body.inputs)
     options = given_options(top_k=body.top_k)
     _, found, _ = await gateway.answer(
@@ -225,6 +255,70 @@ async def predict(gateway: Gateway, body: PredictBody) -> Response:
     )
     labels = ([{"score": each.score, "label": each.label} for each in row] for row in found)
     return json_response(Rows(labels) if is_batch else next(labels))
+
+
+async def _zero_shot(gateway: Gateway, body: PredictBody, candidates: str | list[str]) -> Response:
+    """Answer with the candidate labels in the form of Hugging Face's inference endpoints."""
+    labels = parse_labels(candidates)
+    texts, is_batch = _single_texts(body, "candidate_labels")
+    if len(texts) * len(labels) > MAX_INPUTS:
+        raise InvalidRequest(
+            f"the request has {len(texts)} texts and {len(labels)} labels; allowed: {MAX_INPUTS} pairs of them"
+        )
+    check_repeated("inputs", max(texts, key=len), len(texts) * len(labels))
+    pairs = hypotheses(texts, labels, body.hypothesis_template or DEFAULT_TEMPLATE)
+    _, found, _ = await gateway.answer(body.model, ENTAILMENT, pairs, text_fields=body)
+    rows = label_scores(found, labels, multi_label=bool(body.multi_label))
+    answers = [
+        {
+            "sequence": text,
+            "labels": [each.label for each in row],
+            "scores": [each.score for each in row],
+        }
+        for text, row in zip(texts, rows, strict=True)
+    ]
+    return json_response(answers if is_batch else answers[0])
+
+
+async def _entities(gateway: Gateway, body: PredictBody) -> Response:
+    """Answer with the entities of texts in the form of the pipeline of transformers."""
+    texts, is_batch = _single_texts(body, "aggregation_strategy")
+    strategy = body.aggregation_strategy or "simple"
+    _, found, _ = await gateway.answer(
+        body.model, PREDICT_ENTITIES, texts, text_fields=body, aggregation_strategy=strategy
+    )
+    name = "entity" if strategy == "none" else "entity_group"
+    rows = [
+        [
+            {
+                name: each.label,
+                "score": each.score,
+                **given_options(index=each.index),
+                "word": each.word,
+                "start": each.start,
+                "end": each.end,
+            }
+            for each in row
+        ]
+        for row in found
+    ]
+    return json_response(rows if is_batch else rows[0])
+
+
+def _single_texts(body: PredictBody, name: str) -> tuple[list[str], bool]:
+    """Return the texts of a request, and whether they are a list.
+
+    Raises:
+        InvalidRequest: a row is a pair, or there are none or too many rows.
+    """
+    if isinstance(body.inputs, str):
+        return [body.inputs], False
+    texts = [row if isinstance(row, str) else " ".join(row[:1]) for row in body.inputs]
+    if any(not isinstance(row, str) and len(row) != 1 for row in body.inputs):
+        raise InvalidRequest(f"inputs has pairs of texts, and {name} is for single texts")
+    if not 1 <= len(texts) <= MAX_INPUTS:
+        raise InvalidRequest(f"inputs has {len(texts)} rows; allowed: 1 to {MAX_INPUTS}")
+    return texts, True
 
 
 async def root(gateway: Gateway, body: AnyBody) -> Response:
@@ -241,14 +335,10 @@ async def root(gateway: Gateway, body: AnyBody) -> Response:
         form, answer = SimilarityBody, similarity
     elif "query" in given:
         form, answer = RerankBody, rerank
-    elif info.labels_texts:
+    elif info.labels_texts or info.known_task == "token_classify":
         form, answer = PredictBody, predict
     elif info.known_task == "sparse_embed":
         form, answer = SparseBody, embed_sparse
-    elif info.known_task == "token_classify":
-        raise InvalidRequest(
-            f"model {info.name!r} labels tokens, which TEI has no path for; use /pooling"
-        )
     found = await in_thread(partial(checked, form, given, gateway.ignore_fields))
     response: Response = await answer(gateway, found)
     return response

@@ -126,9 +126,3 @@ RANKS: UnservedFields = {
 OUTPUTS: UnservedFields = {
     "parameters": Unserved("outputs are JSON, without parameters", ({"binary_data": False},)),
 }
-LABELS: UnservedFields = {
-    **TEXTS,
-    "candidate_labels": Unserved("labels are those of the checkpoint"),
-    "hypothesis_template": Unserved("labels are those of the checkpoint"),
-    "multi_label": Unserved("labels are those of the checkpoint"),
-}

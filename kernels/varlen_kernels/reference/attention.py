@@ -5,10 +5,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
-from varlen_kernels.reference.torch_parts import ROWS_PER_STEP, bias_by_distance, split_heads
+from varlen_kernels.reference.torch_parts import (
+    ROWS_PER_STEP,
+    attend,
+    bias_by_distance,
+    split_heads,
+)
 
 __all__ = ["attention_tiles", "attention_varlen"]
 
@@ -83,6 +87,7 @@ def attention_varlen(
     scale: float,
     causal: bool = False,
     window: int = 0,
+    soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v inside each sequence, `[tokens, num_heads · head_dim]`.
@@ -103,9 +108,16 @@ def attention_varlen(
         scale: multiplies the scores, usually head_dim ** -0.5.
         causal: a token reads only itself and earlier tokens.
         window: a token reads those whose distance is below this; 0 is all.
+        soft_cap: limit of scaled scores s, before a bias is added: soft_cap · tanh(s / soft_cap); 0 is none. Not with
+            `distances`.
 
-    Source: the products with distances, see `Distances`.
+    Raises:
+        ValueError: there are `distances` and a `soft_cap`.
+
+    Source: the products with distances, see `Distances`; the limit: Gemma Team 2024, arXiv:2408.00118, section 2.
     """
+    if soft_cap and distances is not None:
+        raise ValueError(f"soft_cap is {soft_cap}; allowed with distances: 0")
     tokens, width = qkv.shape
     kv_heads = num_kv_heads or num_heads
     head_dim = width // (num_heads + 2 * kv_heads)
@@ -138,17 +150,12 @@ def attention_varlen(
             hidden_keys = past_end if hidden_keys is None else past_end | hidden_keys
         if mask is not None and hidden_keys is not None:
             mask = mask.masked_fill(hidden_keys, -torch.inf)
-        elif hidden_keys is not None and (key_lengths is not None or 0 < window < length):
+        elif hidden_keys is not None and (
+            soft_cap or key_lengths is not None or 0 < window < length
+        ):
             mask = ~hidden_keys
-        context = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=scale,
-            enable_gqa=kv_heads != num_heads,
-        )
+        is_causal = causal and mask is None
+        context = attend(q, k, v, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
         if key_lengths is not None and hidden_keys is not None:
             context = context.masked_fill(hidden_keys.all(dim=3, keepdim=True), 0.0)
         out[rows].view(count, length, num_heads, head_dim).copy_(context.transpose(1, 2))

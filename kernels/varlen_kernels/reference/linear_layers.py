@@ -71,6 +71,12 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
     return torch.mul(activate(gate, kind=kind), up, out=out)
 
 
-def tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return tanh of each element."""
-    return torch.tanh(x, out=out)
+def tanh(x: Tensor, *, limit: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """Return the hyperbolic tangent of each element, stretched along both axes.
+
+    Args:
+        limit: the result is limit · tanh(x / limit).
+    """
+    if limit == 1.0:
+        return torch.tanh(x, out=out)
+    return torch.div(x, limit, out=out).tanh_().mul_(limit)

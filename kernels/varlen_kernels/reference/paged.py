@@ -3,11 +3,10 @@
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from varlen_kernels.reference.heads import norm_heads, rotary
-from varlen_kernels.reference.torch_parts import bias_by_distance, split_heads
+from varlen_kernels.reference.torch_parts import attend, bias_by_distance, split_heads
 
 __all__ = ["append_kv", "attention_paged", "copy_blocks", "paged_tiles"]
 
@@ -113,6 +112,7 @@ def attention_paged(
     num_kv_heads: int,
     scale: float,
     window: int = 0,
+    soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of new tokens over their sequences' blocks, `[tokens, num_heads · head_dim]`.
@@ -134,6 +134,7 @@ def attention_paged(
         num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
         scale: multiplies the scores, usually head_dim ** -0.5.
         window: number of last tokens that a token reads, itself included; 0 is all.
+        soft_cap: limit of scaled scores, 0 is none; see `attention_varlen`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180 (blocks); Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
     """
@@ -164,14 +165,8 @@ def attention_paged(
         if bias is not None:
             mask = bias_by_distance(bias, query_position[:, 0], position)
             mask = mask.masked_fill(~readable, -torch.inf)
-        context = F.scaled_dot_product_attention(
-            queries[begin:end].transpose(0, 1)[None].to(keys.dtype),
-            keys[None],
-            values[None],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=num_heads != num_kv_heads,
-        )
+        q = queries[begin:end].transpose(0, 1)[None].to(keys.dtype)
+        context = attend(q, keys[None], values[None], mask, scale=scale, soft_cap=soft_cap)
         out[begin:end].view(end - begin, num_heads, head_dim).copy_(context[0].transpose(0, 1))
     return out
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
@@ -45,3 +46,41 @@ def bias_by_distance(bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or in float64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """Return softmax(scores + mask) v of scores q kᵀ · scale, `[count, heads, queries, head_dim]`.
+
+    Args:
+        q: `[count, heads, queries, head_dim]`.
+        k, v: `[count, kv_heads, keys, head_dim]`; neighbouring heads share one.
+        mask: added to the scores, or bool: whether a query reads a key; `[queries, keys]`, or with more axes in front.
+        soft_cap: limit of the scores, soft_cap · tanh(scores / soft_cap); 0 is none. With it, scores and weights are in
+            fp32, or in float64 if `q` is.
+        is_causal: stands for the mask that hides later keys, without `soft_cap`.
+    """
+    group = q.shape[1] // k.shape[1]
+    if not soft_cap:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
+        )
+    keys, values = (at_least_fp32(x).repeat_interleave(group, dim=1) for x in (k, v))
+    context = torch.empty_like(q)
+    for rows in row_slices(q.shape[2]):
+        scores = at_least_fp32(q[:, :, rows]) @ keys.transpose(2, 3)
+        scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+        if mask is not None and mask.dtype == torch.bool:
+            scores.masked_fill_(~mask[..., rows, :], -torch.inf)
+        elif mask is not None:
+            scores += mask[..., rows, :]
+        context[:, :, rows] = scores.softmax(dim=3) @ values
+    return context

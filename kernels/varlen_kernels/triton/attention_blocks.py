@@ -79,6 +79,18 @@ def add_values(
 
 
 @triton.jit
+def cap_scores(
+    scores,  # [ROWS, BLOCK_N]
+    scale,  # of the scores to base 2
+    SOFT_CAP: tl.constexpr,
+):
+    """Return scores in base 2, limited to SOFT_CAP in base e."""
+    LIMIT: tl.constexpr = SOFT_CAP * LOG2_E
+    # 2 · sigmoid(2 x) - 1 is tanh(x)
+    return LIMIT * (2.0 * tl.sigmoid(scores * (2.0 * scale / LIMIT)) - 1.0)
+
+
+@triton.jit
 def add_bias(
     scores,  # [ROWS, BLOCK_N], in base 2
     bias_ptr,  # bias of distance 0, for all rows or for each

@@ -36,16 +36,18 @@ def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, cached_dim: int 
     return head_dim
 
 
-def check_scores(scale: float, window: int) -> None:
-    """Check the scale of the scores and the length of the window.
+def check_scores(scale: float, window: int, soft_cap: float) -> None:
+    """Check the scale and the limit of the scores, and the length of the window.
 
     Raises:
-        ValueError: `scale` is not above 0, or `window` is below 0.
+        ValueError: `scale` is not above 0, or `window` or `soft_cap` is below 0.
     """
     if not scale > 0:
         raise ValueError(f"scale is {scale}; allowed: above 0")
     if window < 0:
         raise ValueError(f"window is {window}; allowed: 0 (all tokens) and above")
+    if soft_cap < 0:
+        raise ValueError(f"soft_cap is {soft_cap}; allowed: 0 (no limit) and above")
 
 
 def check_key_lengths(key_lengths: Tensor | None, cu_seqlens: Tensor) -> None:

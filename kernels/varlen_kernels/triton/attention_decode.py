@@ -64,6 +64,7 @@ def _read_split_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
+    SOFT_CAP: tl.constexpr,  # limit of scores, 0 for none
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are several splits
     ONLY_SINGLES: tl.constexpr,  # whether sequences with several new tokens are left out
@@ -128,6 +129,7 @@ def _read_split_kernel(
             BLOCK_SIZE=BLOCK_SIZE,
             HEAD_DIM=HEAD_DIM,
             WINDOW=0,
+            SOFT_CAP=SOFT_CAP,
             HAS_BIAS=HAS_BIAS,
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,
@@ -199,6 +201,7 @@ def attend_in_splits(
     num_heads: int,
     scale: float,
     window: int,
+    soft_cap: float,
     only_singles: bool = False,
     out: Tensor,
 ) -> None:
@@ -207,7 +210,8 @@ def attend_in_splits(
     Arguments are not checked.
 
     Args:
-        qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window: see `reference.attention_paged`.
+        qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window, soft_cap: see
+            `reference.attention_paged`.
         tiles: result of `paged_tiles`.
         rows: rows of the table, each of one token.
         only_singles: whether to leave out sequences with several new tokens.
@@ -249,6 +253,7 @@ def attend_in_splits(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window,
+        SOFT_CAP=soft_cap,
         HAS_BIAS=bias is not None,
         SPLIT=splits > 1,
         ONLY_SINGLES=only_singles,

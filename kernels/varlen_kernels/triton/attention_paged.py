@@ -48,6 +48,7 @@ def _attention_paged_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
+    SOFT_CAP: tl.constexpr,  # limit of scores, 0 for none
     HAS_BIAS: tl.constexpr,
     SKIPS_SINGLES: tl.constexpr,  # whether sequences with one new token are left out
     BLOCK_M: tl.constexpr,
@@ -124,6 +125,7 @@ def _attention_paged_kernel(
                 BLOCK_SIZE=BLOCK_SIZE,
                 HEAD_DIM=HEAD_DIM,
                 WINDOW=WINDOW,
+                SOFT_CAP=SOFT_CAP,
                 HAS_BIAS=HAS_BIAS,
                 BLOCK_N=BLOCK_N,
                 BLOCK_D=BLOCK_D,
@@ -149,6 +151,7 @@ def attention_paged(
     num_kv_heads: int,
     scale: float,
     window: int = 0,
+    soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of new tokens over their blocks, see `reference.attention_paged`.
@@ -157,12 +160,12 @@ def attention_paged(
 
     Raises:
         ValueError: shapes or dtypes disagree, a tensor is not contiguous, head_dim is over MAX_HEAD_DIM, block_size is
-            not a multiple of 16, `num_kv_heads` does not divide `num_heads`, `scale` is not above 0, `window` is
-            below 0, or `tiles` is not of `paged_tiles`.
+            not a multiple of 16, `num_kv_heads` does not divide `num_heads`, `scale` is not above 0, `window` or
+            `soft_cap` is below 0, or `tiles` is not of `paged_tiles`.
     """
     tokens, sequences = len(qkv), len(cu_seqlens) - 1
     head_dim = check_heads(qkv, num_heads, num_kv_heads, cached_dim=key_cache.shape[-1])
-    check_scores(scale, window)
+    check_scores(scale, window, soft_cap)
     check_caches(key_cache, value_cache, num_kv_heads, head_dim)
     check_cu_seqlens(cu_seqlens)
     check_ids(sequences, context_lens=context_lens)
@@ -188,7 +191,14 @@ def attention_paged(
     check_paged_tiles(tiles, qkv, cu_seqlens)
     operands = (qkv, key_cache, value_cache, block_ids, tiles)
     attend = partial(
-        attend_in_splits, *operands, bias, num_heads=num_heads, scale=scale, window=window, out=out
+        attend_in_splits,
+        *operands,
+        bias,
+        num_heads=num_heads,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        out=out,
     )
     if is_decode_step(tokens, sequences):
         attend(rows=range(tokens))
@@ -215,6 +225,7 @@ def attention_paged(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[2],
         WINDOW=window,
+        SOFT_CAP=soft_cap,
         HAS_BIAS=bias is not None,
         SKIPS_SINGLES=has_singles,
         BLOCK_D=block_d(head_dim),

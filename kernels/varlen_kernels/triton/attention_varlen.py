@@ -19,6 +19,7 @@ from varlen_kernels.triton.attention_blocks import (
     LOG2_E,
     add_bias,
     add_values,
+    cap_scores,
     load_tile,
     multiply_keys,
 )
@@ -69,6 +70,7 @@ def attend_to_keys(
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_DISTANCE_KEYS: tl.constexpr,
     HAS_DISTANCE_QUERIES: tl.constexpr,
@@ -105,6 +107,9 @@ def attend_to_keys(
             HAS_KEYS=HAS_DISTANCE_KEYS,
             HAS_QUERIES=HAS_DISTANCE_QUERIES,
         )
+    if SOFT_CAP > 0:
+        scores = cap_scores(scores, scale, SOFT_CAP)
+        scale = 1.0
     if HAS_BIAS:
         scores = add_bias(scores * scale, bias_ptr, (first_key - first_query) + (col - row), reach)
         scale = 1.0
@@ -143,6 +148,7 @@ def _attention_varlen_kernel(
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
+    SOFT_CAP: tl.constexpr,  # limit of scores, 0 for none
     HAS_KEY_LENGTHS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_DISTANCE_KEYS: tl.constexpr,
@@ -239,6 +245,7 @@ def _attention_varlen_kernel(
                 BLOCK_D=BLOCK_D,
                 CAUSAL=CAUSAL,
                 WINDOW=WINDOW,
+                SOFT_CAP=SOFT_CAP,
                 HAS_BIAS=HAS_BIAS,
                 HAS_DISTANCE_KEYS=HAS_DISTANCE_KEYS,
                 HAS_DISTANCE_QUERIES=HAS_DISTANCE_QUERIES,
@@ -270,6 +277,7 @@ def attention_varlen(
     scale: float,
     causal: bool = False,
     window: int = 0,
+    soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v in each sequence, see `reference.attention_varlen`.
@@ -279,12 +287,15 @@ def attention_varlen(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, head_dim is over
             MAX_HEAD_DIM (over 128 for fp32 with a bias, and see `check_distances`), `num_kv_heads` does not divide
-            `num_heads`, `scale` is not above 0, `window` is below 0, or `tiles` is not of `attention_tiles`.
+            `num_heads`, `scale` is not above 0, `window` or `soft_cap` is below 0, there are `distances` and a
+            `soft_cap`, or `tiles` is not of `attention_tiles`.
     """
     tokens = len(qkv)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     head_dim = check_heads(qkv, num_heads, kv_heads)
-    check_scores(scale, window)
+    check_scores(scale, window, soft_cap)
+    if soft_cap and distances is not None:
+        raise ValueError(f"soft_cap is {soft_cap}; allowed with distances: 0")
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
     check_cu_seqlens(cu_seqlens)
@@ -333,6 +344,7 @@ def attention_varlen(
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         WINDOW=window,
+        SOFT_CAP=soft_cap,
         HAS_KEY_LENGTHS=key_lengths is not None,
         HAS_BIAS=bias is not None,
         HAS_DISTANCE_KEYS=keys is not None,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.triton.attention_blocks import add_bias, add_values, multiply_keys
+from varlen_kernels.triton.attention_blocks import add_bias, add_values, cap_scores, multiply_keys
 from varlen_kernels.triton.checks import check_dtype
 
 # Fewest rows of a matrix product on tensor cores; larger groups of heads are divided.
@@ -36,6 +36,7 @@ def attend_to_blocks(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -67,6 +68,9 @@ def attend_to_blocks(
 
     scores = multiply_keys(q.to(k.dtype), k)
     key = key[None, :]
+    if SOFT_CAP > 0:
+        scores = cap_scores(scores, scale, SOFT_CAP)
+        scale = 1.0
     if HAS_BIAS:
         scores = add_bias(scores * scale, bias_ptr, key - position, reach)
         scale = 1.0

@@ -32,9 +32,10 @@ def hidden_states(model, rows, types=None):
 @torch.inference_mode()
 def decoded(model, rows):
     """Return a decoder's hidden states, and logits if it has them, of each row."""
-    outputs = [model.base_model(torch.tensor([row])).last_hidden_state for row in rows]
-    output_layer = getattr(model, "lm_head", torch.nn.Identity())
-    return [output[0] for output in outputs], [output_layer(output)[0] for output in outputs]
+    inputs = [torch.tensor([row]) for row in rows]
+    hidden = [model.base_model(each).last_hidden_state[0] for each in inputs]
+    has_logits = hasattr(model, "lm_head")
+    return hidden, [model(each).logits[0] for each in inputs] if has_logits else hidden
 
 
 @torch.inference_mode()

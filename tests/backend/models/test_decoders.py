@@ -19,6 +19,7 @@ from .paged import record_step, run_in_chunks
 
 GPT2, LLAMA, MISTRAL = "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+GEMMA, GEMMA2, GEMMA3 = "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 
 # By type; the originals are shorter than the longest row.
 ROTARY = {
@@ -68,9 +69,38 @@ CASES = {
         for kind, fields in ROTARY.items()
     },
     "qwen3-theta": (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "gemma": (GEMMA, {}),
+    "gemma-untied-biases": (GEMMA, {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma-old-gelu": (GEMMA, {"hidden_act": "gelu"}),
+    "gemma2": (GEMMA2, {}),
+    "gemma2-caps": (GEMMA2, {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
+    "gemma2-no-caps": (GEMMA2, {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-one-key-head": (GEMMA2, {"num_key_value_heads": 1, "head_dim": 20}),
+    "gemma3": (GEMMA3, {}),
+    # more layers than one pattern, an exact GELU
+    "gemma3-pattern": (
+        GEMMA3,
+        {
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "sliding_window_pattern": 3,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "gemma3-positions": (
+        GEMMA3,
+        {
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "gemma3-logit-cap": (GEMMA3, {"final_logit_softcapping": 3.0}),
 }
 # One of each family, for tests that no option concerns.
-PLAIN = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+PLAIN = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"]
 
 
 def run_in_one_step(folder, rows):
@@ -114,7 +144,7 @@ def test_no_size_of_a_block_changes_logits(make_checkpoint, rng, case, block_siz
     assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
 
 
-@pytest.mark.parametrize("kind", ["LlamaModel", "GPT2Model", "Qwen3Model"])
+@pytest.mark.parametrize("kind", ["LlamaModel", "GPT2Model", "Qwen3Model", "Gemma2Model"])
 def test_a_decoder_without_a_head_serves_hidden_states(make_checkpoint, rng, kind):
     folder = make_checkpoint(kind)
 

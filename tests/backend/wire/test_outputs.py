@@ -53,6 +53,7 @@ def test_outputs_have_the_task_s_shape(task, name, dims):
     assert main == TensorSpec(name, "TYPE_FP32", dims)
     assert others.pop() == TensorSpec("num_tokens", "TYPE_INT32", (1,))
     if task == "token_classify":
+        assert others.pop() == TensorSpec("entities", "TYPE_STRING", (1,))
         assert others.pop() == TensorSpec("tokens", "TYPE_STRING", (-1,))
     if name == "logits":
         assert others == [

@@ -9,10 +9,11 @@ import numpy as np
 from varlen_client.errors import ServerUnavailable
 from varlen_client.gateway.pooling import Classes
 from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.row_answers import LabelScore, Ranking, SparseVector
+from varlen_client.row_answers import Entity, LabelScore, Ranking, SparseVector
 from varlen_client.tasks import EMBED, RANK, RERANK
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.wire import ModelInfo, ModelState
+from varlen_client.zero_shot import Entailment
 
 OUTPUTS = {
     "embedder": {"sentence_embedding": (4,)},
@@ -102,6 +103,11 @@ ANSWERS = {
         np.float32([[score_of(row), -9] for row in rows]), ["best", "other"], [0] * len(rows)
     ),
     "token_classify": lambda rows: [tokens_of(row) for row in rows],
+    "zero_shot": lambda rows: Entailment(
+        np.float32([[0, 0, score_of(row)] for row in rows]),
+        ["contradiction", "neutral", "entailment"],
+    ),
+    "predict_entities": lambda rows: [[Entity("PER", 0.5, row, 0, len(row), None)] for row in rows],
     "predict": lambda rows: [
         [LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in rows
     ],

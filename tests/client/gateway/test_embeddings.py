@@ -85,8 +85,8 @@ def test_dimensions_are_the_servers_work(post, calls):
         ),
     ],
     ids=(
-        "truncate vllm tokens tokens-left side uncut none start end prompt own-prompt instruct instruction salt nim infinity"
-        " voyage uncut-voyage jina"
+        "truncate vllm tokens tokens-left side uncut none start end prompt own-prompt instruct instruction salt nim"
+        " infinity voyage uncut-voyage jina"
     ).split(),
 )
 def test_openais_embeddings_take_options_of_texts(post, calls, options, parameters):

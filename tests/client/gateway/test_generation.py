@@ -98,6 +98,17 @@ def test_parts_of_messages_are_joined_and_answers_may_come_back(post, calls):
     assert [message["content"] for message in calls.received[0][2]] == ["be brief", "ab", "c"]
 
 
+def test_a_part_with_languages_reaches_the_template_as_a_part(post, calls):
+    """TranslateGemma's template reads them there."""
+    part = {"source_lang_code": "cs", "target_lang_code": "de-DE", "text": "ano"}
+    content = [{"type": "text", **part}]
+
+    messages = [{"role": "user", "content": content}]
+    post("/v1/chat/completions", model="writer", messages=messages)
+
+    assert calls.received[0][2] == messages
+
+
 def test_messages_have_the_fields_that_templates_read(post, calls):
     call = {"id": "1", "type": "function"}
     messages = [

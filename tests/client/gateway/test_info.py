@@ -32,13 +32,8 @@ def test_a_model_is_described_by_its_config(send, calls, model, kind):
     }
 
 
-def test_a_model_that_labels_tokens_is_no_classifier_of_texts(send, make_app, calls, refusal):
+def test_a_model_that_labels_tokens_is_no_classifier_of_texts(send):
     assert send("GET", "/info?model=tagger").json()["model_type"] is None
-
-    status, error = refusal("/?model=tagger", inputs="a")
-
-    assert (status, calls.received) == (400, [])
-    assert error["message"].startswith("model 'tagger' labels tokens, which TEI has no path for")
 
 
 def test_what_the_checkpoint_decides_is_null(send, make_app):

@@ -11,8 +11,9 @@ TEXTS = ["ab", "c"]
 IDS = [[1, 7], [1, 8]]
 
 
-def test_classify_has_the_scores_of_all_labels(post, calls):
-    answer = post("/classify", model="classifier", input=TEXTS)
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+def test_classify_has_the_scores_of_all_labels(post, calls, path):
+    answer = post(path, model="classifier", input=TEXTS)
 
     assert answer["id"].startswith("classify-")
     assert (answer["object"], answer["model"]) == ("list", "classifier")

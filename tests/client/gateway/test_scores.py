@@ -328,3 +328,50 @@ def test_documents_are_cut_by_default_where_the_original_cuts_them(
     post(path, model="ranker", query="a", documents=["b"], **fields)
 
     assert ("truncate" in calls.received[0][3]) is is_cut
+
+
+@pytest.mark.parametrize("path", ["/predict", "/"])
+def test_labels_of_a_request_are_judged_by_entailment(post, calls, path):
+    parameters = {"candidate_labels": ["sea", "land"], "hypothesis_template": "It is {}."}
+
+    one = post(path, model="classifier", inputs="first", parameters=parameters)
+    [same, other] = post(path, model="classifier", inputs=["first", "second"], **parameters)
+
+    assert one == same
+    assert (one["sequence"], other["sequence"]) == ("first", "second")
+    assert sorted(one["labels"]) == ["land", "sea"]
+    assert one["scores"] == sorted(one["scores"], reverse=True)
+    assert sum(one["scores"]) == pytest.approx(1)
+    pairs = [("first", "It is sea."), ("first", "It is land.")]
+    assert calls.received[0] == ("classifier", "zero_shot", pairs, {"truncate": True})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"multi_label": True}, "has multi_label and no candidate_labels; send both"),
+        ({"candidate_labels": []}, "candidate_labels has 0 labels; allowed: 1 to 512"),
+        ({"candidate_labels": "a", "hypothesis_template": "{x}"}, "hypothesis_template is"),
+        ({"candidate_labels": "a", "inputs": [["a", "b"]]}, "is for single texts"),
+        ({"candidate_labels": ["a"] * 500, "inputs": ["a"] * 5}, "allowed: 2048 pairs"),
+        ({"aggregation_strategy": "simple"}, "labels whole texts, which have no entities"),
+    ],
+)
+def test_wrong_options_of_labels_are_refused(refusal, calls, options, message):
+    status, error = refusal("/predict", **({"model": "classifier", "inputs": "a"} | options))
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
+
+
+@pytest.mark.parametrize("path", ["/predict", "/"])
+def test_a_model_that_labels_tokens_answers_with_entities(post, calls, path):
+    one = post(path, model="tagger", inputs="Ada")
+    many = post(path, model="tagger", inputs=["Ada"], parameters={"aggregation_strategy": "none"})
+
+    span = {"score": 0.5, "word": "Ada", "start": 0, "end": 3}
+    assert one == [{"entity_group": "PER", **span}]
+    assert many == [[{"entity": "PER", **span}]]
+    strategies = [call[3]["aggregation_strategy"] for call in calls.received]
+    assert strategies == ["simple", "none"]

@@ -207,7 +207,6 @@ ROUTES = {
     "EMBEDDINGS": "/v1/embeddings",
     "COHERE": "/v1/embed",
     "RANKS": "/v1/rerank",
-    "LABELS": "/predict",
     # nested: tests/client/gateway/test_fields.py
     "MESSAGES": None,
     "PARTS": None,

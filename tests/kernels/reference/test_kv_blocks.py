@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.float64 import DTYPES, bounds_of, check, f64, rand
 from varlen_kernels import reference
+from varlen_kernels.reference.attention import Distances
 
 # (new tokens, context) of each sequence
 STEPS = pytest.mark.parametrize(
@@ -25,7 +26,7 @@ HEADS = pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 3), (6, 2), (7,
 WINDOWS = pytest.mark.parametrize("window", [0, 1, 16, 40, 1000])
 
 
-def last_queries64(queries, keys, values, scale, window, bias=None):
+def last_queries64(queries, keys, values, scale, window, bias=None, soft_cap=0.0):
     """Return the context of the last tokens of a sequence, [new, heads · head_dim].
 
     Args:
@@ -36,6 +37,8 @@ def last_queries64(queries, keys, values, scale, window, bias=None):
     group = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
     scores = np.einsum("qhd,khd->hqk", queries, keys) * scale
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
     position = np.arange(len(keys))
     distance = position[len(keys) - len(queries) :, None] - position
     if bias is not None:
@@ -90,12 +93,12 @@ def paged_call(step, heads, key_heads, head_dim, dtype, *, block_size=16, shared
     return arguments, contexts
 
 
-def paged64(step, qkv, contexts, heads, head_dim, scale, window=0, bias=None):
+def paged64(step, qkv, contexts, heads, head_dim, scale, window=0, bias=None, soft_cap=0.0):
     queries = f64(qkv)[:, : heads * head_dim].reshape(len(qkv), heads, head_dim)
     per_sequence = np.split(queries, np.cumsum([new for new, _ in step])[:-1])
     return np.concatenate(
         [
-            last_queries64(q, keys, values, scale, window, bias)
+            last_queries64(q, keys, values, scale, window, bias, soft_cap)
             for q, (keys, values) in zip(per_sequence, contexts, strict=True)
             if len(q)
         ]
@@ -126,6 +129,21 @@ def test_a_window_hides_earlier_tokens_of_the_blocks(step, window):
     )
 
     check(actual, paged64(step, arguments[0], contexts, 4, 8, 0.3, window))
+
+
+@DTYPES
+@STEPS
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_a_limit_of_scores_comes_before_a_bias(step, has_bias, dtype):
+    arguments, contexts = paged_call(step, 6, 2, 8, dtype)
+    bias = 3 * rand(6, 9, seed=3) if has_bias else None
+
+    actual = reference.attention_paged(
+        *arguments, bias, num_heads=6, num_kv_heads=2, scale=3.0, window=16, soft_cap=2.5
+    )
+
+    bias64 = f64(bias) if has_bias else None
+    check(actual, paged64(step, arguments[0], contexts, 6, 8, 3.0, 16, bias64, 2.5), dtype)
 
 
 @DTYPES
@@ -307,7 +325,7 @@ def test_append_kv_rounds_to_the_dtype_of_the_caches():
     assert torch.equal(caches[1][0, 0, :3], qkv[:, 8:].bfloat16())
 
 
-def varlen64(qkv, lengths, heads, key_heads, scale, *, causal, window):
+def varlen64(qkv, lengths, heads, key_heads, scale, *, causal, window, soft_cap=0.0):
     head_dim = qkv.shape[1] // (heads + 2 * key_heads)
     by_head = f64(qkv).reshape(len(qkv), -1, head_dim)
     q, k, v = np.split(by_head, [heads, heads + key_heads], axis=1)
@@ -315,11 +333,13 @@ def varlen64(qkv, lengths, heads, key_heads, scale, *, causal, window):
     for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
         rows = slice(begin, end)
         if causal:
-            outs.append(last_queries64(q[rows], k[rows], v[rows], scale, window))
+            outs.append(last_queries64(q[rows], k[rows], v[rows], scale, window, soft_cap=soft_cap))
         else:
             for i in range(begin, end):
                 near = slice(max(begin, i - window + 1), min(end, i + window)) if window else rows
-                outs.append(last_queries64(q[i : i + 1], k[near], v[near], scale, 0))
+                outs.append(
+                    last_queries64(q[i : i + 1], k[near], v[near], scale, 0, soft_cap=soft_cap)
+                )
     return np.concatenate(outs)
 
 
@@ -355,6 +375,32 @@ def test_a_window_hides_tokens_that_are_far(lengths, causal, window):
     )
 
     check(actual, varlen64(qkv, lengths, 4, 2, 0.3, causal=causal, window=window))
+
+
+@DTYPES
+@HEADS
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_scores_have_a_limit(causal, window, heads, key_heads, dtype):
+    # more queries than are multiplied at once
+    lengths = [5, 300, 1]
+    qkv = rand(sum(lengths), (heads + 2 * key_heads) * 8, dtype=dtype)
+    options = {"causal": causal, "window": window, "soft_cap": 2.5}
+
+    actual = reference.attention_varlen(
+        qkv, bounds_of(lengths), num_heads=heads, num_kv_heads=key_heads, scale=3.0, **options
+    )
+
+    check(actual, varlen64(qkv, lengths, heads, key_heads, 3.0, **options), dtype)
+
+
+def test_a_limit_of_scores_does_not_go_with_distances():
+    distances = Distances(torch.zeros(1, dtype=torch.int32), rand(1, 16), None)
+
+    with pytest.raises(ValueError, match="soft_cap is 2.5; allowed with distances: 0"):
+        reference.attention_varlen(
+            rand(4, 48), bounds_of([4]), None, None, distances, num_heads=2, scale=1, soft_cap=2.5
+        )
 
 
 def test_a_window_and_a_bias_both_apply():

@@ -68,6 +68,7 @@ def reference64(inputs, **settings):
 def check_against_reference(step, head_dim, dtype, device, factor=2.0, gap=0, **changes):
     heads = {**HEADS, **{name: changes.pop(name) for name in HEADS if name in changes}}
     settings = {**heads, "scale": head_dim**-0.5, "window": changes.pop("window", 0)}
+    settings["soft_cap"] = changes.pop("soft_cap", 0.0)
     inputs = paged_inputs(step, head_dim, dtype, device, heads, **changes)
     shape = (len(inputs["qkv"]), heads["num_heads"] * head_dim)
 
@@ -114,6 +115,12 @@ def test_query_heads_share_key_heads(heads, key_heads, step, device):
     settings = {"num_heads": heads, "num_kv_heads": key_heads}
 
     check_against_reference(step, 16, torch.float16, device, **settings)
+
+
+@STEPS
+@pytest.mark.parametrize("window", [0, 33])
+def test_scores_have_a_limit(window, step, device):
+    check_against_reference(step, 16, torch.float32, device, window=window, soft_cap=0.25)
 
 
 @STEPS
@@ -298,6 +305,7 @@ def test_no_tokens(step, device):
         ),
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 4 heads"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0; allowed: 0"),
         ({"window": -1}, "window is -1; allowed: 0"),
         ({"bias": torch.zeros(4, 8)}, r"bias is \[4, 8\]; it must be \[4, an odd number\]"),
         (

@@ -83,8 +83,15 @@ def test_adds_a_bias_and_hides_later_tokens(causal, has_bias, dtype, device):
     check_against_reference(lengths, 32, dtype, device, causal=causal, bias=bias)
 
 
-@pytest.mark.parametrize("has_tiles", [False, True], ids=["", "tiles"])
-@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize(
+    "window, has_tiles",
+    [
+        (0, False),
+        (9, True),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [(0, True), (9, False)]),
+    ],
+    ids=["", "window-tiles", "tiles", "window"],
+)
 @FORMS
 def test_reads_the_first_keys_of_a_sequence(causal, has_bias, window, has_tiles, device):
     lengths, dtype = [70, 1, 0, 33, 40], torch.float16

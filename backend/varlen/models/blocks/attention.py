@@ -26,6 +26,7 @@ class Attention(Protocol):
         positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
+        soft_cap: float = 0.0,
         bias: Tensor | None = None,
     ) -> Value:
         """Record the attention of the layer and return its context, `[tokens, heads.width]`.
@@ -36,6 +37,7 @@ class Attention(Protocol):
             positions: rotary positions of queries and keys; None leaves both as they are.
             scale: multiplies the scores; None is heads.dim ** -0.5.
             window: number of last tokens that a token reads; 0 is all.
+            soft_cap: limit of scores; 0 is none, see `attention_varlen`.
             bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
         """
 
@@ -60,6 +62,7 @@ class PackedAttention:
         positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
+        soft_cap: float = 0.0,
         bias: Tensor | None = None,
     ) -> Value:
         if positions is not None:
@@ -73,6 +76,7 @@ class PackedAttention:
             scale=_scale(scale, heads),
             causal=self.is_causal,
             window=window,
+            soft_cap=soft_cap,
             bias=bias,
         )
 
@@ -106,6 +110,7 @@ class PagedAttention(_KvCaches):
         positions: RotaryPositions | None = None,
         scale: float | None = None,
         window: int = 0,
+        soft_cap: float = 0.0,
         bias: Tensor | None = None,
     ) -> Value:
         keys, values = self._of(ops, layer, heads)
@@ -132,6 +137,7 @@ class PagedAttention(_KvCaches):
             heads,
             scale=_scale(scale, heads),
             window=window,
+            soft_cap=soft_cap,
             bias=bias,
         )
 

@@ -33,6 +33,7 @@ class Heads:
         dense: the layer in front of the classifier, if there is one.
         norm: norm after the activation, if there is one.
         norm_eps: added to its variance.
+        pools_dense: whether the outputs of the dense layer are pooled, instead of its inputs.
         classifier: `[hidden, labels]`, of sequences or of tokens.
         masked_lm: the head of a masked language model, for tasks that need it.
     """
@@ -42,6 +43,7 @@ class Heads:
     activation: HeadActivation = "tanh"
     norm: Norm | None = None
     norm_eps: float = 0.0
+    pools_dense: bool = False
     classifier: Linear | None = None
     masked_lm: MaskedLM | None = None
 
@@ -93,10 +95,14 @@ def record_head(
             answer = heads.masked_lm.record_top_terms(ops, hidden)
         case _:
             assert heads.classifier is not None
-            row = hidden if task == "token_classify" else _one_row(ops, heads, hidden)
+            is_whole = task == "token_classify" or heads.pools_dense
+            row = hidden if is_whole else _one_row(ops, heads, hidden)
             # an encoder without layers has no last norm
             x = row if row.dtype == torch.float32 else ops.to_fp32(row)
-            answer = heads.classifier.record(ops, _transform(ops, heads, x))
+            x = _transform(ops, heads, x)
+            answer = heads.classifier.record(
+                ops, _one_row(ops, heads, x) if heads.pools_dense else x
+            )
     return answer
 
 

@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from varlen.program.recorder import Recorder
 
 
-def read_output(read: LayerReader, table: TokenTable, *shape: int, is_tied: bool) -> Linear:
+def read_output(
+    read: LayerReader, table: TokenTable, *shape: int, is_tied: bool, name: str = "lm_head"
+) -> Linear:
     """Return the output layer, `[hidden, vocabulary]`, a view of the embedding table if they are tied.
 
     Args:
         shape: vocabulary and hidden features.
         is_tied: whether config.json ties the two.
+        name: name of the layer.
 
     Raises:
         CheckpointError: the checkpoint has another matrix than the table, though it says that they are tied.
     """
     vocabulary, hidden = shape
     if not is_tied:
-        return read.output("lm_head", hidden, vocabulary)
-    check_tied(read, "lm_head.weight", table, *shape)
+        return read.output(name, hidden, vocabulary)
+    check_tied(read, f"{name}.weight", table, *shape)
     return read.computed(lambda: Linear(table.rows.t(), None))
 
 

@@ -1,8 +1,8 @@
 """config.json of models with code of their own, in the fields of transformers 5.
 
-They are the first releases of NomicBERT and GTE, and decoders whose tokens read later ones too: NVIDIA's Llama
-Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a checkpoint runs: the
-fields that it read are translated, and those that change its results in another way are refused.
+They are the first releases of NomicBERT, GTE and EuroBERT, and decoders whose tokens read later ones too: NVIDIA's
+Llama Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a checkpoint
+runs: the fields that it read are translated, and those that change its results in another way are refused.
 Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the
 text of a pair from its model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and
 perplexity-ai/pplx-embed-v1-0.6b on the Hugging Face hub.
@@ -91,6 +91,9 @@ _GTE_HARMLESS = frozenset(
     "logn_attention_clip1 matryoshka_dimensions unpad_inputs use_memory_efficient_attention".split()
 )
 
+_GTE_FORM = frozenset({"layer_norm_type", "pack_qkv"})
+# Texts of tokens, which the files of the tokenizer have too.
+_TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token")
 _BIDIRECTIONAL = "use_bidirectional_attention"
 # What the model card of NVIDIA's reranker puts in front of a query and of a document.
 _QUESTION_AND_PASSAGE = ("question:", " \n \n passage:")
@@ -103,18 +106,21 @@ def to_native(config: Json) -> Json:
         CheckpointError: it asks for a variant that transformers 5 does not have, or its fields disagree.
     """
     kind, fields = config.get("model_type"), config.keys()
-    if kind == "nomic_bert" and fields & {*_NOMIC_NAMES, *_NOMIC_READ}:
-        return _nomic(config)
-    if kind == "new" or (kind == "gte" and fields & {"auto_map", "layer_norm_type", "pack_qkv"}):
-        return _gte(config)
-    if kind == "llama_bidirec":
-        return _llama(config)
-    if kind == "bidirectional_pplx_qwen3" or (kind == "qwen3" and config.get(_BIDIRECTIONAL)):
-        return _qwen3(config)
-    if kind == "qwen2" and config.get("auto_map") and config.get("is_causal") is not None:
-        _check(config, {}, "Qwen2")
-        return _without(config, {"auto_map"})
-    return config
+    # the first form that it has
+    forms = (
+        (_nomic, kind == "nomic_bert" and fields & {*_NOMIC_NAMES, *_NOMIC_READ}),
+        (_gte, kind == "new" or (kind == "gte" and fields & {"auto_map", *_GTE_FORM})),
+        (_llama, kind == "llama_bidirec"),
+        (
+            _qwen2,
+            kind == "qwen2" and config.get("auto_map") and config.get("is_causal") is not None,
+        ),
+        (_qwen3, kind == "bidirectional_pplx_qwen3"),
+        (_qwen3, kind == "qwen3" and config.get(_BIDIRECTIONAL)),
+        (_eurobert, kind == "eurobert" and fields & {"auto_map", "clf_pooling"}),
+    )
+    translate = next((translate for translate, has_form in forms if has_form), None)
+    return config if translate is None else translate(config)
 
 
 def _nomic(config: Json) -> Json:
@@ -168,6 +174,11 @@ def _llama(config: Json) -> Json:
     return native
 
 
+def _qwen2(config: Json) -> Json:
+    _check(config, {}, "Qwen2")
+    return _without(config, {"auto_map"})
+
+
 def _qwen3(config: Json) -> Json:
     _check(config, {_BIDIRECTIONAL: True}, "Qwen3Bidirectional", "PPLXQwen3")
     native = _without(config, {"auto_map", _BIDIRECTIONAL})
@@ -188,6 +199,14 @@ def _set_bidirectional(native: Json, config: Json, field: str) -> None:
             f"{_FILE} has {field} {show(config.get(field))} and is_causal true; make them agree"
         )
     native["is_causal"] = False
+
+
+def _eurobert(config: Json) -> Json:
+    _check(config, {}, "EuroBert")
+    native = _without(config, {"auto_map", "clf_pooling", *_TOKENS})
+    if config.get("clf_pooling") is not None:
+        _set(native, "classifier_pooling", config["clf_pooling"], "clf_pooling")
+    return native
 
 
 def _rename(config: Json, old: str, new: str) -> None:

@@ -17,6 +17,7 @@ from varlen_kernels.cpu.bodies.attention_distances import (
 )
 from varlen_kernels.cpu.bodies.attention_weights import (
     ROWS,
+    cap_scores,
     clear_rows,
     clear_unread,
     copy_head,
@@ -43,6 +44,7 @@ from varlen_kernels.cpu.native.target_cpu import LANES
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
 _QUERY_TILE = 16
+_ZERO = np.float32(0)
 _KEY_BLOCK = 128
 
 
@@ -78,6 +80,7 @@ def _attend_tile(
     key_length,
     is_causal,
     window,
+    soft_cap,
     score_bias,
     keys_values,
     distances,
@@ -110,6 +113,8 @@ def _attend_tile(
             for row in range(0, rows, ROWS):
                 is_only = distances is None
                 multiply(scores, row, column, queries, width, panels, panel, 0, is_only)
+        if soft_cap > 0:
+            cap_scores(scores, count, keys, soft_cap)
         # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
         for row in range(count):
             for column in range(keys, (keys + LANES - 1) // LANES * LANES):
@@ -134,6 +139,7 @@ def _attend(
     scale,
     is_causal,
     window,
+    soft_cap,
     out,
     distances,
     views,
@@ -168,6 +174,7 @@ def _attend(
         bias,
         is_causal,
         window,
+        soft_cap,
         out,
         distances,
         views,
@@ -187,6 +194,7 @@ def attend_queries(
     bias,
     is_causal,
     window,
+    soft_cap,
     out,
     distances,
     views,
@@ -223,6 +231,7 @@ def attend_queries(
                 key_length,
                 is_causal,
                 window,
+                soft_cap,
                 score_bias,
                 keys_values,
                 distances,
@@ -303,6 +312,7 @@ def attend(
     scale,
     is_causal,
     window,
+    soft_cap,
     out,  # [tokens, num_heads * head_dim]
 ):
     """Write the attention of some items, ordered by sequence; return whether memory ran out.
@@ -332,6 +342,7 @@ def attend(
             scale,
             is_causal,
             window,
+            soft_cap,
             out,
             None,
             views,
@@ -399,6 +410,7 @@ def attend_distances(
             scale,
             is_causal,
             window,
+            _ZERO,
             out,
             distances,
             views,

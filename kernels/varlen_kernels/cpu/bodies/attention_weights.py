@@ -6,6 +6,7 @@ Source: Milakov, Gimelshein 2018, arXiv:1805.02867.
 
 import numpy as np
 
+from varlen_kernels.cpu.bodies.gelu import tanh
 from varlen_kernels.cpu.native.lanes import (
     exp,
     largest_of,
@@ -87,6 +88,15 @@ def write_score_bias(score_bias, length, bias, head, is_causal, window):
             score_bias[0, i] = bias[head, min(max(distance, -reach), reach) + reach]
         else:
             score_bias[0, i] = _ZERO
+
+
+@inlined
+def cap_scores(scores, rows, count, soft_cap):
+    """Limit the scores of some queries, see `reference.attention_varlen`."""
+    for row in range(rows):
+        for column in range(0, count, LANES):
+            part = load(scores, row, column) / splat(soft_cap)
+            store(scores, row, column, tanh(part) * splat(soft_cap))
 
 
 @inlined

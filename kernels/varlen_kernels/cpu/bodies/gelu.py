@@ -50,6 +50,9 @@ _P0, _P1, _P2, _P3, _P4, _P5 = (
 # Added to a number, it leaves the nearest integer in the last bits.
 _SHIFT = np.float32(3 << 22)
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
+# Coefficients of x ** 3, x ** 5, ... of tanh(x), which are exact enough below _SMALL: there 1 - exp(-2 x) loses bits.
+_T3, _T5, _T7, _T9 = (np.float32(x) for x in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
+_SMALL = np.float32(0.25)
 
 
 @inlined
@@ -57,6 +60,20 @@ def sigmoid(x):
     """Return 1 / (1 + exp(-x))."""
     power = exp(splat(_ZERO) - maximum(x, splat(_ZERO) - x))
     return select_greater(x, splat(_ZERO), splat(_ONE), power) / (splat(_ONE) + power)
+
+
+@inlined
+def tanh(x):
+    """Return the hyperbolic tangent."""
+    size, square = maximum(x, splat(_ZERO) - x), x * x
+    power = exp(splat(_ZERO) - size - size)
+    large = (splat(_ONE) - power) / (splat(_ONE) + power)
+    small = multiply_add(square, splat(_T9), splat(_T7))
+    small = multiply_add(square, small, splat(_T5))
+    small = multiply_add(square, small, splat(_T3))
+    small = multiply_add(square * x, small, x)
+    large = select_greater(x, splat(_ZERO), large, splat(_ZERO) - large)
+    return select_greater(size, splat(_SMALL), large, small)
 
 
 @inlined

@@ -9,7 +9,13 @@ Source: the specification is `reference.attention_paged`; docs/decisions/0019-cp
 
 import numpy as np
 
-from varlen_kernels.cpu.bodies.attention_weights import LOWEST, copy_head, weigh, write_context
+from varlen_kernels.cpu.bodies.attention_weights import (
+    LOWEST,
+    cap_scores,
+    copy_head,
+    weigh,
+    write_context,
+)
 from varlen_kernels.cpu.bodies.kv_blocks import block_row, copy_row
 from varlen_kernels.cpu.native.lanes import (
     fold_1,
@@ -167,13 +173,16 @@ def _begin(queries, sequence, column, head_dim, scale, state):
 
 
 @inlined
-def _attend_keys(keys, values, first, count, bias, first_head, distance, scores, no_bias, state):
+def _attend_keys(
+    keys, values, first, count, bias, first_head, distance, soft_cap, scores, no_bias, state
+):
     """Add some keys and values to the contexts of the queries of a key head.
 
     Args:
         first, count: first row and number of the keys.
         bias: `[num_heads, 2 * reach + 1]`, or `[num_heads, 0]` for none.
         distance: the distance from the query to the first key.
+        soft_cap: limit of scores, 0 for none.
         scores: overwritten.
         no_bias: `[1, 0]`.
         state: queries, contexts, sums of weights and largest scores, `[query heads, ...]`.
@@ -181,6 +190,8 @@ def _attend_keys(keys, values, first, count, bias, first_head, distance, scores,
     query, context, totals, top = state
     length = _run_length(count)
     _write_scores(scores, query, keys, first, count)
+    if soft_cap > 0:
+        cap_scores(scores, query.shape[0], _RUNS * length, soft_cap)
     for member in range(query.shape[0]):
         if bias.shape[1]:
             _bias_scores(scores, member, count, bias, first_head + member, distance)
@@ -205,6 +216,7 @@ def _attend_token(
     bias,
     scale,
     window,
+    soft_cap,
     out,
     memory,
 ):
@@ -234,6 +246,7 @@ def _attend_token(
             bias,
             first_head,
             distance,
+            soft_cap,
             scores,
             no_bias,
             state,
@@ -294,6 +307,7 @@ def attend_tokens(
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     scale,
     window,
+    soft_cap,
     out,  # [tokens, num_heads * head_dim]
 ):
     """Write the attention of sequences with one new token; return whether memory ran out.
@@ -327,6 +341,7 @@ def attend_tokens(
                 bias,
                 scale,
                 window,
+                soft_cap,
                 out,
                 views,
             )

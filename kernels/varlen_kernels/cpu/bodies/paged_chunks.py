@@ -56,6 +56,7 @@ def attend_chunks(
     bias,
     scale,
     window,
+    soft_cap,
     out,
 ):
     """Write the attention of sequences with several new tokens; return whether memory ran out.
@@ -65,7 +66,7 @@ def attend_chunks(
             tokens are the last ones, so cores share them by heads.
         queries, keys, values, num_kv_heads, block_size, cu_seqlens, context_lens, blocks, cu_blocks, bias, scale: see
             `paged.attend_tokens`.
-        window, out: see there.
+        window, soft_cap, out: see there.
     """
     sequences, longest = len(context_lens), 0
     head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
@@ -109,6 +110,7 @@ def attend_chunks(
                 bias,
                 True,
                 window,
+                soft_cap,
                 out,
                 None,
                 views,

@@ -27,6 +27,7 @@ from varlen.telemetry.metrics import Stats
 CPU = torch.device("cpu")
 DECODERS = ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]
 TRANSLATORS = ["MarianMTModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"]
+_QUICK = ("GPT2LMHeadModel", "LlamaForCausalLM", "MarianMTModel", "T5ForConditionalGeneration")
 # Several steps for a prompt, most of them without logits.
 SETTINGS = {"device": "cpu", "threads": 1, "kv_bytes": 4_000_000}
 STEPS = {"max_running_sequences": 6, "max_step_tokens": 40, "kv_block_tokens": 16}
@@ -38,7 +39,14 @@ def few_texts(monkeypatch):
     monkeypatch.setattr(int8_model, "TEXTS", TEXTS[:16])
 
 
-@pytest.fixture(scope="module", params=[*DECODERS, *TRANSLATORS])
+# in `make test` one of each form of layers: fused or apart, with and without a bias, with and without an encoder
+_FAMILIES = [
+    pytest.param(family, marks=() if family in _QUICK else pytest.mark.full)
+    for family in (*DECODERS, *TRANSLATORS)
+]
+
+
+@pytest.fixture(scope="module", params=_FAMILIES)
 def folder(request, make_checkpoint):
     return make_checkpoint(request.param)
 

@@ -17,6 +17,8 @@ READS = {
     "wide-window": {"causal": True, "window": 200},
     "both-sides": {"window": 20},
     "both-sides-wide": {"window": 129},
+    "capped": {"causal": True, "window": 200, "soft_cap": 0.5},
+    "capped-both-sides": {"soft_cap": 5.0},
 }
 
 

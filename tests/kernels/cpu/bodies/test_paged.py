@@ -76,14 +76,28 @@ def test_a_sequence_without_new_tokens_does_not_change_its_neighbours(new):
 
 @pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("window, reach", [(0, 0), (17, 9), (0, 300)])
-def test_a_bias_is_added_as_by_the_reference(new, contexts, window, reach):
+@pytest.mark.parametrize("soft_cap", [0.0, 0.5])
+def test_a_bias_is_added_as_by_the_reference(new, contexts, window, reach, soft_cap):
     args = paged_inputs(new, contexts, heads=6, kv_heads=2, dim=8, block_size=16)
     bias = 3 * rand(6, 2 * reach + 1, seed=5)
     options = {"num_heads": 6, "num_kv_heads": 2, "scale": 0.3, "window": window}
+    options["soft_cap"] = soft_cap
 
     actual = cpu.attention_paged(*args, bias, **options)
 
     check(actual, reference.attention_paged(*args, bias, **options))
+
+
+@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("soft_cap", [0.01, 3.0, 50.0])
+def test_scores_have_the_limit_of_the_reference_in_float64(new, contexts, soft_cap):
+    args = paged_inputs(new, contexts, heads=6, kv_heads=2, dim=20, block_size=24)
+    options = {"num_heads": 6, "num_kv_heads": 2, "scale": 0.3, "soft_cap": soft_cap}
+
+    actual = cpu.attention_paged(*args, **options)
+
+    args64 = (each.double() if each.is_floating_point() else each for each in args)
+    check(actual, reference.attention_paged(*args64, **options))
 
 
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])

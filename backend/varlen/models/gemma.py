@@ -1,0 +1,409 @@
+"""The Gemma family: the layers of Llama with scaled embeddings and windows.
+
+Gemma, Gemma 2 and the text part of Gemma 3 are this decoder with other options. EmbeddingGemma is a Gemma 3 whose
+tokens read all of a text.
+Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118 (norms after both parts, limits of scores); 2025,
+arXiv:2503.19786 (norms of queries and keys, two bases of rotary positions); tensor names as Hugging Face transformers
+saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from varlen.errors import CheckpointError
+from varlen.models.blocks.output import read_output
+from varlen.models.blocks.rotary import rotary_table
+from varlen.models.blocks.score_head import read_logit_score, read_score
+from varlen.models.checkpoint import declared_fields as declare
+from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint.config_file import (
+    ACTIVATIONS,
+    Json,
+    read_choice,
+    read_flag,
+    read_int,
+    read_number,
+    show,
+)
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
+from varlen.models.checkpoint.layers import LayerReader
+from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.llama import Llama, LlamaLayer, read_heads
+from varlen.program.heads import AttentionHeads
+from varlen.tasks import Task
+from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GELU = "gelu_pytorch_tanh"
+_HEAD_DIM = 256
+_BOTH_WAYS = "use_bidirectional_attention"
+_GEMMA3_THETAS: Mapping[LayerKind, tuple[str, float]] = {
+    "full_attention": ("rope_theta", 1_000_000.0),
+    "sliding_attention": ("rope_local_base_freq", 10_000.0),
+}
+# Beginnings of names in files of multimodal models, the longest first, and what they have beside the text part.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_VISION = tuple(
+    prefix + name
+    for prefix in ("model.", "")
+    for name in ("vision_tower.", "multi_modal_projector.")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a model of the family adds to the common architecture.
+
+    Attributes:
+        fields: fields of config.json that it reads beside the common ones.
+        activation_field: the field with the activation of gates.
+        every: the layer of this number, and each multiple, reads all tokens where config.json does not say it.
+        score_cap, logit_cap: limits where config.json does not say them; None is no limit.
+        has_post_norms: whether the results of both parts of a layer are normed.
+        has_head_norms: whether queries and keys are normed.
+    """
+
+    fields: frozenset[str] = frozenset()
+    activation_field: str = "hidden_activation"
+    every: int = 1
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    has_post_norms: bool = True
+    has_head_norms: bool = False
+
+
+_WINDOW_FIELDS = frozenset(
+    "attn_logit_softcapping final_logit_softcapping layer_types query_pre_attn_scalar sliding_window".split()
+)
+OPTIONS: Mapping[str, Options] = {
+    "gemma": Options(activation_field="hidden_act", has_post_norms=False),
+    "gemma2": Options(_WINDOW_FIELDS, every=2, score_cap=50.0, logit_cap=30.0),
+    "gemma3_text": Options(
+        _WINDOW_FIELDS | {_BOTH_WAYS, "rope_local_base_freq", "sliding_window_pattern"},
+        every=6,
+        has_head_norms=True,
+    ),
+}
+
+
+def _options(config: Json) -> Options:
+    return OPTIONS[config["model_type"]]
+
+
+def _reads_all(config: Json) -> bool:
+    """Return whether tokens read later ones too."""
+    return _BOTH_WAYS in _options(config).fields and read_flag(config, _BOTH_WAYS, default=False)
+
+
+def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
+    options = _options(config)
+    every = options.every
+    if "sliding_window_pattern" in options.fields:
+        every = read_int(config, "sliding_window_pattern", default=every)
+    if "layer_types" not in options.fields:
+        config = {"num_hidden_layers": config.get("num_hidden_layers")}
+    return read_kinds(config, lambda number: (number + 1) % every == 0, lowest=0)
+
+
+def _read_windows(config: Json) -> tuple[int, ...]:
+    """Return the window of each layer; 0 where it holds every sequence that is served."""
+    kinds = _read_kinds(config)
+    if "sliding_attention" not in kinds:
+        return (0,) * len(kinds)
+    window = read_int(config, "sliding_window", default=4096)
+    if _reads_all(config):
+        # the window of config.json has both sides
+        window = window // 2 + 1
+    if not kind_fields.is_causal(config):
+        # the masks of transformers then include the distance itself
+        window += 1
+    window = 0 if window >= read_int(config, "max_position_embeddings") else window
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:
+    """Return the rotary positions of each layer."""
+    kinds = _read_kinds(config)
+    if "rope_local_base_freq" not in _options(config).fields:
+        return (read_rotary(config),) * len(kinds)
+    of_kinds = read_rotary_of_kinds(config, _GEMMA3_THETAS)
+    return tuple(of_kinds[kind] for kind in kinds)
+
+
+def _read_activation(config: Json) -> Activation:
+    field = _options(config).activation_field
+    if field == "hidden_act" and config.get(field) == "gelu":
+        # the first files say so, and mean the tanh form
+        return ACTIVATIONS[_GELU]
+    return read_choice(config, field, ACTIVATIONS, default=_GELU)
+
+
+def _read_cap(config: Json, field: str, default: float | None) -> float:
+    """Return a limit; 0 for none."""
+    if field not in _options(config).fields or config.get(field, default) is None:
+        return 0.0
+    return read_number(config, field, default=default)
+
+
+def _read_score_scale(config: Json, heads: AttentionHeads) -> float:
+    if "query_pre_attn_scalar" not in _options(config).fields:
+        return float(heads.dim**-0.5)
+    return float(read_number(config, "query_pre_attn_scalar", default=256.0) ** -0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaConfig(declare.ConfigFields):
+    """What config.json says of a model, and what its family adds.
+
+    Attributes:
+        heads: head layout of each layer.
+        windows: window of each layer: number of last tokens that a token reads; where tokens read later ones too,
+            those at a smaller distance. 0 is all.
+        rotary: rotary positions of each layer.
+        score_scale: factor of the scores of attention.
+        score_cap, logit_cap: limits of these scores and of logits; 0 is none.
+        has_attention_bias: whether linear layers before and after the attention have a bias.
+        has_tied_output: whether the output layer is the embedding table.
+    """
+
+    heads: AttentionHeads = declare.computed(
+        lambda config: read_heads(config, _HEAD_DIM),
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    positions: int = declare.size("max_position_embeddings")
+    vocab_size: int = declare.size("vocab_size")
+    hidden: int = declare.size("hidden_size")
+    inner: int = declare.size("intermediate_size")
+    windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
+    rotary: tuple[RotaryConfig, ...] = declare.computed(
+        _read_rotary, "rope_parameters", "rope_scaling", "rope_theta"
+    )
+    activation: Activation = declare.computed(_read_activation)
+    norm_eps: float = declare.epsilon("rms_norm_eps", 1e-6)
+    score_scale: float = declare.computed(
+        lambda config: _read_score_scale(config, read_heads(config, _HEAD_DIM))
+    )
+    score_cap: float = declare.computed(
+        lambda config: _read_cap(config, "attn_logit_softcapping", _options(config).score_cap)
+    )
+    logit_cap: float = declare.computed(
+        lambda config: _read_cap(config, "final_logit_softcapping", _options(config).logit_cap)
+    )
+    has_attention_bias: bool = declare.flag("attention_bias")
+    has_tied_output: bool = declare.flag("tie_word_embeddings", default=True)
+
+
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
+    """Return the Gemma, Gemma 2 or Gemma 3 of a checkpoint; see `Family`."""
+    config, options = GemmaConfig.read(fields), _options(fields)
+    shape = config.vocab_size, config.hidden
+    prefix = next((each for each in _PREFIXES if f"{each}embed_tokens.weight" in read), "")
+    table_name = f"{prefix}embed_tokens.weight"
+    table = read.token_table(table_name, *shape)
+    layers = read.layers(
+        len(config.windows),
+        lambda reader, index: _read_layer(
+            reader, config, options, f"{prefix}layers.{index}", config.windows[index]
+        ),
+    )
+    final_norm = _read_norm(read.last, f"{prefix}norm", config.hidden)
+    output, output_name = None, "lm_head"
+    if f"language_model.{output_name}.weight" in read:
+        output_name = f"language_model.{output_name}"
+    if head.architecture.endswith("ForCausalLM"):
+        is_tied = config.has_tied_output
+        output = read_output(read, table, *shape, is_tied=is_tied, name=output_name)
+    heads = read_score(read, head, config.hidden)
+    if head.logit_score is not None:
+        if config.logit_cap:
+            raise CheckpointError(
+                f"config.json has final_logit_softcapping {config.logit_cap:g}; a score of two logits (the module"
+                " LogitScore) is served without it"
+            )
+        name = table_name if config.has_tied_output else f"{output_name}.weight"
+        heads = read_logit_score(read, head.logit_score, name, *shape)
+
+    def cos_sin(rotary: RotaryConfig) -> Tensor:
+        return read.computed(lambda: rotary_table(rotary, config.heads.dim, table.device))
+
+    # layers with equal positions share one table
+    tables = {rotary: cos_sin(rotary) for rotary in dict.fromkeys(config.rotary)}
+    return Llama(
+        token_table=table,
+        cos_sin=tuple(tables[rotary] for rotary in config.rotary),
+        layers=layers,
+        final_norm=final_norm,
+        projection=None,
+        output=output,
+        attention_heads=read.heads(config.heads),
+        norm_eps=config.norm_eps,
+        heads=heads,
+        activation=config.activation,
+        embedding_scale=read.computed(lambda: _rounded(config.hidden**0.5, table.weight)),
+        score_scale=config.score_scale,
+        score_cap=config.score_cap,
+        logit_cap=config.logit_cap,
+    )
+
+
+def _rounded(number: float, like: Tensor) -> float:
+    """Return a number in the dtype of a tensor, as transformers has it."""
+    return float(like.new_tensor(number, device="cpu"))
+
+
+def _read_norm(read: LayerReader, name: str, size: int) -> Tensor:
+    """Return the weight of a norm, `[size]`, which is saved as the distance from 1."""
+    weight = read.tensor(f"{name}.weight", size)
+    return read.computed(lambda: weight + 1)
+
+
+def _read_layer(
+    read: LayerReader, config: GemmaConfig, options: Options, name: str, window: int
+) -> LlamaLayer:
+    hidden, inner, heads = config.hidden, config.inner, config.heads
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    key_width, has_bias = heads.keys * heads.dim, config.has_attention_bias
+
+    def norm(part: str) -> Tensor:
+        return _read_norm(read, f"{name}.{part}_layernorm", hidden)
+
+    def head_norm(part: str) -> Tensor:
+        return _read_norm(read, f"{attention}.{part}_norm", heads.dim)
+
+    return LlamaLayer(
+        attention_norm=norm("input"),
+        qkv=read.linear(
+            [f"{attention}.{part}_proj" for part in "qkv"],
+            hidden,
+            [heads.width, key_width, key_width],
+            bias=has_bias,
+            split="outputs",
+            units=[heads.queries, heads.keys, heads.keys],
+        ),
+        head_norms=(head_norm("q"), head_norm("k")) if options.has_head_norms else None,
+        attention_output=read.linear(
+            [f"{attention}.o_proj"], heads.width, [hidden], bias=has_bias, split="inputs"
+        ),
+        attention_post_norm=norm("post_attention") if options.has_post_norms else None,
+        mlp_norm=norm("pre_feedforward" if options.has_post_norms else "post_attention"),
+        gate_up=read.linear(
+            [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
+            hidden,
+            [inner, inner],
+            bias=False,
+            split="outputs",
+        ),
+        down=read.linear([f"{mlp}.down_proj"], inner, [hidden], bias=False, split="inputs"),
+        mlp_post_norm=norm("post_feedforward") if options.has_post_norms else None,
+        window=window,
+    )
+
+
+# What transformers takes where the text_config of a multimodal file says nothing.
+_GEMMA3_DEFAULTS: Json = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+}
+_TEXT_CLASSES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
+    "Gemma3Model": "Gemma3TextModel",
+}
+
+
+def text_part(config: Json) -> Json:
+    """Return config.json of the text part of a multimodal Gemma 3; images are not served.
+
+    Raises:
+        CheckpointError: `text_config` is of another model.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", "gemma3_text") != "gemma3_text":
+        raise CheckpointError(
+            f'config.json has text_config {show(text)}; allowed: an object with model_type "gemma3_text"'
+        )
+    of_image = ("text_config", "vision_config", "mm_tokens_per_image", "initializer_range")
+    own = {
+        name: value
+        for name, value in config.items()
+        if name not in of_image and not name.endswith(("_token_index", "_token_id"))
+    }
+    ends = {} if config.get("eos_token_id") is None else {"eos_token_id": config["eos_token_id"]}
+    names = config.get("architectures")
+    if isinstance(names, list):
+        own["architectures"] = [_TEXT_CLASSES.get(str(name), name) for name in names]
+    # of both values of tie_word_embeddings, transformers reads the one of the whole model
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    return {**_GEMMA3_DEFAULTS, **text, **own, **tied, **ends, "model_type": "gemma3_text"}
+
+
+def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) -> Family[Llama]:
+    options = OPTIONS[model_type]
+    no_window = {} if _BOTH_WAYS in options.fields else {_BOTH_WAYS: False}
+    other = {"hidden_act", "hidden_activation"} - {options.activation_field}
+    return Family(
+        architectures={
+            f"{name}ForCausalLM": "generate",
+            base: "embed",
+            **{heads[task]: task for task in heads if task in ("classify", "token_classify")},
+        },
+        heads=heads,
+        fields=kind_fields.DECODER.plus(
+            GemmaConfig.names() | options.fields | {options.activation_field},
+            # transformers reads one of two names of the activation; how long its table of positions is
+            {*other, "_sliding_window_pattern"},
+            no_window,
+        ),
+        read_sizes=GemmaConfig.read,
+        load=load,
+        # frequencies, which old releases saved; the table where the output is tied to it; images, which are not served
+        is_unused=lambda name, _: (
+            name.endswith((".rotary_emb.inv_freq", "lm_head.weight")) or name.startswith(_VISION)
+        ),
+        tokenizer_class="GemmaTokenizer",
+        kind="decoder",
+        is_divisible=True,
+        is_causal=lambda config: kind_fields.is_causal(config) and not _reads_all(config),
+    )
+
+
+def _heads(name: str, sequences: str, tokens: str | None) -> dict[Task, str]:
+    heads: dict[Task, str] = {
+        "generate": f"{name}ForCausalLM",
+        "classify": sequences,
+        "rerank": sequences,
+    }
+    return heads | ({} if tokens is None else {"token_classify": tokens})
+
+
+FAMILIES: Mapping[str, Family[Llama]] = {
+    **{
+        name.lower(): _family(
+            name,
+            name.lower(),
+            _heads(name, f"{name}ForSequenceClassification", f"{name}ForTokenClassification"),
+            f"{name}Model",
+        )
+        for name in ("Gemma", "Gemma2")
+    },
+    "gemma3_text": _family(
+        "Gemma3",
+        "gemma3_text",
+        _heads("Gemma3", "Gemma3TextForSequenceClassification", None),
+        "Gemma3TextModel",
+    ),
+}
